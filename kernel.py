@@ -1,0 +1,433 @@
+"""Chapter 1: attention over a paged cache.
+
+A sequence's keys and values do not lie in one piece. The cache is a pool of **blocks** of
+`block_size` token slots, and a sequence owns any blocks in any order, listed in its **block table**:
+
+    block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
+
+    block table       [ 5 | 2 | 7 ]                 block 2 : token 4  5  6  7
+                        |   |   |                   block 5 : token 0  1  2  3
+    its tokens       0..3 4..7 8..9                 block 7 : token 8  9  .  .    <- two slots still empty
+
+    token t is in slot  block_table[t // block_size] * block_size + t % block_size
+
+Attention has to walk that table; nothing else about it changes (Kwon et al. 2023, section 4.1). This
+file has the two ways to do it, with the same arguments, and the function that fills the cache:
+
+    paged_attention_reference   plain torch: gather the slots, then ordinary attention. The CPU's path.
+    paged_attention             one Triton kernel that reads K and V where they are. The GPU's path.
+    store_kv                    writes new K and V into their slots.
+
+**Why softmax can be computed in pieces.** With m the largest score seen so far, keep the sums
+`l = sum exp(s - m)` and `acc = sum exp(s - m) v`. When a new piece raises m to m', both sums are
+multiplied by exp(m - m') and go on; `acc / l` at the end is the softmax average, whatever the pieces
+were (Milakov and Gimelshein 2018; Dao et al. 2022). So one program needs only one tile of K and V
+at a time. The same rule merges sums of different programs, so a long context can be cut into
+**splits** that run side by side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
+
+**What a program does.** The batch is flat: `q` holds every sequence's new tokens, one after another,
+`query_start_loc` says where each sequence begins. A program owns one kv head and one tile of queries
+of one sequence. The `group` query heads that share the kv head are rows of the same tile, so each tile
+of K and V is read once for all of them. There are two shapes of program, and a sequence gets its
+shape from its own query length alone, so its result does not depend on who shares the batch, bit for bit:
+
+    decode   query length 1: `group` rows; the context is cut into splits by the sequence's own length
+    prefill  longer: TILE_M rows = TILE_M // group tokens x group heads; whole context, one program
+"""
+import math
+import os
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available() and find_spec("numpy"):
+    # Without a GPU the kernel runs in Triton's interpreter, which needs numpy. The variable is read on import.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS and Windows have no Triton: the torch path is all there is, and the names below stay inert
+    triton = None
+
+    class tl:
+        constexpr = int
+
+jit = triton.jit if triton else lambda function: function
+
+MAX_SPLITS = 32  # a context is cut into at most this many pieces
+MIN_SPLIT = 256  # tokens: shorter pieces cost more in merging than they gain
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+# --------------------------------------------------------------------------------------------------
+# The same function in plain torch
+# --------------------------------------------------------------------------------------------------
+
+def paged_attention_reference(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
+                              max_query_len=None, max_seq_len=None, sliding_window=0, out=None, plan=None, **_):
+    """What `paged_attention` computes, in plain torch; same arguments (those it has no use for are ignored).
+
+    Sequences with the same number of new tokens are one rectangular problem. A decode step is therefore
+    one gather and one attention call, however many sequences there are.
+
+    plan: a dict that the calls of one step may share: which slots each problem reads is worked out once, not per layer
+    """
+    out = torch.empty_like(q) if out is None else out
+    group = q.shape[1] // k_cache.shape[2]
+    plan = {} if plan is None else plan
+    if sliding_window not in plan:
+        plan[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1],
+                                                group, sliding_window, q.dtype))
+    for rows, slots, mask in plan[sliding_window]:
+        out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale)
+    return out
+
+
+def _rectangles(block_tables, seq_lens, query_start_loc, block_size, group, sliding_window, dtype):
+    """For S sequences with Q new tokens each and at most K in the cache: their rows of q [S, Q], the slots to read
+    [S, K], and the mask to add to the scores, 0 or -inf [S, 1, group * Q, K]."""
+    query_lens = query_start_loc.diff()
+    for Q in query_lens.unique().tolist():
+        if Q == 0:  # padding
+            continue
+        members = (query_lens == Q).nonzero()[:, 0]  # [S]
+        rows = query_start_loc[members, None] + torch.arange(Q, device=members.device)
+        lens = seq_lens[members, None].long()  # [S, 1]
+        key_position = torch.arange(int(lens.max()), device=members.device)  # [K]
+        query_position = lens - Q + torch.arange(Q, device=members.device)  # [S, Q]
+        visible = key_position <= query_position[:, :, None]  # [S, Q, K]
+        oldest = torch.zeros_like(lens)
+        if sliding_window:
+            visible &= key_position > query_position[:, :, None] - sliding_window
+            oldest = (lens - Q - sliding_window + 1).clamp(min=0)
+        # A hidden key contributes 0 * value, and 0 * NaN is NaN: an unused slot must not be read, whatever is in it.
+        # So a position that this sequence does not have, or no longer has, reads one that it does have.
+        position = key_position.clamp(oldest, lens - 1)  # [S, K]
+        slots = block_tables[members].gather(1, position // block_size).long() * block_size + position % block_size
+        mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
+        yield rows, slots, mask[:, None].repeat(1, 1, group, 1)
+
+
+def _attend_rectangle(q, k_cache, v_cache, slots, mask, scale):
+    """Attention for S sequences of Q new tokens each: q [S, Q, num_heads, head_dim], result alike."""
+    (S, Q, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    k = _read_slots(k_cache, slots, q.dtype)  # [S, num_kv_heads, K, head_dim]
+    v = _read_slots(v_cache, slots, q.dtype)
+    # The query heads of one kv head become more query rows of that head, so K and V are not repeated.
+    q = q.view(S, Q, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(S, num_kv_heads, -1, head_dim)
+    o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return o.view(S, num_kv_heads, -1, Q, head_dim).permute(0, 3, 1, 2, 4).reshape(S, Q, num_heads, head_dim)
+
+
+def _read_slots(cache, slots, dtype):
+    picked = cache.flatten(0, 1).index_select(0, slots.flatten())  # flatten: a view of a pool whose blocks are contiguous
+    return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Filling the cache
+# --------------------------------------------------------------------------------------------------
+
+def store_kv(k, v, k_cache, v_cache, slot_mapping):
+    """Write each new token's K and V into its slot.
+
+    k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim];
+    slot_mapping: [num_tokens], block_id * block_size + offset, or -1: this token's K and V are not written
+    (padding, or a token whose block is shared and already holds them).
+    """
+    if k.device.type == "cpu":
+        if slot_mapping.numel() and slot_mapping.min() < 0:
+            keep = slot_mapping >= 0
+            k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
+        block_size = k_cache.shape[1]
+        place = slot_mapping // block_size, slot_mapping % block_size
+        k_cache[place] = k.to(k_cache.dtype)
+        v_cache[place] = v.to(v_cache.dtype)
+    elif len(k):
+        launch_store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def launch_store_kv(k, v, k_cache, v_cache, slot_mapping):
+    """The kernel behind `store_kv`, by itself so that the interpreter can be asked for it on a CPU."""
+    num_kv_heads, head_dim = k.shape[1:]
+    store_kv_kernel[(len(k),)](
+        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HEADS_PADDED=_next_power_of_2(num_kv_heads), DIM_PADDED=_next_power_of_2(head_dim))
+
+
+@jit
+def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_token, v_head,
+                    kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+                    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                    HEADS_PADDED: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """One program per token: copies [HEADS, HEAD_DIM] of K and of V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool of more than 2^31 elements is normal
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    dim = tl.arange(0, DIM_PADDED)[None, :]
+    valid = (head < HEADS) & (dim < HEAD_DIM)
+    new_k = tl.load(k + token * k_token + head * k_head + dim, mask=valid, other=0.0)
+    new_v = tl.load(v + token * v_token + head * v_head + dim, mask=valid, other=0.0)
+    tl.store(k_cache + block * kc_block + offset * kc_slot + head * kc_head + dim, new_k, mask=valid)
+    tl.store(v_cache + block * vc_block + offset * vc_slot + head * vc_head + dim, new_v, mask=valid)
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernel
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def _attend(acc, row_max, row_sum, q, k_cache, v_cache, table, start, end, position, seq_len, scale,
+            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+            TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+            WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Attend to the keys of [start, end), a tile at a time, and return the running (acc, row_max, row_sum).
+
+    Without MASKED every row sees every one of these keys, so nothing has to be compared.
+    """
+    lane = tl.arange(0, TILE_N)
+    dim = tl.arange(0, DIM_PADDED)
+    k_base = k_cache + kv_head * kc_head + dim[:, None]  # K is read transposed: [DIM_PADDED, TILE_N]
+    v_base = v_cache + kv_head * vc_head + dim[None, :]
+    # The block ids are loaded one tile ahead: a load that waits for another load is not pipelined. The table is
+    # padded with anything, so it is never read behind the sequence's last block.
+    block = tl.load(table + tl.minimum(start + lane, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+    for tile in range(start, end, TILE_N):
+        token = tile + lane
+        offset = token % BLOCK_SIZE
+        next_block = tl.load(table + tl.minimum(token + TILE_N, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+        # Slots behind the last token hold garbage, and 0 * NaN = NaN: they must not even be loaded.
+        if MASKED:
+            exists = token < end
+        else:
+            exists = lane < TILE_N
+        k_valid = exists[None, :] & (dim < HEAD_DIM)[:, None]
+        v_valid = exists[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(k_base + (block * kc_block + offset * kc_slot)[None, :], mask=k_valid, other=0.0).to(q.dtype)
+        scores = tl.dot(q, k, input_precision=PRECISION)  # [TILE_M, TILE_N]
+        if MASKED:
+            seen = (token[None, :] <= position[:, None]) & exists[None, :]
+            if WINDOW:
+                seen &= token[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(row_max - base)
+        row_sum = row_sum * shrink + tl.sum(p, 1)
+        v = tl.load(v_base + (block * vc_block + offset * vc_slot)[:, None], mask=v_valid, other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        row_max = new_max
+        block = next_block
+    return acc, row_max, row_sum
+
+
+@jit
+def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Tokens per split. It follows from the sequence's length alone, never from the batch or the grid."""
+    return tl.maximum(MIN_SPLIT, tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N)
+
+
+@jit
+def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+                           query_tiles, scale, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
+                           vc_block, vc_slot, vc_head, table_row,
+                           DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                           BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+                           MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr):
+    """DECODE: program (sequence, kv head, split). Otherwise: program (entry of query_tiles, kv head)."""
+    kv_head = tl.program_id(1)
+    TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
+    if DECODE:
+        seq, first = tl.program_id(0), 0
+    else:
+        seq = tl.load(query_tiles + 2 * tl.program_id(0))
+        first = tl.load(query_tiles + 2 * tl.program_id(0) + 1) * TOKENS
+        if seq < 0:  # padding
+            return
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
+    if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
+        return
+    seq_len = tl.load(seq_lens + seq)
+
+    # Rows of the tile are (query token, head of the group). A group that is no power of two leaves rows over.
+    row = tl.arange(0, TILE_M)
+    query = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_valid = (row < TOKENS * GROUP) & (query < query_len)
+    position = seq_len - query_len + query  # of each row's token in its sequence
+    first_position = seq_len - query_len + first
+    start, end = 0, tl.minimum(first_position + TOKENS, seq_len)  # keys that any row sees
+    if WINDOW:
+        start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
+    if DECODE:
+        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+        split = tl.program_id(2)
+        only_split = start // split_len == (seq_len - 1) // split_len
+        start = tl.maximum(start, split * split_len)
+        end = tl.minimum(end, (split + 1) * split_len)
+        if start >= end:
+            return
+    start = start // TILE_N * TILE_N
+
+    dim = tl.arange(0, DIM_PADDED)
+    q_row = (q_start + query)[:, None]
+    q_valid = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
+    q_tile = tl.load(q + q_row * q_token + head[:, None] * q_head + dim[None, :], mask=q_valid, other=0.0)
+    table = block_tables + seq.to(tl.int64) * table_row
+    acc = tl.zeros([TILE_M, DIM_PADDED], tl.float32)
+    row_max = tl.full([TILE_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    if not DECODE and not WINDOW:  # tiles that lie wholly before the diagonal need no mask
+        diagonal = (first_position + 1) // TILE_N * TILE_N
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, k_cache, v_cache, table, start, diagonal, position, seq_len, scale,
+            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+            TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+        start = diagonal
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q_tile, k_cache, v_cache, table, start, end, position, seq_len, scale,
+        kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+        TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+
+    result = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    to_out = True
+    if DECODE:
+        to_out = only_split
+        if not only_split:
+            # [sequence, head, split]: this split's softmax average, and log2 of the sum it was divided by
+            num_heads = tl.num_programs(1) * GROUP
+            piece = (seq.to(tl.int64) * num_heads + head) * tl.num_programs(2) + split
+            tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], result, mask=q_valid)
+            tl.store(split_lse + piece, row_max + tl.log2(row_sum), mask=row_valid)
+    if to_out:
+        tl.store(out + q_row * out_token + head[:, None] * out_head + dim[None, :], result, mask=q_valid)
+
+
+@jit
+def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, out_token, out_head, num_splits,
+                        HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Program (sequence, head): the average of its splits' results, each weighted by its share of the softmax sum."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    if tl.load(query_start_loc + seq + 1) - q_start != 1:
+        return
+    seq_len = tl.load(seq_lens + seq)
+    split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+    first, last = 0, (seq_len - 1) // split_len
+    if WINDOW:
+        first = tl.maximum(seq_len - WINDOW, 0) // split_len
+    if first == last:  # written directly
+        return
+    split = tl.arange(0, MAX_SPLITS)
+    live = (split >= first) & (split <= last)
+    dim = tl.arange(0, DIM_PADDED)
+    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + split
+    lse = tl.load(split_lse + piece, mask=live, other=-float("inf"))
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    part = tl.load(split_out + piece[:, None] * HEAD_DIM + dim[None, :],
+                   mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + q_start * out_token + head * out_head + dim, merged, mask=dim < HEAD_DIM)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launching it
+# --------------------------------------------------------------------------------------------------
+
+def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
+                    max_query_len, max_seq_len, sliding_window=0, out=None, num_decodes=None, query_tiles=None, **_):
+    """Causal attention of every sequence's new tokens over its whole context in the paged cache.
+
+    q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others are read
+    block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
+    seq_lens         [num_seqs] int32, tokens in the cache, this step's included
+    query_start_loc  [num_seqs + 1] int32, cumulative query lengths
+    scale            factor on the scores, usually head_dim ** -0.5
+    max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
+    sliding_window   0, or how many tokens a token sees, itself included
+    num_decodes      sequences with one new token are all among the first so many (default: anywhere)
+    query_tiles      the prefill's work list, [n, 2] int32, from `make_query_tiles` (default: built here, which
+                     waits for the GPU)
+    Returns out, like q. Sequences with no new token are padding and nothing is written for them.
+    """
+    out = torch.empty_like(q) if out is None else out
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_seqs, group = len(seq_lens), num_heads // num_kv_heads
+    num_decodes = num_seqs if num_decodes is None else num_decodes
+    if triton is None or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+        raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
+                           "interpreter (pip install triton numpy); attention='torch' works everywhere")
+    scale_log2 = scale * math.log2(math.e)  # exp2 is the hardware's exponential
+    strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
+    shape = dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+                 WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
+    if max_query_len > 1:
+        config = tile_config("prefill", group, head_dim, q.element_size())
+        if query_tiles is None:
+            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), config["TILE_M"] // group).to(q.device)
+        if len(query_tiles):
+            paged_attention_kernel[(len(query_tiles), num_kv_heads)](
+                out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
+                scale_log2, *strides, DECODE=False, **shape, **config)
+    if num_decodes:
+        config = tile_config("decode", group, head_dim, q.element_size())
+        num_splits = split_bound(max_seq_len)
+        split_out = split_lse = out
+        if num_splits > 1:
+            split_out = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
+            split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
+        paged_attention_kernel[(num_decodes, num_kv_heads, num_splits)](
+            out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
+            scale_log2, *strides, DECODE=True, **shape, **config)
+        if num_splits > 1:
+            merge_splits_kernel[(num_decodes, num_heads)](
+                out, split_out, split_lse, seq_lens, query_start_loc, *out.stride()[:2], num_splits,
+                HEAD_DIM=head_dim, DIM_PADDED=shape["DIM_PADDED"], TILE_N=config["TILE_N"], WINDOW=sliding_window,
+                MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS)
+    return out
+
+
+def split_bound(max_seq_len: int) -> int:
+    """How many splits a context of up to max_seq_len tokens can have: the decode grid's third side."""
+    return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
+
+
+def make_query_tiles(query_lens: list[int], tokens_per_tile: int) -> torch.Tensor:
+    """The prefill's work list, [n, 2] int32 on the CPU: (sequence, tile of its queries), last tiles first.
+
+    The last tile of a prompt sees the longest context, so it takes longest; started first, it does not
+    end up running alone. Sequences with one new token are the decode launch's.
+    """
+    tiles = [(seq, tile) for seq, n in enumerate(query_lens) if n > 1 for tile in range(cdiv(n, tokens_per_tile))]
+    tiles.sort(key=lambda entry: -entry[1])
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
+
+
+def tile_config(phase: str, group: int, head_dim: int, element_size: int) -> dict:
+    """Tile sizes, warps and pipeline stages of a launch; a small table, because autotuning would time at start-up."""
+    wide = head_dim * element_size > 256  # bytes of one head: float32, or head_dim 256
+    if phase == "decode":
+        return dict(TILE_M=max(16, _next_power_of_2(group)), TILE_N=32, num_warps=4, num_stages=2 if wide else 3)
+    if wide:
+        return dict(TILE_M=max(32, _next_power_of_2(group)), TILE_N=32, num_warps=4, num_stages=1)
+    return dict(TILE_M=max(64, _next_power_of_2(group)), TILE_N=64, num_warps=4, num_stages=3)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

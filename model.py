@@ -1,0 +1,382 @@
+"""Chapter 2: the model. One decoder for GPT-2, OPT, Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
+
+These families are one architecture with a few switches. Every layer is
+
+    x = x + out(attention(norm(x)))         attention: q, k, v = qkv(x), [q and k norm], [rope], cache, attend
+    x = x + down(activation(up(norm(x))))   gated (SwiGLU) or plain
+
+and `ModelConfig` says how the switches stand: LayerNorm or RMSNorm, learned positions or rope, biases or
+none, an MLP with a gate or without, how many query heads share a kv head. Nothing below asks for a family
+by name; only the two tables at the end do, which turn a checkpoint's configuration and tensor names into ours.
+
+The model sees a **flat batch**: the new tokens of all sequences of a step in one dimension, `[num_tokens]`,
+whether they are a whole prompt, a piece of one, or one decoded token. All layers but attention treat every
+token alike; attention finds out who belongs to whom from the `Batch`. Its past is in the paged cache and
+nowhere else: each layer writes the new K and V into their slots first, then attends over the blocks.
+
+Shapes: T = num_tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
+"""
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernel import store_kv
+
+
+@dataclass
+class Batch:
+    """What a forward pass needs to know of a step. Sequences with one new token come first."""
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T] each token's position in its sequence
+    slot_mapping: Tensor  # [T] where its K and V go in the cache, -1: nowhere
+    block_tables: Tensor  # [num_seqs, max_blocks] int32
+    seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
+    query_start_loc: Tensor  # [num_seqs + 1] int32
+    logits_indices: Tensor  # [num_samples] rows of the T whose logits are wanted
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int  # how many sequences have one new token
+    query_tiles: Tensor | None = None  # the Triton kernel's work list
+    plan: dict = field(default_factory=dict)  # what the torch path works out once for all layers
+
+
+@dataclass
+class ModelConfig:
+    """The switches. Field names are Hugging Face's where it has one."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    norm: str = "rms"  # or "layer"
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    learned_positions: bool = False
+    position_offset: int = 0  # OPT's position table has two rows that no token uses
+    rope: dict = field(default_factory=dict)  # rope_theta, rope_type and that type's numbers
+    sliding_windows: list[int] = field(default_factory=list)  # per layer, 0: sees everything
+    torch_dtype: torch.dtype = torch.float32
+    names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's
+    transposed: bool = False  # GPT-2 stores its matrices [in, out]
+
+    @classmethod
+    def from_hf(cls, hf: dict) -> "ModelConfig":
+        """From a checkpoint's config.json. ValueError: an architecture or a setting that is not supported."""
+        if "quantization_config" in hf:
+            method = (hf["quantization_config"] or {}).get("quant_method", "unknown method")
+            raise ValueError(f"the checkpoint is quantised ({method}); use one with float32, float16 or bfloat16 weights")
+        architecture = (hf.get("architectures") or ["none given"])[0]
+        if architecture not in FAMILIES:
+            raise ValueError(f"unknown architecture {architecture!r}; known are {', '.join(FAMILIES)}")
+        try:
+            config = FAMILIES[architecture](hf)
+        except KeyError as missing:
+            raise ValueError(f"config.json of a {architecture} must have {missing}, and has not") from None
+        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
+        config.torch_dtype = getattr(torch, dtype)
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
+        if config.activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}")
+        return config
+
+
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# The decoder
+# --------------------------------------------------------------------------------------------------
+
+class Transformer(nn.Module):
+    """The decoder: a flat batch of tokens in, the logits of the rows that sample out."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset,
+                                                config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = make_norm(config, config.hidden_size)
+        self.head = (self.embed if config.tie_word_embeddings else
+                     nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+
+    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]], attention: Callable) -> Tensor:
+        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache) and is written to.
+
+        attention: `kernel.paged_attention` or `kernel.paged_attention_reference`.
+        """
+        x = self.embed(batch.input_ids)  # [T, D]
+        if self.config.learned_positions:
+            x = x + self.embed_positions(batch.positions + self.config.position_offset)
+            rotation = None
+        else:
+            rotation = self.rope_table[batch.positions].unsqueeze(1)  # [T, 1, head_dim]
+        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache):
+            x = layer(x, rotation, batch, k_cache, v_cache, attention)
+        x = self.norm(x[batch.logits_indices])  # rows that sample nothing end here
+        return F.linear(x, self.head.weight)
+
+    def make_rope_table(self, device, num_positions: int) -> None:
+        """Computed, not loaded: [num_positions, head_dim] float32, the cosines, then the sines."""
+        if not self.config.learned_positions:
+            angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
+            self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        c = self.config = config
+        self.window = c.sliding_windows[index] if c.sliding_windows else 0
+        self.attention_norm = make_norm(c, c.hidden_size)
+        # One product for q, k and v, and one for gate and up: fewer, larger matrices are faster.
+        self.qkv = nn.Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = make_norm(c, c.head_dim), make_norm(c, c.head_dim)
+        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
+        self.mlp_norm = make_norm(c, c.hidden_size)
+        self.up = nn.Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x, rotation, batch: Batch, k_cache, v_cache, attention) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        x = x + self.attend(self.attention_norm(x), rotation, batch, k_cache, v_cache, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def attend(self, x, rotation, batch: Batch, k_cache, v_cache, attention) -> Tensor:
+        c = self.config
+        heads = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
+        qk, v = heads.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
+        if c.qk_norm:
+            qk = torch.cat([self.q_norm(qk[:, :c.num_heads]), self.k_norm(qk[:, c.num_heads:])], dim=1)
+        if rotation is not None:
+            qk = rotate(qk, rotation)
+        q, k = qk.split([c.num_heads, c.num_kv_heads], dim=1)
+        store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+        o = attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+                      c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
+                      sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
+                      plan=batch.plan)
+        return self.out(o.flatten(1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.config.activation]
+        if not self.config.gated_mlp:
+            return self.down(activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(activation(gate) * up)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+def make_norm(config: ModelConfig, size: int) -> nn.Module:
+    return RMSNorm(size, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(size, config.norm_eps)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): x [T, heads, head_dim], rotation [T, 1, head_dim].
+
+    Element i of the first half and element i of the second are one point of a plane, turned by the angle of
+    (position, i). A product of two turned vectors then depends on the distance of their positions only.
+    """
+    cos, sin = rotation.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each pair, [head_dim // 2] float32, stretched for contexts longer than trained."""
+    rope = config.rope
+    frequency = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    if rope["rope_type"] == "linear":  # every position counts for less
+        frequency = frequency / rope["factor"]
+    elif rope["rope_type"] == "llama3":  # slow rotations are stretched, fast ones kept, those between blended
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # within the trained context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / rope["factor"])
+    return frequency
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+# --------------------------------------------------------------------------------------------------
+
+def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype, device,
+                num_positions: int) -> Transformer:
+    """A Transformer on `device` with a checkpoint's (name, tensor) pairs, or random weights if `tensors` is None.
+
+    One tensor at a time is copied to its place, so memory stays near one copy of the weights.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to(dtype).to_empty(device=device)
+    if tensors is None:
+        for name, parameter in model.named_parameters():
+            nn.init.ones_(parameter) if "norm" in name and "weight" in name else nn.init.normal_(parameter, std=0.02)
+    else:
+        load_weights(model, tensors)
+    model.make_rope_table(device, num_positions)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy a checkpoint into the model. ValueError: a tensor is missing or has another shape than config.json says."""
+    config = model.config
+    missing = {theirs: target for name, parameter in model.named_parameters()
+               for theirs, target in checkpoint_tensors(name, parameter, config).items()}
+    for name, tensor in tensors:
+        bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
+        if bare not in missing:  # a buffer such as GPT-2's causal mask, or a tied head stored a second time
+            continue
+        target = missing.pop(bare)
+        if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
+            tensor = tensor.T
+        if tensor.shape != target.shape:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")
+        target.copy_(tensor)
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensor(s) that config.json implies, "
+                         f"the first being {min(missing)!r}")
+
+
+def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+    """The checkpoint's tensors that make up our parameter `name`: their names, and the rows of ours each one fills."""
+    *path, module, kind = name.split(".")
+    q, kv, mlp = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    parts = {module: parameter}
+    if module == "qkv" and "qkv" not in config.names:  # GPT-2 stores them merged, as we do
+        parts = dict(zip("qkv", parameter.split([q, kv, kv])))
+    elif module == "up" and config.gated_mlp:
+        parts = dict(zip(["gate", "up"], parameter.split([mlp, mlp])))
+    return {".".join(config.names.get(word, word) for word in (*path, part, kind)): rows for part, rows in parts.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Families: what a config.json and its tensor names mean
+# --------------------------------------------------------------------------------------------------
+
+def gpt2(hf: dict) -> ModelConfig:
+    for key, supported in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False).items():
+        if hf.get(key, supported) != supported:
+            raise ValueError(f"GPT-2 with {key}={hf[key]} is not supported")
+    return ModelConfig(
+        hf["vocab_size"], hf["n_embd"], hf["n_layer"], hf["n_head"], hf["n_head"], hf["n_embd"] // hf["n_head"],
+        hf.get("n_inner") or 4 * hf["n_embd"], hf["n_positions"], norm="layer",
+        norm_eps=hf.get("layer_norm_epsilon", 1e-5), activation=hf.get("activation_function", "gelu_new"),
+        gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True, learned_positions=True, transposed=True,
+        tie_word_embeddings=hf.get("tie_word_embeddings", True),
+        names={"embed": "wte", "embed_positions": "wpe", "layers": "h", "attention_norm": "ln_1", "qkv": "attn.c_attn",
+               "out": "attn.c_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj", "norm": "ln_f",
+               "head": "lm_head"})
+
+
+def opt(hf: dict) -> ModelConfig:
+    for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
+                               layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
+        if hf.get(key, supported) != supported:
+            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the one that has it)")
+    heads = hf["num_attention_heads"]
+    return ModelConfig(
+        hf["vocab_size"], hf["hidden_size"], hf["num_hidden_layers"], heads, heads, hf["hidden_size"] // heads,
+        hf["ffn_dim"], hf["max_position_embeddings"], norm="layer", norm_eps=1e-5,
+        activation=hf.get("activation_function", "relu"), gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True,
+        learned_positions=True, position_offset=2, tie_word_embeddings=hf.get("tie_word_embeddings", True),
+        names={"embed": "embed_tokens", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+               "out": "self_attn.out_proj", "attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm",
+               "up": "fc1", "down": "fc2", "norm": "final_layer_norm", "head": "lm_head"})
+
+
+def llama(hf: dict, **switches) -> ModelConfig:
+    heads = hf["num_attention_heads"]
+    attention_bias = hf.get("attention_bias", False)
+    settings = dict(qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches
+    return ModelConfig(
+        hf["vocab_size"], hf["hidden_size"], hf["num_hidden_layers"], heads, hf.get("num_key_value_heads") or heads,
+        hf.get("head_dim") or hf["hidden_size"] // heads, hf["intermediate_size"], hf["max_position_embeddings"],
+        norm_eps=hf.get("rms_norm_eps", 1e-6), activation=hf.get("hidden_act", "silu"), rope=rope_settings(hf),
+        tie_word_embeddings=hf.get("tie_word_embeddings", False),
+        names={"embed": "embed_tokens", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+               "out": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+               "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj",
+               "up": "mlp.up_proj", "down": "mlp.down_proj", "head": "lm_head"},
+        **settings)
+
+
+def mistral(hf: dict) -> ModelConfig:
+    window = hf.get("sliding_window", 4096) or 0  # absent means 4096, null means none
+    return llama(hf, qkv_bias=False, out_bias=False, mlp_bias=False, sliding_windows=[window] * hf["num_hidden_layers"])
+
+
+def qwen_windows(hf: dict) -> list[int]:
+    """Qwen's layers from max_window_layers on see a window, if use_sliding_window says so."""
+    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window", False) else 0
+    kinds = hf.get("layer_types") or ["sliding_attention" if i >= hf.get("max_window_layers", 28) else "full_attention"
+                                      for i in range(hf["num_hidden_layers"])]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def qwen2(hf: dict) -> ModelConfig:
+    return llama(hf, qkv_bias=True, out_bias=False, mlp_bias=False, sliding_windows=qwen_windows(hf))
+
+
+def qwen3(hf: dict) -> ModelConfig:
+    return llama({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, sliding_windows=qwen_windows(hf))
+
+
+FAMILIES: dict[str, Callable[[dict], ModelConfig]] = {
+    "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+}
+
+ROPE_TYPES = {"default": (), "linear": ("factor",),
+              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+
+
+def rope_settings(hf: dict) -> dict:
+    """Both spellings: rope_theta beside rope_scaling, and the newer rope_parameters that holds everything."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    absent = [key for key in ROPE_TYPES[kind] if key not in given]
+    if absent:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(absent)} in config.json")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
+    return {"rope_theta": 10000.0} | {k: hf[k] for k in ["rope_theta"] if k in hf} | given | {"rope_type": kind}

@@ -1,0 +1,49 @@
+"""How a request wants its tokens chosen, and when it wants to stop."""
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+
+@dataclass
+class SamplingParams:
+    """Sampling settings of one request; names and defaults are vLLM's.
+
+    n: how many samples; sample j of a request with seed s equals a request of its own with seed s + j
+    temperature: 0 is greedy
+    top_p, top_k, min_p: keep the smallest set of best tokens with total probability top_p; the top_k best
+        (0 or -1: all); those with at least min_p times the best one's probability. All at once: the intersection
+    seed: draws the same random numbers in any batch; None takes one from the engine's own seed
+    max_tokens: new tokens at most
+    stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
+    ignore_eos: go on after end-of-sequence tokens
+
+    Raises ValueError, one sentence, for a value out of range.
+    """
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        _check("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
+        _check("temperature", self.temperature, Real, lambda x: 0 <= x < math.inf, "a number of at least 0")
+        _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        _check("top_k", self.top_k, Integral, lambda x: x >= -1, "an integer of at least 1, or 0 for all tokens")
+        _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        _check("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
+        if self.seed is not None:
+            _check("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+        _check("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        for token in self.stop_token_ids or ():
+            _check("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
+
+
+def _check(name, value, kind, in_range, expected):
+    """NaN fails every comparison, so it fails here too; True is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not in_range(value):
+        raise ValueError(f"{name} must be {expected}, not {value!r}")

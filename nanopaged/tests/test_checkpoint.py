@@ -1,0 +1,389 @@
+"""Tests of nanopaged.checkpoint: what it finds and reads, how little memory it takes, what it says of bad files."""
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopaged import checkpoint
+from nanopaged.checkpoint import DTYPES, eos_token_ids, find_checkpoint, read_config, read_safetensors, read_tensors
+
+ROOT = Path(checkpoint.__file__).parents[1]
+GOLDEN = ROOT / "nanopaged" / "golden"
+NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+SAMPLE = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.tensor([1, -2], dtype=torch.int64)}
+
+
+def entry(tensor, begin):
+    return {"dtype": NAME_OF[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
+
+
+def raw_bytes(tensor):
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def write_safetensors(path, tensors, pad=0, header=None):
+    """Writes the format by hand. `pad` spaces after the header shift the data; `header` replaces the true one."""
+    entries, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        entries[name] = entry(tensor, len(data))
+        data += raw_bytes(tensor)
+    text = json.dumps(entries if header is None else header).encode() + b" " * pad
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def write_index(path, weight_map):
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+
+def assert_same(tensors, expected):
+    tensors = dict(tensors)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        assert raw_bytes(tensors[name]) == raw_bytes(tensor)
+
+
+def read_error(path, kind=ValueError):
+    with pytest.raises(kind) as caught:
+        list(read_tensors(path))
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
+# Finding a checkpoint and reading its configuration
+
+def test_finds_a_directory(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+    assert find_checkpoint(tmp_path) == tmp_path
+
+
+def test_finds_the_bundled_model(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(checkpoint.BUNDLED, "shakespeare", tmp_path)
+    assert find_checkpoint("shakespeare") == tmp_path
+
+
+def test_bundled_model_lies_in_the_package():
+    assert checkpoint.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
+
+
+def test_a_name_that_is_no_directory_is_an_error_about_the_hub():
+    with pytest.raises(FileNotFoundError, match="'org/name'.*not supported yet.*local directory.*config.json"):
+        find_checkpoint("org/name")
+
+
+def test_a_directory_without_config_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no config.json"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_a_file_is_an_error(tmp_path):
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(FileNotFoundError, match="is a file; pass the directory"):
+        find_checkpoint(str(tmp_path / "model.safetensors"))
+
+
+def test_reads_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "name": "\u00e9"}', encoding="utf-8")
+    assert read_config(tmp_path) == {"model_type": "gpt2", "name": "\u00e9"}
+
+
+@pytest.mark.parametrize("text, problem", [
+    ('{"model_type": ', "not valid JSON"), ("", "not valid JSON"), ("\xff", "not valid JSON"),
+    ("[1]", "expected a JSON object, found a list"),
+    ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer")])
+def test_broken_config_is_an_error(tmp_path, text, problem):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=problem) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("config, generation, expected", [
+    ({"eos_token_id": 2}, None, {2}),
+    ({"eos_token_id": None}, None, set()),
+    ({}, {}, set()),
+    ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}),
+    ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
+    ({}, {"eos_token_id": 0}, {0})])
+def test_every_eos_token_counts(tmp_path, config, generation, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["2", [2, None], True, {"id": 2}, 2.0])
+def test_an_eos_token_that_is_no_id_is_an_error(tmp_path, value):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is .*expected an integer"):
+        eos_token_ids(tmp_path)
+
+
+# Reading weights
+
+@pytest.mark.parametrize("pad", range(8))
+def test_reads_every_dtype_at_every_alignment(tmp_path, pad):
+    torch.manual_seed(0)
+    tensors = {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8)}
+    for name, dtype in DTYPES.items():
+        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,)).to(torch.uint8)
+        tensors[name] = raw.view(dtype).reshape(2, 3)
+    write_safetensors(tmp_path / "model.safetensors", tensors, pad)
+    assert_same(read_tensors(tmp_path), tensors)
+
+
+def test_reads_scalars_and_empty_tensors(tmp_path):
+    tensors = {"scalar": torch.tensor(1.5), "byte": torch.tensor([True]), "empty": torch.zeros(0, 3)}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    assert_same(read_tensors(tmp_path), tensors)
+
+
+def test_reads_a_file_without_tensors(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {})
+    assert list(read_tensors(tmp_path)) == []
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", SAMPLE)
+    dict(read_tensors(tmp_path))["a"].zero_()
+    assert_same(read_tensors(tmp_path), SAMPLE)
+
+
+def test_a_tensor_outlives_the_reader_and_the_file(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", SAMPLE)
+    tensors = dict(read_tensors(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    assert_same(tensors.items(), SAMPLE)
+
+
+def test_aligned_tensors_view_one_mapping_and_others_are_copied_alone(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, SAMPLE)
+    for pad in (-file.stat().st_size % 8, -file.stat().st_size % 8 + 1):    # the data of SAMPLE takes a multiple of 8
+        write_safetensors(file, SAMPLE, pad)
+        storages = {name: tensor.untyped_storage() for name, tensor in read_tensors(tmp_path)}
+        if file.stat().st_size % 8 == 0:
+            assert storages["a"].data_ptr() == storages["b"].data_ptr()
+        else:
+            assert {name: storage.nbytes() for name, storage in storages.items()} == {"a": 24, "b": 16}
+
+
+def test_reads_shards(tmp_path):
+    write_safetensors(tmp_path / "model-00001-of-00002.safetensors", {"a": SAMPLE["a"]})
+    write_safetensors(tmp_path / "model-00002-of-00002.safetensors", {"b": SAMPLE["b"], "unlisted": torch.zeros(1)})
+    write_index(tmp_path / "model.safetensors.index.json",
+                {"b": "model-00002-of-00002.safetensors", "a": "model-00001-of-00002.safetensors"})
+    assert_same(read_tensors(tmp_path), SAMPLE)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_reads_bin(tmp_path, zipped):
+    torch.save(SAMPLE, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    assert_same(read_tensors(tmp_path), SAMPLE)
+
+
+def test_reads_bin_shards(tmp_path):
+    for name, tensor in SAMPLE.items():
+        torch.save({name: tensor}, tmp_path / f"{name}.bin")
+    write_index(tmp_path / "pytorch_model.bin.index.json", {name: f"{name}.bin" for name in SAMPLE})
+    assert_same(read_tensors(tmp_path), SAMPLE)
+
+
+def test_reads_tied_tensors_of_a_bin(tmp_path):
+    torch.save({"embed": SAMPLE["a"], "lm_head": SAMPLE["a"]}, tmp_path / "pytorch_model.bin")
+    assert_same(read_tensors(tmp_path), {"embed": SAMPLE["a"], "lm_head": SAMPLE["a"]})
+
+
+def test_prefers_safetensors_and_ignores_other_files(tmp_path):
+    torch.save({"old": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    write_safetensors(tmp_path / "model.safetensors", SAMPLE)
+    write_safetensors(tmp_path / "consolidated.00.safetensors", {"other": torch.zeros(1)})
+    write_safetensors(tmp_path / "adapter_model.safetensors", {"lora": torch.zeros(1)})
+    assert_same(read_tensors(tmp_path), SAMPLE)
+
+
+def test_reads_the_goldens():
+    for directory in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
+        assert find_checkpoint(str(directory)) == directory and read_config(directory)["model_type"]
+        assert eos_token_ids(directory)
+        assert all(tensor.numel() for _, tensor in read_tensors(directory)), directory
+
+
+def test_reader_agrees_with_the_safetensors_package():
+    safetensors = pytest.importorskip("safetensors.torch")
+    for file in sorted(GOLDEN.glob("*/*.safetensors")):
+        assert_same(read_safetensors(file), safetensors.load_file(file))
+
+
+# Memory
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from nanopaged.checkpoint import read_tensors
+def kib(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+def shards_mapped():
+    return len({line.split()[-1] for line in open("/proc/self/maps") if "shard-" in line})
+torch.set_num_threads(1)
+torch.ones(1000).sum()
+before, most, maps = kib("RssAnon"), 0, 0
+for name, tensor in read_tensors(Path(sys.argv[1])):
+    tensor.view(torch.uint8).max()
+    most, maps = max(most, kib("RssAnon")), max(maps, shards_mapped())
+print(most - before, maps, shards_mapped())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_reading_takes_no_memory_of_its_own_and_one_shard_at_a_time(tmp_path, suffix):
+    """Anonymous memory (what the system cannot drop) stays far below the 3 x 16 MiB read; one mapping is left behind
+    by the last tensor that the loop still holds, so at most two shards are ever mapped."""
+    weight_map = {}
+    for i in range(3):
+        shard, tensors = tmp_path / f"shard-{i}.{suffix}", {f"{i}.{j}": torch.ones(1 << 20) for j in range(4)}
+        weight_map |= {name: shard.name for name in tensors}
+        if suffix == "bin":
+            torch.save(tensors, shard)
+        else:
+            header, begin = {}, 0
+            for name, tensor in tensors.items():
+                header[name], begin = entry(tensor, begin), begin + tensor.nbytes
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\1" * begin)
+    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
+    write_index(tmp_path / index, weight_map)
+    output = subprocess.check_output([sys.executable, "-c", MEASURE, tmp_path], cwd=ROOT, text=True)
+    grown_kib, most_mapped, left_mapped = map(int, output.split())
+    assert grown_kib < 8 * 1024
+    assert most_mapped <= 2 and left_mapped <= 1
+
+
+# What is said of bad files
+
+def test_no_weights(tmp_path):
+    message = read_error(tmp_path, FileNotFoundError)
+    assert all(name in message for name in checkpoint.WEIGHT_FILES) and "not read" not in message
+
+
+def test_only_weights_that_are_not_read(tmp_path):
+    (tmp_path / "consolidated.00.safetensors").write_text("")
+    assert "(not read: consolidated.00.safetensors)" in read_error(tmp_path, FileNotFoundError)
+
+
+def test_truncated_data(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, SAMPLE)
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-5])
+    assert f"is truncated: expected {size} bytes by its header, found {size - 5}" in read_error(tmp_path)
+    file.write_bytes(file.read_bytes() + b"12345678")
+    assert f"stray bytes at its end: expected {size} bytes by its header, found {size + 3}" in read_error(tmp_path)
+
+
+def test_truncated_header(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, SAMPLE)
+    for size in (5, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        assert f"({size} bytes) is no safetensors file" in read_error(tmp_path)
+    write_safetensors(file, SAMPLE)
+    file.write_bytes(file.read_bytes()[:20])
+    assert "truncated: its header takes" in read_error(tmp_path)
+
+
+@pytest.mark.parametrize("contents, problem", [
+    (b"<!DOCTYPE html><html>not found</html>", "is no safetensors file"),
+    ((5).to_bytes(8, "little") + b"{'a':", "header is not JSON"),
+    ((2).to_bytes(8, "little") + b"\xff\xfe", "header is not JSON"),
+    ((2).to_bytes(8, "little") + b"[]", "header is a JSON list"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git-lfs pointer.*git lfs pull")])
+def test_not_a_safetensors_file(tmp_path, contents, problem):
+    (tmp_path / "model.safetensors").write_bytes(contents)
+    with pytest.raises(ValueError, match=problem):
+        list(read_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"data_offsets": [0, 2400]}, "takes 24 bytes, but its data_offsets 0..2400 hold 2,400"),
+    ({"data_offsets": [24, 0]}, "hold -24"),
+    ({"data_offsets": [1 << 40, (1 << 40) + 24]}, "is truncated: expected 1,099,"),
+    ({"data_offsets": [-24, 0]}, "tensor 'a' has a malformed header entry"),
+    ({"data_offsets": [0]}, "malformed"), ({"data_offsets": None}, "malformed"),
+    ({"shape": [2, 4]}, "tensor 'a' of shape [2, 4] and dtype F32 takes 32 bytes"),
+    ({"shape": "23"}, "malformed"), ({"shape": [2, 3.0]}, "malformed"), ({"dtype": ["F32"]}, "malformed"),
+    ({"dtype": "F4"}, "tensor 'a' has the unknown dtype 'F4'; expected one of F64, F32"),
+    ({"dtype": "F64"}, "takes 48 bytes")])
+def test_bad_header_entries(tmp_path, change, problem):
+    write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header={"a": entry(SAMPLE["a"], 0) | change})
+    assert problem in read_error(tmp_path)
+
+
+@pytest.mark.parametrize("bad_entry", [None, [], {}, 3, {"dtype": "F32"}])
+def test_header_entries_of_another_kind(tmp_path, bad_entry):
+    write_safetensors(tmp_path / "model.safetensors", {}, header={"a": bad_entry})
+    assert "tensor 'a' has a malformed header entry" in read_error(tmp_path)
+
+
+def test_missing_shard(tmp_path):
+    write_safetensors(tmp_path / "1.safetensors", {"a": SAMPLE["a"]})
+    write_index(tmp_path / "model.safetensors.index.json", {"a": "1.safetensors", "b": "2.safetensors"})
+    with pytest.raises(FileNotFoundError, match="1 of 2 shards .* missing, the first is 2.safetensors"):
+        next(read_tensors(tmp_path))    # said before the first tensor, not after half the model
+
+
+def test_tensor_missing_from_its_shard(tmp_path):
+    write_safetensors(tmp_path / "1.safetensors", {"a": SAMPLE["a"]})
+    write_index(tmp_path / "model.safetensors.index.json", {"a": "1.safetensors", "b": "1.safetensors"})
+    assert "1.safetensors: lacks 'b', which model.safetensors.index.json says it holds" in read_error(tmp_path)
+
+
+def test_shard_that_is_a_git_lfs_pointer(tmp_path):
+    (tmp_path / "1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    write_index(tmp_path / "model.safetensors.index.json", {"a": "1.safetensors"})
+    assert "1.safetensors is a git-lfs pointer" in read_error(tmp_path)
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("{", "not valid JSON"), ("{}", 'expected a "weight_map"'), ('{"weight_map": {"a": 1}}', 'expected a "weight_map"')])
+def test_broken_index(tmp_path, text, problem):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert problem in read_error(tmp_path)
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("code in a checkpoint was run",)
+
+
+def test_bin_that_cannot_be_loaded(tmp_path, capsys):
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(SAMPLE, file)
+    whole = file.read_bytes()
+    for contents in (whole[:len(whole) // 2], b"", b"not a pickle", pickle.dumps({"a": Code()}, protocol=2)):
+        file.write_bytes(contents)
+        assert "cannot be loaded: it is damaged or holds more than tensors" in read_error(tmp_path)
+    torch.save({"a": Code()}, file)
+    assert "holds more than tensors" in read_error(tmp_path)
+    assert "code in a checkpoint" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {"a": 1}])
+def test_bin_of_another_kind(tmp_path, value):
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    assert "expected a dict of names to tensors" in read_error(tmp_path)
+
+
+def test_bin_that_is_a_git_lfs_pointer(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "pytorch_model.bin is a git-lfs pointer" in read_error(tmp_path)

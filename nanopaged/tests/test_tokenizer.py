@@ -1,0 +1,256 @@
+"""Tokenizers give, id for id and character for character, what Hugging Face `tokenizers` gives.
+
+golden/tokenizers holds a small tokenizer of each family with what `tokenizers` made of hard texts (made by
+golden/make_tokenizers.py). NANOPAGED_GPT2, a directory with GPT-2's vocab.json and merges.txt, adds the real vocabulary.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanopaged.tokenizer import Tokenizer, load_tokenizer
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
+BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]
+HAS_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
+needs_tokenizers = pytest.mark.skipif(not HAS_TOKENIZERS, reason="what tiktoken cannot express is read with the package `tokenizers`, "
+                                      "which is not installed")
+FAMILIES = [*BYTE_LEVEL, pytest.param("llama2", marks=needs_tokenizers)]
+
+
+def expected(name: str) -> dict:
+    return json.loads((GOLDEN / name / "expected.json").read_text(encoding="utf-8"))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng: random.Random | None = None) -> list[str]:
+    """What a detokenizer shows, one id at a time or in random chunks (empty ones too)."""
+    detokenizer, shown = tokenizer.detokenizer(skip_special_tokens), []
+    while ids:
+        n = rng.randrange(5) if rng else 1
+        shown.append(detokenizer.add(ids[:n]))
+        ids = ids[n:]
+    return [*shown, detokenizer.finish()]
+
+
+def one_sentence(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert "\n" not in message and ". " not in message
+    return message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encode_and_decode_like_hugging_face(name):
+    tokenizer = load_tokenizer(GOLDEN / name)
+    for text, ids, plain, decoded, with_special in expected(name)["texts"]:
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode(text, add_special_tokens=False) == plain, text
+        assert tokenizer.decode(ids) == decoded
+        assert tokenizer.decode(ids, skip_special_tokens=False) == with_special
+        assert max(ids, default=0) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode_any_ids_like_hugging_face(name):
+    """Random ids: broken UTF-8, special tokens inside characters, ids that are no token."""
+    tokenizer = load_tokenizer(GOLDEN / name)
+    for ids, decoded, with_special in expected(name)["random"]:
+        assert tokenizer.decode(ids) == decoded
+        assert tokenizer.decode(ids, skip_special_tokens=False) == with_special
+    assert tokenizer.decode([]) == tokenizer.decode([10**9]) == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_pieces_join_to_decode(name):
+    tokenizer, rng = load_tokenizer(GOLDEN / name), random.Random(0)
+    golden = expected(name)
+    for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
+        for skip in (True, False):
+            whole = tokenizer.decode(ids, skip)
+            assert "".join(pieces(tokenizer, ids, skip)) == whole
+            assert "".join(pieces(tokenizer, ids, skip, rng)) == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stream_never_shows_half_a_character(name):
+    tokenizer = load_tokenizer(GOLDEN / name)
+    text = "ñ 你好 👩‍👩‍👧‍👦 שלום"
+    shown = pieces(tokenizer, tokenizer.encode(text, add_special_tokens=False), True)
+    if name != "smollm2":                # some bytes are no token of it: they vanish, and the rest is broken
+        assert "".join(shown).strip() == text
+        assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_stream_ends_with_what_never_became_a_character():
+    tokenizer = load_tokenizer(GOLDEN / "gpt2")
+    detokenizer = tokenizer.detokenizer()
+    half = tokenizer.encode("\U000e0001")[:3]                # the first three of four bytes
+    assert detokenizer.add(half) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("name, bos, eos, added", [
+    ("gpt2", "<|endoftext|>", "<|endoftext|>", []), ("opt", "</s>", "</s>", [2]), ("llama3", "<|begin_of_text|>", "<|eot_id|>", None),
+    ("smollm2", "<|im_start|>", "<|im_end|>", []), ("qwen", None, "<|im_end|>", [])])
+def test_special_tokens(name, bos, eos, added):
+    tokenizer = load_tokenizer(GOLDEN / name)
+    for token, token_id in ((bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)):
+        assert [token_id] == (tokenizer.encode(token, add_special_tokens=False) if token else [None])
+    assert tokenizer.encode("") == ([tokenizer.bos_token_id] if added is None else added)
+
+
+def test_think_is_a_token_but_shown():
+    tokenizer = load_tokenizer(GOLDEN / "qwen")
+    ids = tokenizer.encode("<|im_start|><think>a</think><|im_end|>")
+    assert len(ids) == 5
+    assert tokenizer.decode(ids) == "<think>a</think>"
+
+
+def test_vocab_and_merges_equal_tokenizer_json(tmp_path):
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_id == 640
+    assert all(tokenizer.encode(row[0]) == row[1] for row in expected("gpt2")["texts"])
+
+
+def test_special_tokens_named_beside_vocab_and_merges(tmp_path):
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<x>": 641}')
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<x>"}, "bos_token": "<x>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (641, 641, 642)
+    assert tokenizer.decode(tokenizer.encode("a<x>b")) == "ab"
+
+
+def made_by_hand(merges: list[str], ignore_merges: bool) -> Tokenizer:
+    spec = json.loads((GOLDEN / "llama3" / "tokenizer.json").read_text(encoding="utf-8"))
+    characters = [token for token in spec["model"]["vocab"] if len(token) == 1]
+    vocab = {token: i for i, token in enumerate([*characters, *(merge.replace(" ", "") for merge in merges)])}
+    spec["model"] |= {"vocab": vocab, "merges": merges, "ignore_merges": ignore_merges}
+    return Tokenizer(spec | {"added_tokens": [], "post_processor": None}, {})
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_only_listed_pairs_merge(ignore_merges):
+    """b and c merge first, so the list never makes abc: `a` and `bc` is no listed pair, though tiktoken would join it."""
+    tokenizer = made_by_hand(["b c", "a b", "ab c"], ignore_merges)
+    texts = {"xabc": ["x", "a", "bc"], "abcabc": ["a", "bc", "a", "bc"], "abb": ["ab", "b"], "abc": ["abc"] if ignore_merges else ["a", "bc"]}
+    for text, tokens in texts.items():
+        assert [tokenizer.decode([i]) for i in tokenizer.encode(text)] == tokens
+
+
+def test_bytes_that_are_no_token_vanish_and_their_neighbours_merge():
+    tokenizer = load_tokenizer(GOLDEN / "smollm2")
+    assert tokenizer.encode("thɐe") == tokenizer.encode("the")
+
+
+def test_long_and_monotonous_prompts():
+    """tiktoken alone panics on a million spaces."""
+    for name in ("gpt2", "llama3", "smollm2", "qwen"):
+        tokenizer = load_tokenizer(GOLDEN / name)
+        for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_lone_surrogate_is_refused():
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(GOLDEN / "gpt2").encode("ab\ud83dc")
+    assert "U+D83D" in one_sentence(error) and "position 2" in str(error.value)
+
+
+def test_no_tokenizer_files(tmp_path):
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in one_sentence(error) and "token ids" in str(error.value)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert "only a SentencePiece tokenizer.model" in one_sentence(error)
+
+
+def test_broken_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert "tokenizer.json is not JSON" in one_sentence(error)
+
+
+def test_vocab_and_merges_of_another_class(tmp_path):
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RobertaTokenizer"}')
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert "RobertaTokenizer" in one_sentence(error)
+
+
+def test_without_the_package_tokenizers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(GOLDEN / "llama2")
+    message = one_sentence(error)
+    assert all(part in message for part in ("llama2", "byte_fallback", "pip install tokenizers", "token ids"))
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("change", [
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Punctuation", "behavior": "Isolated"},
+                                                             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
+    {"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
+    {"normalizer": {"type": "NFKC"}}])
+def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
+    """Falcon's way to cut, for one: the package encodes, and the stream still holds half characters back."""
+    from tokenizers import Tokenizer as Reference
+    spec = json.loads((GOLDEN / "qwen" / "tokenizer.json").read_text(encoding="utf-8")) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer, reference = load_tokenizer(tmp_path), Reference.from_str(json.dumps(spec))
+    for text, *_ in expected("qwen")["texts"]:
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text).ids
+        shown = pieces(tokenizer, ids, True)
+        assert "".join(shown) == tokenizer.decode(ids) == reference.decode(ids)
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+    for ids, *_ in expected("qwen")["random"]:
+        assert "".join(pieces(tokenizer, ids, True)) == reference.decode(ids)
+
+
+def random_text(rng: random.Random) -> str:
+    scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000), (0x1F300, 0x1FAFF)]
+    words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
+
+    def part() -> str:
+        first, end = rng.choice(scripts)
+        return rng.choice(words) if rng.random() < 0.4 else "".join(chr(rng.randrange(first, end)) for _ in range(rng.randrange(1, 7)))
+    return "".join(part() for _ in range(rng.randrange(1, 12)))
+
+
+@pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ, reason="set NANOPAGED_GPT2 to a directory with GPT-2's vocab.json and merges.txt")
+def test_real_gpt2_vocabulary():
+    folder, rng = Path(os.environ["NANOPAGED_GPT2"]), random.Random(0)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (50257, 50256)
+    reference = hugging_face_gpt2(folder) if HAS_TOKENIZERS else None
+    for text in (random_text(rng) for _ in range(5000)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        if reference:
+            assert ids == reference.encode(text).ids, text
+            ids = [rng.randrange(50257) for _ in range(8)]
+            assert "".join(pieces(tokenizer, ids, True)) == tokenizer.decode(ids) == reference.decode(ids)
+
+
+def hugging_face_gpt2(folder: Path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    reference = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = decoders.ByteLevel()
+    reference.add_special_tokens(["<|endoftext|>"])
+    return reference

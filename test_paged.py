@@ -1,0 +1,847 @@
+"""Tests of the three chapters: kernel.py, engine.py, model.py. What lies around them is tested in nanopaged/tests/.
+
+On a machine without a GPU the kernel runs in Triton's interpreter, in float32 and float16; with one, the same tests
+run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed by Hugging Face transformers
+(nanopaged/golden/make_models.py).
+"""
+import random
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel
+from engine import LLM, BlockManager, Scheduler, Sequence, Status
+from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
+from model import ModelConfig, rope_frequencies
+from nanopaged import SamplingParams
+from nanopaged.checkpoint import read_safetensors, read_tensors
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GOLDEN = Path(__file__).parent / "nanopaged" / "golden"
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+needs_kernel = pytest.mark.skipif(kernel.triton is None or not (CUDA or find_spec("numpy")),
+                                  reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter")
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU; the same behaviour is tested in the interpreter")
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernel
+# --------------------------------------------------------------------------------------------------
+
+def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32, seed=0):
+    """Random paged K and V in shuffled blocks. Every slot that no sequence owns is NaN, and so is every table entry
+    behind a sequence's last block a block of NaN: whoever reads one of them shows it."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = [cdiv(n, block_size) for n in seq_lens]
+    pool = torch.full((2, sum(num_blocks) + 2, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
+    shuffled = torch.randperm(sum(num_blocks) + 2, generator=generator).tolist()
+    tables = torch.full((len(seq_lens), max(num_blocks) + 3), shuffled.pop(), dtype=torch.int32)
+    for i, seq_len in enumerate(seq_lens):
+        for j in range(num_blocks[i]):
+            tables[i, j] = block = shuffled.pop()
+            used = min(block_size, seq_len - j * block_size)
+            pool[:, block, :used] = torch.randn(2, used, kv_heads, head_dim, generator=generator).to(dtype)
+    q = torch.randn(sum(query_lens), heads, head_dim, generator=generator).to(dtype)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    return [x.to(DEVICE) for x in (q, pool[0], pool[1], tables, lens, starts)]
+
+
+def reference(q, k_cache, v_cache, tables, lens, starts, scale, window):
+    """Attention in float64, a loop over tokens: nothing in common with either implementation but the definition."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    q, k_cache, v_cache = q.double(), k_cache.double(), v_cache.double()
+    group, block_size = q.shape[1] // k_cache.shape[2], k_cache.shape[1]
+    for i, seq_len in enumerate(lens.tolist()):
+        begin, end = starts[i].item(), starts[i + 1].item()
+        slots = [(tables[i, t // block_size].item(), t % block_size) for t in range(seq_len)]
+        if begin == end:
+            continue
+        k = torch.stack([k_cache[slot] for slot in slots]).repeat_interleave(group, 1)  # [seq_len, heads, head_dim]
+        v = torch.stack([v_cache[slot] for slot in slots]).repeat_interleave(group, 1)
+        for row in range(begin, end):
+            position = seq_len - (end - row)
+            seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+            weights = torch.softmax(torch.einsum("hd,thd->ht", q[row], k[seen]) * scale, -1)
+            out[row] = torch.einsum("ht,thd->hd", weights, v[seen])
+    return out
+
+
+def run_attention(attention, problem, window=0, **kwargs):
+    q, *_, lens, starts = problem
+    out = torch.full_like(q, 7.0)  # a row that is not written keeps this
+    return attention(*problem, q.shape[-1] ** -0.5, max_query_len=max(starts.diff().tolist()),
+                     max_seq_len=max(lens.tolist()), sliding_window=window, out=out, **kwargs)
+
+
+MIXED = ([1, 5, 1, 20], [7, 9, 40, 33])  # decode, a whole prompt's tail, decode, a chunk; query_lens and seq_lens
+ATTENTION_CASES = {
+    "one token": (([1], [1]), {}),
+    "decode": (([1, 1, 1], [5, 16, 33]), {}),
+    "prefill": (([3, 17], [3, 17]), {}),
+    "mixed batch": (MIXED, {}),
+    "splits": (([1, 1], [600, 257]), {}),
+    "splits under a window": (([1, 1], [600, 100]), dict(window=300)),
+    "long prefill": (([70], [90]), dict(heads=2, kv_heads=1)),
+    "window shorter than the chunk": (MIXED, dict(window=4)),
+    "window of one": (MIXED, dict(window=1)),
+    "block size 1": (MIXED, dict(block_size=1)),
+    "block size 48": (([1, 50], [70, 60]), dict(block_size=48)),
+    "block size 64": (([1, 70], [70, 75]), dict(block_size=64)),
+    "block size 256": (([1, 5], [300, 260]), dict(block_size=256)),
+    "group of 1": (MIXED, dict(heads=2)),
+    "group of 3": (MIXED, dict(heads=3, kv_heads=1)),
+    "group of 7": (MIXED, dict(heads=7, kv_heads=1)),
+    "group of 8": (MIXED, dict(heads=8, kv_heads=1)),
+    "group of 20": (MIXED, dict(heads=20, kv_heads=1)),
+    "group of 80": (MIXED, dict(heads=80, kv_heads=1)),
+    "head_dim 8": (MIXED, dict(head_dim=8)),
+    "head_dim 64": (MIXED, dict(head_dim=64)),
+    "head_dim 80": (MIXED, dict(head_dim=80)),
+    "head_dim 96": (MIXED, dict(head_dim=96)),
+    "head_dim 128": (MIXED, dict(head_dim=128)),
+    "head_dim 256": (MIXED, dict(head_dim=256)),
+    "padding rows": (([1, 0, 4, 0], [7, 0, 6, 0]), {}),
+}
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # the interpreter computes bfloat16 wrongly
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+# float16 takes the same path as float32 in the interpreter, whatever the shape: two shapes are enough there.
+@pytest.mark.parametrize("case, dtype", [(case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
+                                         if CUDA or dtype is torch.float32 or case in ("mixed batch", "splits")])
+@pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference])
+def test_attention_equals_float64(attention, case, dtype):
+    (query_lens, seq_lens), options = ATTENTION_CASES[case]
+    options = dict(options)
+    window = options.pop("window", 0)
+    problem = paged_problem(query_lens, seq_lens, dtype=dtype, **options)
+    out = run_attention(attention, problem, window)
+    expected = reference(*problem, problem[0].shape[-1] ** -0.5, window)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@needs_kernel
+def test_cache_strides_are_read():
+    """The pool's memory order is the caller's choice: here heads come before slots, and layers lie between blocks."""
+    problem = paged_problem(*MIXED)
+    expected = run_attention(paged_attention, problem)
+    for i in (1, 2):
+        blocks, slots, heads, dim = problem[i].shape
+        other = torch.full((blocks, 3, heads, slots, dim), float("nan"), device=DEVICE)[:, 1].transpose(1, 2)
+        problem[i] = other.copy_(problem[i])
+    assert torch.equal(run_attention(paged_attention, problem), expected)
+    assert relative_error(run_attention(paged_attention_reference, problem), expected) < 1e-5
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_attention_does_not_depend_on_the_batch(dtype):
+    """A sequence's result is the same bits alone and among others, and whatever the bounds that size the grid."""
+    query_lens, seq_lens = [1, 6, 1, 1], [300, 40, 17, 530]
+    problem = paged_problem(query_lens, seq_lens, dtype=dtype)
+    together = run_attention(paged_attention, problem)
+    q, k_cache, v_cache, tables, lens, starts = problem
+    for i in range(len(seq_lens)):
+        rows = slice(starts[i], starts[i + 1])
+        alone = paged_attention(q[rows], k_cache, v_cache, tables[i:i + 1], lens[i:i + 1],
+                                (starts[i:i + 2] - starts[i]).int(), q.shape[-1] ** -0.5,
+                                max_query_len=query_lens[i], max_seq_len=4000)
+        assert torch.equal(together[rows], alone)
+
+
+@needs_kernel
+def test_padding_is_not_written():
+    problem = paged_problem([1, 0, 4, 0], [7, 0, 6, 0])
+    problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows that belong to nobody
+    tiles = torch.tensor([[2, 0], [-1, 0], [-1, 3]], dtype=torch.int32, device=DEVICE)
+    tokens = kernel.tile_config("prefill", 2, 32, 4)["TILE_M"] // 2
+    assert tokens > 4, "the work list above is for one tile of sequence 2"
+    out = run_attention(paged_attention, problem, query_tiles=tiles)
+    assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))
+    assert relative_error(out[:5], reference(*problem, 32 ** -0.5, 0)[:5]) < 1e-5
+
+
+@pytest.mark.parametrize("store", [pytest.param(kernel.launch_store_kv, marks=needs_kernel), store_kv])
+def test_store_kv_writes_the_slots_and_nothing_else(store):
+    k, v = torch.randn(5, 3, 24, device=DEVICE), torch.randn(5, 3, 24, device=DEVICE)
+    k_cache, v_cache = torch.full((2, 4, 8, 3, 24), 9.0, device=DEVICE)
+    slots = torch.tensor([17, -1, 0, 31, -1], device=DEVICE)
+    store(k, v, k_cache, v_cache, slots)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        expected = torch.full((32, 3, 24), 9.0, device=DEVICE)
+        expected[[17, 0, 31]] = new[[0, 2, 3]]
+        assert torch.equal(cache.view(32, 3, 24), expected)
+
+
+@needs_gpu
+def test_a_pool_of_more_than_2_to_the_31_elements():
+    """Offsets into a large pool need 64 bits: the last blocks are used, and the first hold what an overflow would read."""
+    problem = paged_problem([1, 40], [300, 70], heads=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    q, k_cache, v_cache, tables, lens, starts = problem
+    expected = run_attention(paged_attention, problem)
+    num_blocks = 2**31 // k_cache[0].numel() + 1000
+    shift = num_blocks - len(k_cache)
+    for i, cache in ((1, k_cache), (2, v_cache)):
+        problem[i] = torch.full((num_blocks, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=DEVICE)
+        problem[i][shift:] = cache
+    problem[3] = tables + shift
+    assert torch.equal(run_attention(paged_attention, problem), expected)
+    last_slot = num_blocks * 16 - 1
+    store_kv(q[:1, :8], q[:1, :8], problem[1], problem[2], torch.tensor([last_slot], device=DEVICE))
+    assert torch.equal(problem[1][-1, -1], q[0, :8])
+
+
+@needs_kernel
+def test_the_work_list_starts_with_the_longest_tiles():
+    tiles = kernel.make_query_tiles([1, 40, 9, 1], 16).tolist()
+    assert tiles == [[1, 2], [1, 1], [1, 0], [2, 0]]
+
+
+# --------------------------------------------------------------------------------------------------
+# BlockManager and Scheduler, with a fake model
+# --------------------------------------------------------------------------------------------------
+
+ARRIVALS = count()
+
+
+def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0):
+    return Sequence(list(token_ids), GREEDY, (priority, next(ARRIVALS), 0),
+                    min(len(token_ids) + max_new, max_model_len))
+
+
+def check_books(scheduler):
+    """What the block manager promises, after every step."""
+    manager, holders = scheduler.block_manager, {}
+    for seq in scheduler.running + scheduler.waiting:
+        for block in seq.block_table:
+            holders.setdefault(block, []).append(seq)
+        assert len(set(seq.block_table)) == len(seq.block_table)
+        assert seq.status is Status.RUNNING or not seq.block_table
+    for block in range(manager.num_blocks):
+        assert manager.ref_counts[block] == len(holders.get(block, []))
+        assert (block in manager.free_queue) == (manager.ref_counts[block] == 0)
+    for key, (block, _) in manager.cached.items():
+        assert manager.keys[block] == key
+    assert len(manager.cached) == len(manager.keys)
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    assert [s.order for s in scheduler.running] == sorted(s.order for s in scheduler.running)
+    assert [s.order for s in scheduler.waiting] == sorted(s.order for s in scheduler.waiting)
+
+
+class FakeModel:
+    """Writes into each slot what a real model's K and V would depend on: all tokens up to there. So the contents of
+    every block can be checked, and a block that is overwritten, shared wrongly or found by mistake shows."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.slots, self.num_computed = scheduler, {}, 0
+
+    def slot(self, seq, position):
+        size = self.scheduler.block_manager.block_size
+        return seq.block_table[position // size] * size + position % size
+
+    def step(self, fail=False):
+        step = self.scheduler.schedule()
+        assert sum(step.num_tokens) <= self.scheduler.max_num_batched_tokens
+        if fail:
+            self.scheduler.undo(step)
+            return step
+        self.num_computed += sum(step.num_tokens)
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
+            assert num_tokens > 0
+            for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
+                if position >= seq.num_cached_tokens:
+                    block = seq.block_table[position // self.scheduler.block_manager.block_size]
+                    prefix = tuple(seq.token_ids[:position + 1])
+                    shared = self.scheduler.block_manager.ref_counts[block] > 1
+                    # Others may list the block already, if they were admitted in this step: then they want just this.
+                    assert not shared or any(block in other.block_table and other in step.seqs
+                                             for other in self.scheduler.running if other is not seq)
+                    self.slots[self.slot(seq, position)] = prefix
+        for seq in step.seqs:
+            for position in range(seq.num_computed_tokens):
+                assert self.slots[self.slot(seq, position)] == tuple(seq.token_ids[:position + 1])
+        # A small vocabulary, so that different sequences often generate the same text.
+        self.scheduler.update(step, [sum(seq.token_ids) * 31 % 3 for seq in step.sampled])
+        return step
+
+    def run(self, *seqs, limit=10_000):
+        for seq in seqs:
+            self.scheduler.add(seq)
+        for _ in range(limit):
+            if not (self.scheduler.running or self.scheduler.waiting):
+                return
+            self.step()
+            check_books(self.scheduler)
+        raise AssertionError("the scheduler makes no progress")
+
+
+def fake(num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True):
+    return FakeModel(Scheduler(BlockManager(num_blocks, block_size, caching), max_num_seqs, max_num_batched_tokens))
+
+
+def test_a_sequence_runs_to_its_end_and_gives_everything_back():
+    model = fake()
+    seq = sequence(range(10), max_new=7)
+    model.run(seq)
+    assert len(seq.token_ids) == 17 and seq.finish_reason == "length"
+    assert model.scheduler.block_manager.num_free_blocks == 64
+    assert model.num_computed == 16  # nothing follows the last token, so it is never computed
+
+
+def test_identical_prompts_share_blocks_within_one_step():
+    model = fake()
+    first, second = sequence(range(10)), sequence(range(10))
+    model.scheduler.add(first)
+    model.scheduler.add(second)
+    step = model.step()
+    assert step.num_tokens == [10, 2]  # two full blocks of four are shared, the tail is each one's own
+    assert first.block_table[:2] == second.block_table[:2] and first.block_table[2] != second.block_table[2]
+
+
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
+    model = fake()
+    model.run(sequence(range(8), max_new=1))
+    seq = sequence(range(8), max_new=1)
+    model.scheduler.add(seq)
+    step = model.step()
+    assert step.num_tokens == [1] and seq.num_cached_tokens == 8
+
+
+def test_an_identity_is_the_exact_prefix_not_the_blocks_own_tokens():
+    model = fake()
+    model.run(sequence([1, 2, 3, 4, 5, 6, 7, 8], max_new=1))
+    other = sequence([9, 9, 9, 9, 5, 6, 7, 8, 1], max_new=1)
+    model.run(other)
+    assert other.num_cached_tokens == 0
+
+
+def test_an_evicted_blocks_identity_dies_with_its_reuse():
+    model = fake(num_blocks=4)
+    model.run(sequence([1] * 8, max_new=1))
+    model.run(sequence([2] * 15, max_new=1))  # takes all four blocks
+    again = sequence([1] * 8, max_new=1)
+    model.run(again)
+    assert again.num_cached_tokens == 0
+
+
+def test_freed_blocks_are_reused_oldest_first_tail_before_head():
+    model = fake(num_blocks=8)
+    seq = sequence([5] * 12, max_new=1)
+    model.run(seq)
+    table = list(model.scheduler.block_manager.free_queue)[-3:]
+    assert [model.scheduler.block_manager.keys[block][0] != 0 for block in table] == [True, True, False]  # head is last
+    longer = sequence([5] * 8 + [6] * 8, max_new=1)  # needs two new blocks; five were never used and go first
+    model.run(longer)
+    assert longer.num_cached_tokens == 8
+    head = sequence([5] * 12, max_new=1)
+    model.run(head)
+    assert head.num_cached_tokens == 12
+
+
+def test_two_holders_of_equal_tokens_in_different_blocks():
+    """Both generate the same text at the same time, so both fill a block with the same tokens: one is shared
+    from then on, the other stays private, and both may end in any order."""
+    model = fake()
+    first, second = sequence([0] * 3, max_new=9), sequence([0] * 3, max_new=6)
+    model.run(first, second)
+    third = sequence(first.token_ids[:8] + [2], max_new=1)
+    model.run(third)
+    assert third.num_cached_tokens == 8
+
+
+def test_a_cached_block_does_not_outlive_its_predecessor():
+    """A block is found through the one before it; when that one is evicted, a new one with the same tokens has a new
+    identity, and what used to follow is not attached to it by accident."""
+    manager = BlockManager(3, 2)
+    scheduler = Scheduler(manager, 8, 64)
+    model = FakeModel(scheduler)
+    model.run(sequence([1, 1, 2, 2], max_new=1))
+    first_block = manager.cached[0, (1, 1)][0]
+    manager._forget(first_block)
+    seq = sequence([1, 1, 2, 2, 3], max_new=1)
+    model.run(seq)
+    assert seq.num_cached_tokens == 0
+
+
+def test_decode_does_not_stall_behind_a_newer_prompt():
+    model = fake(num_blocks=100, max_num_batched_tokens=16)
+    old = sequence([1] * 4, max_new=50)
+    model.scheduler.add(old)
+    model.step()
+    model.scheduler.add(sequence([2] * 200, max_new=2))
+    for _ in range(13):
+        before = len(old.token_ids)
+        step = model.step()
+        assert len(old.token_ids) == before + 1 and sum(step.num_tokens) == 16
+
+
+def test_a_step_mixes_decode_chunks_and_new_prompts_within_its_budget():
+    model = fake(max_num_batched_tokens=12)
+    a, b, c = sequence([1] * 3), sequence([2] * 20), sequence([3] * 5)
+    for seq in (a, b, c):
+        model.scheduler.add(seq)
+    assert model.step().num_tokens == [3, 9]
+    assert model.step().num_tokens == [1, 11]  # b's prompt is done
+    assert model.step().num_tokens == [1, 1, 5]
+
+
+def test_max_num_seqs_is_kept():
+    model = fake(max_num_seqs=3)
+    seqs = [sequence([i] * 5) for i in range(10)]
+    model.run(*seqs)  # check_books looks after every step
+    assert all(len(seq.token_ids) == 15 for seq in seqs)
+
+
+def test_preemption_takes_from_the_back_and_the_first_goes_on():
+    model = fake(num_blocks=6)
+    seqs = [sequence([i] * 7, max_new=13) for i in range(3)]
+    for seq in seqs:
+        model.scheduler.add(seq)
+    preempted = []
+    while model.scheduler.running or model.scheduler.waiting:
+        step = model.step()
+        check_books(model.scheduler)
+        preempted += step.preempted
+        if seqs[0].status is not Status.FINISHED:
+            assert seqs[0] in step.seqs
+    assert preempted and seqs[0] not in preempted
+    assert all(len(seq.token_ids) == 20 for seq in seqs)
+
+
+def test_priority_goes_before_arrival_when_seats_or_blocks_are_short():
+    for shortage in (dict(max_num_seqs=2), dict(num_blocks=6), dict(max_num_batched_tokens=8)):
+        model = fake(**shortage)
+        for i in range(3):
+            model.scheduler.add(sequence([i] * 8, max_new=8, priority=1))
+        for _ in range(3):
+            model.step()
+        urgent = sequence([9] * 8, priority=0)
+        model.scheduler.add(urgent)
+        assert urgent in model.step().seqs
+        model.run()
+
+
+def test_a_blocked_head_of_the_queue_is_not_looked_up_again(monkeypatch):
+    model = fake(num_blocks=8)
+    lookups = []
+    find_prefix = BlockManager.find_prefix
+    monkeypatch.setattr(BlockManager, "find_prefix", lambda self, seq: lookups.append(seq) or find_prefix(self, seq))
+    model.scheduler.add(sequence([1] * 15, max_new=12))
+    blocked = sequence([2] * 24, max_new=6)
+    model.scheduler.add(blocked)
+    for _ in range(10):
+        model.step()
+    assert lookups.count(blocked) == 1
+    model.run()
+    assert len(blocked.token_ids) == 30
+
+
+def test_a_failed_step_is_undone():
+    model = fake()
+    seqs = [sequence([1] * 9), sequence([1] * 9)]
+    for seq in seqs:
+        model.scheduler.add(seq)
+    model.step(fail=True)
+    check_books(model.scheduler)
+    assert not model.scheduler.block_manager.cached  # what was never written is never found
+    assert model.scheduler.block_manager.num_free_blocks == 64
+    model.run()
+    assert all(len(seq.token_ids) == 19 for seq in seqs)
+
+
+def test_block_operations_do_not_depend_on_the_pool():
+    """O(1): the same work touches the same blocks in a pool of 100 and of 100,000, and only those."""
+    for num_blocks in (100, 100_000):
+        model = fake(num_blocks=num_blocks)
+        seqs = [sequence([i] * 9, max_new=3) for i in range(4)]
+        for seq in seqs:
+            model.scheduler.add(seq)
+        step = model.scheduler.schedule()
+        assert [block for seq in step.seqs for block in seq.block_table] == list(range(12))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_operations_keep_every_promise(seed):
+    """Adds, steps, failing steps and aborts at random, on tiny pools; prompts are cut from few texts, so prefixes are
+    shared, evicted and generated all the time. FakeModel checks every slot, check_books the rest."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 3, 4, 8])
+    max_len = rng.choice([20, 40])
+    num_blocks = cdiv(max_len, block_size) + rng.randint(0, 20)
+    model = fake(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]), caching=rng.random() < 0.8)
+    texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
+    scheduler, alive, finished = model.scheduler, [], 0
+    for _ in range(500):
+        action = rng.random()
+        if action < 0.35 and len(alive) < 20:
+            seq = sequence(rng.choice(texts)[:rng.randint(1, max_len - 1)], rng.randint(1, 20), max_len, rng.choice([0, 0, 1]))
+            alive.append(seq)
+            scheduler.add(seq)
+        elif action < 0.40 and alive:
+            scheduler.abort(rng.choice(alive))
+        else:
+            model.step(fail=action > 0.97)
+        check_books(scheduler)
+        finished += sum(seq.status is Status.FINISHED for seq in alive)
+        alive = [seq for seq in alive if seq.status is not Status.FINISHED]
+    model.run()
+    assert finished > 5 and scheduler.block_manager.num_free_blocks == num_blocks
+
+
+# --------------------------------------------------------------------------------------------------
+# The model against reference outputs
+# --------------------------------------------------------------------------------------------------
+
+def load(variant="shakespeare", **options):
+    """An engine in float32, where outputs do not depend on batch and chunk sizes."""
+    model = variant if variant == "shakespeare" else str(GOLDEN / variant)
+    return LLM(model, **dict(dtype="float32", num_blocks=None if "block_size" in options else 256) | options)
+
+
+def expectations(variant):
+    """prompts, continuations, logits: what transformers computed."""
+    file = (Path(__file__).parent / "nanopaged" / variant if variant == "shakespeare" else GOLDEN / variant)
+    expected = read_safetensors(file / "expected.safetensors")
+    expected = dict(expected)
+    indices = range(sum(name.startswith("prompt.") for name in expected))
+    return tuple([expected[f"{kind}.{i}"] for i in indices] for kind in ("prompt", "continuation", "logits"))
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def prompt_logits(llm, prompt):
+    """Logits of every position of a prompt: each of its beginnings is a prompt of its own."""
+    captured = []
+    forward = llm.runner.model.forward
+    llm.runner.model.forward = lambda *args: captured.append(forward(*args)) or captured[-1]
+    llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
+    llm.runner.model.forward = forward
+    return torch.cat(captured)
+
+
+@pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
+def test_logits_equal_transformers(variant):
+    prompts, _, logits = expectations(variant)
+    llm = load(variant, enable_prefix_caching=False)
+    for prompt, expected in zip(prompts, logits):
+        assert relative_error(prompt_logits(llm, prompt.tolist()).cpu(), expected) < 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
+def test_greedy_continuations_equal_transformers(variant):
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant)
+    params = SamplingParams(temperature=0, max_tokens=len(continuations[0]), ignore_eos=True)
+    outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
+    assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_triton_path_equals_transformers(variant):
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant, attention="triton")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
+    assert tokens_of(outputs) == [continuation.tolist()[:8] for continuation in continuations]
+
+
+# --------------------------------------------------------------------------------------------------
+# Equality of outputs: how the work is cut never shows in the text
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("variant", ["gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize("options", [
+    dict(block_size=1), dict(block_size=64), dict(max_num_batched_tokens=1), dict(max_num_batched_tokens=7),
+    dict(max_num_seqs=1), dict(max_num_seqs=2, max_num_batched_tokens=20), dict(enable_prefix_caching=False),
+    dict(num_blocks=9, block_size=8), dict(num_blocks=65, block_size=1, max_num_batched_tokens=7),
+    dict(num_blocks=10, block_size=8, enable_prefix_caching=False),
+], ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant, **options)
+    preemptions = []
+    preempt = llm.scheduler._preempt
+    llm.scheduler._preempt = lambda step: preemptions.append(1) or preempt(step)
+    prompts = [prompt.tolist() for prompt in prompts] * 2
+    assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+    if "num_blocks" in options:  # such a pool holds little more than the longest sequence
+        assert len(preemptions) >= 3
+
+
+def test_outputs_are_the_same_alone_in_a_batch_and_from_the_cache():
+    llm = load("llama3")
+    prompts, continuations, _ = expectations("llama3")
+    for prompt, continuation in zip(prompts, continuations):
+        for _ in range(2):  # the second time its blocks are in the cache
+            output = llm.generate(prompt.tolist(), GREEDY)[0]
+            assert output.outputs[0].token_ids == continuation.tolist()
+    assert output.num_cached_tokens == len(prompt) // 16 * 16
+    block = llm.scheduler.block_manager.block_size
+    whole = prompt.tolist() + continuation.tolist()[:block - len(prompt) % block]  # ends at the end of a block
+    output = llm.generate(whole, GREEDY)[0]
+    assert len(whole) % block == 0 and output.num_cached_tokens == len(whole)
+    expected = load("llama3", enable_prefix_caching=False).generate(whole, GREEDY)[0]
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    for i in range(80):  # push everything out
+        llm.generate([[i + 10] * 60], SamplingParams(max_tokens=1))
+    output = llm.generate(whole, GREEDY)[0]
+    assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_request_draws_the_same_numbers_in_any_batch():
+    llm = load()
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20)
+    filtered = SamplingParams(temperature=0.9, top_k=30, top_p=0.9, min_p=0.01, seed=8, max_tokens=20)
+    alone = [tokens_of(llm.generate("To be, or", p))[0] for p in (params, filtered)]
+    greedy = SamplingParams(temperature=0, max_tokens=9)
+    among = llm.generate(["KING:", "To be, or", "A", "To be, or"], [greedy, params, filtered, filtered])
+    assert [tokens_of(among)[1], tokens_of(among)[3]] == alone
+    tight = load(num_blocks=5, block_size=8)
+    assert [tokens_of(tight.generate(["To be, or"] * 3, [params, filtered, params]))[i] for i in (0, 1)] == alone
+    assert tokens_of(llm.generate("To be, or", SamplingParams(temperature=1.0, seed=9, max_tokens=20)))[0] != alone[0]
+
+
+def test_n_samples_are_requests_with_seeds_of_their_own():
+    llm = load()
+    samples = llm.generate("KING:", SamplingParams(n=3, seed=5, max_tokens=12))[0].outputs
+    assert [sample.index for sample in samples] == [0, 1, 2]
+    for j, sample in enumerate(samples):
+        assert sample.token_ids == tokens_of(llm.generate("KING:", SamplingParams(seed=5 + j, max_tokens=12)))[0]
+    assert len({sample.text for sample in samples}) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# LLM: requests in, outputs out
+# --------------------------------------------------------------------------------------------------
+
+def test_eos_stop_tokens_and_lengths():
+    prompts, continuations, _ = expectations("qwen3")
+    prompt, continuation = prompts[0].tolist(), continuations[0].tolist()
+    llm = load("qwen3")
+    at = next(i for i in range(3, 24) if continuation.index(continuation[i]) == i)  # a token that is new there
+    llm.eos_token_ids = {continuation[at]}
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (continuation[:at + 1], "stop", None)
+    ignoring = llm.generate(prompt, GREEDY)[0].outputs[0]
+    assert (ignoring.token_ids, ignoring.finish_reason) == (continuation, "length")
+    stopped = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True,
+                                                  stop_token_ids=[continuation[at]]))[0].outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", continuation[at])
+    short = load("qwen3", max_model_len=len(prompt) + 4)
+    limited = short.generate(prompt, GREEDY)[0].outputs[0]
+    assert (limited.token_ids, limited.finish_reason) == (continuation[:4], "length")
+
+
+def test_every_eos_id_of_both_config_files_counts():
+    assert load("llama3").eos_token_ids == {2, 5, 7}
+
+
+def test_step_by_step_with_aborts():
+    llm = load("llama2", num_blocks=16)
+    keep = llm.add_request([5, 6, 7], GREEDY)
+    drop = llm.add_request([5, 6, 8], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    waiting = llm.add_request(list(range(10, 60)), GREEDY)
+    outputs = llm.step()
+    assert {output.request_id for output in outputs} <= {keep, drop, waiting} and len(outputs) >= 2
+    assert all(len(output.outputs[0].token_ids) == 1 and not output.finished for output in outputs)
+    llm.abort_request(drop)
+    llm.abort_request(waiting)
+    llm.abort_request("no such request")
+    check_books(llm.scheduler)
+    last = None
+    while llm.has_unfinished_requests():
+        for last in llm.step():
+            assert last.request_id == keep
+        check_books(llm.scheduler)
+    assert last.finished and last.outputs[0].token_ids == tokens_of(llm.generate([5, 6, 7], GREEDY))[0]
+    assert llm.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_rest_go_on():
+    llm = load("llama2", num_blocks=4)
+    rid = llm.add_request([5, 6, 7], GREEDY)
+    with pytest.raises(ValueError, match="the prompt has 64 tokens.*max_model_len 64"):
+        llm.add_request([1] * 64, GREEDY)
+    with pytest.raises(ValueError):
+        llm.generate([[1, 2, 3], [1] * 64], GREEDY)
+    assert list(llm.requests) == [rid]
+    fills_the_pool = llm.generate([1] * 60, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))[0]
+    assert len(fills_the_pool.outputs[0].token_ids) == 4
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert llm.scheduler.block_manager.num_free_blocks == 4
+
+
+def test_an_error_inside_a_step_leaves_a_usable_engine():
+    llm = load("llama2")
+    launch, calls = llm.runner.launch, []
+
+    def failing(step):
+        calls.append(step)
+        if len(calls) == 3:
+            raise RuntimeError("the device fell off")
+        return launch(step)
+
+    llm.runner.launch = failing
+    with pytest.raises(RuntimeError, match="fell off"):
+        llm.generate([[5, 6, 7], [8] * 40], GREEDY)
+    assert not llm.has_unfinished_requests()
+    check_books(llm.scheduler)
+    assert llm.scheduler.block_manager.num_free_blocks == 256
+    llm.runner.launch = launch
+    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
+
+
+def test_streamed_pieces_join_to_the_text():
+    llm = load()
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
+    pieces = list(llm.stream("ROMEO:", params))
+    assert len(pieces) > 10
+    assert "".join(pieces) == llm.generate("ROMEO:", params)[0].outputs[0].text
+    stream = llm.stream("ROMEO:", params)
+    next(stream)
+    stream.close()  # a reader who leaves
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+
+
+def test_prompts_come_as_text_ids_or_dicts():
+    llm = load()
+    ids = llm.get_tokenizer().encode("ROMEO:")
+    outputs = llm.generate(["ROMEO:", ids, {"prompt": "ROMEO:"}, {"prompt_token_ids": ids}], GREEDY)
+    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["ROMEO:", None, "ROMEO:", None]
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("prompt, message", [
+    ("", "the prompt is empty"), ([], "the prompt is empty"), ([1, -1], "token id -1"), ([10**6], "token id 1000000"),
+    (5, "prompts are a string"), ([1.5], "a prompt is a string or a list of token ids"), ([[True]], "a list of token ids"),
+    ({"text": "a"}, "'prompt' or 'prompt_token_ids'"), ([None], "not None"), ("a" * 5000, "max_model_len"),
+])
+def test_bad_prompts_get_a_sentence(prompt, message):
+    llm = load()
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt] if prompt == [] else prompt, GREEDY)
+    assert not llm.has_unfinished_requests()
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(block_size=0), "block_size must be an integer of at least 1, not 0"), (dict(num_blocks=-1), "num_blocks"),
+    (dict(max_num_seqs=0), "max_num_seqs"), (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
+    (dict(attention="flash"), "attention must be"), (dict(load_format="x"), "load_format must be"),
+    (dict(scheduling_policy="x"), "scheduling_policy must be"), (dict(max_model_len=10**6), "more than the"),
+    (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),
+    (dict(model="no/such"), "neither a directory nor bundled"),
+])
+def test_bad_engine_options_get_a_sentence(options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(**options)
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text((GOLDEN / "qwen3" / "config.json").read_text())
+    llm = LLM(str(tmp_path), load_format="dummy", num_blocks=64)
+    assert len(llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids) == 24
+    with pytest.raises(ValueError, match="token ids"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(FileNotFoundError):
+        LLM(str(tmp_path), num_blocks=64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Configurations and weights that are wrong
+# --------------------------------------------------------------------------------------------------
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, num_hidden_layers=1,
+             num_attention_heads=4, intermediate_size=64, max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(architectures=["MambaForCausalLM"]), "unknown architecture 'MambaForCausalLM'; known are GPT2LMHeadModel, "),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantised .gptq."),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "rope type 'yarn' is not supported"),
+    (dict(rope_scaling={"rope_type": "linear"}), "needs factor"),
+    (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
+    (dict(hidden_act="mish"), "unknown activation 'mish'"),
+    (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
+])
+def test_unsupported_configurations_get_a_sentence(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(LLAMA | change)
+
+
+def test_a_missing_key_of_the_configuration_is_named():
+    with pytest.raises(ValueError, match="must have 'intermediate_size'"):
+        ModelConfig.from_hf({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
+
+
+def test_both_spellings_of_rope_settings_mean_the_same():
+    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    old = LLAMA | dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **llama3))
+    new = LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **llama3))
+    oldest, newest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)), LLAMA | dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
+    frequencies = [rope_frequencies(ModelConfig.from_hf(config)) for config in (old, new, oldest, newest)]
+    assert torch.equal(frequencies[0], frequencies[1]) and torch.equal(frequencies[2], frequencies[3])
+    assert not torch.allclose(frequencies[0], rope_frequencies(ModelConfig.from_hf(LLAMA | dict(rope_theta=5e5))))
+
+
+def rewritten(tmp_path, variant, change):
+    """A copy of a golden checkpoint as a .bin file, its tensors changed."""
+    (tmp_path / "config.json").write_text((GOLDEN / variant / "config.json").read_text())
+    torch.save(change({name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}),
+               tmp_path / "pytorch_model.bin")
+    return str(tmp_path)
+
+
+def test_missing_and_misshaped_tensors_are_named(tmp_path):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    path = rewritten(tmp_path, "llama3", lambda tensors: {k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"):
+        LLM(path, num_blocks=64)
+    path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name][:3]})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"):
+        LLM(path, num_blocks=64)
+
+
+@pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
+def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
+    path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
+    prompts, continuations, _ = expectations(variant)
+    llm = LLM(path, dtype="float32", num_blocks=64)
+    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_on_the_gpu(dtype):
+    """Not equal to float32, but near: the bundled model's logits within a few units of the type's precision."""
+    prompts, _, logits = expectations("shakespeare")
+    llm = load(dtype=dtype, enable_prefix_caching=False)
+    assert relative_error(prompt_logits(llm, prompts[0].tolist()).cpu(), logits[0]) < 0.03
+
+
+@needs_gpu
+def test_the_pool_takes_the_cards_memory():
+    free, total = torch.cuda.mem_get_info()
+    llm = LLM("shakespeare", gpu_memory_utilization=0.5)
+    blocks, size = llm.scheduler.block_manager.num_blocks, llm.runner.block_bytes
+    assert 0.3 * total < blocks * size < 0.5 * total
+    with pytest.raises(ValueError, match="no memory is left for the KV pool"):
+        LLM("shakespeare", gpu_memory_utilization=0.001)
