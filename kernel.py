@@ -194,25 +194,30 @@ def _attend(acc, row_max, row_sum, q, k_cache, v_cache, table, start, end, posit
 
     Without MASKED every row sees every one of these keys, so nothing has to be compared.
     """
+    WHOLE: tl.constexpr = BLOCK_SIZE % TILE_N == 0  # a tile never crosses a block's end: one table entry serves it all
     lane = tl.arange(0, TILE_N)
     dim = tl.arange(0, DIM_PADDED)
     k_base = k_cache + kv_head * kc_head + dim[:, None]  # K is read transposed: [DIM_PADDED, TILE_N]
     v_base = v_cache + kv_head * vc_head + dim[None, :]
-    # The block ids are loaded one tile ahead: a load that waits for another load is not pipelined. The table is
-    # padded with anything, so it is never read behind the sequence's last block.
-    block = tl.load(table + tl.minimum(start + lane, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+    # Block ids are loaded one tile ahead: a load that waits for another load is not pipelined. The table is padded
+    # with anything, so it is never read behind the sequence's last block.
+    ahead = start if WHOLE else start + lane
+    block = tl.load(table + tl.minimum(ahead, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
     for tile in range(start, end, TILE_N):
         token = tile + lane
-        offset = token % BLOCK_SIZE
-        next_block = tl.load(table + tl.minimum(token + TILE_N, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+        offset = tile % BLOCK_SIZE + lane if WHOLE else token % BLOCK_SIZE
+        k_at = k_base + (block * kc_block + offset * kc_slot)[None, :]
+        v_at = v_base + (block * vc_block + offset * vc_slot)[:, None]
+        ahead = tile + TILE_N if WHOLE else token + TILE_N
+        block = tl.load(table + tl.minimum(ahead, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
         # Slots behind the last token hold garbage, and 0 * NaN = NaN: they must not even be loaded.
+        exists = token < end
         if MASKED:
-            exists = token < end
+            k = tl.load(k_at, mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
+        elif HEAD_DIM < DIM_PADDED:
+            k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
         else:
-            exists = lane < TILE_N
-        k_valid = exists[None, :] & (dim < HEAD_DIM)[:, None]
-        v_valid = exists[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(k_base + (block * kc_block + offset * kc_slot)[None, :], mask=k_valid, other=0.0).to(q.dtype)
+            k = tl.load(k_at).to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION)  # [TILE_M, TILE_N]
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & exists[None, :]
@@ -220,15 +225,20 @@ def _attend(acc, row_max, row_sum, q, k_cache, v_cache, table, start, end, posit
                 seen &= token[None, :] > position[:, None] - WINDOW
             scores = tl.where(seen, scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        base = new_max
+        if MASKED:  # a row that has seen no key yet has maximum -inf, and -inf - -inf is NaN
+            base = tl.where(new_max == -float("inf"), 0.0, new_max)
         p = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(row_max - base)
         row_sum = row_sum * shrink + tl.sum(p, 1)
-        v = tl.load(v_base + (block * vc_block + offset * vc_slot)[:, None], mask=v_valid, other=0.0).to(q.dtype)
+        if MASKED:
+            v = tl.load(v_at, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+        elif HEAD_DIM < DIM_PADDED:
+            v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+        else:
+            v = tl.load(v_at).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         row_max = new_max
-        block = next_block
     return acc, row_max, row_sum
 
 

@@ -505,7 +505,7 @@ def test_random_operations_keep_every_promise(seed):
 def load(variant="shakespeare", **options):
     """An engine in float32, where outputs do not depend on batch and chunk sizes."""
     model = variant if variant == "shakespeare" else str(GOLDEN / variant)
-    return LLM(model, **dict(dtype="float32", num_blocks=None if "block_size" in options else 256) | options)
+    return LLM(model, **dict(dtype="float32", num_blocks=4096 // options.get("block_size", 16)) | options)
 
 
 def expectations(variant):

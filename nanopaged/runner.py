@@ -3,6 +3,7 @@
 The scheduler thinks in sequences and block ids; the model wants one flat batch. This file makes the one into the
 other, runs the forward pass, and samples. It knows how much memory the device has and nothing about scheduling.
 """
+import gc
 from typing import Iterable
 
 import torch
@@ -26,6 +27,7 @@ class Runner:
         self.attention = _pick_attention(attention, self.device)
         torch.manual_seed(seed)
         self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
+        gc.collect()  # torch's device context leaves reference cycles, which would keep this runner's pool alive after use
         self.kv_cache: list[tuple[Tensor, Tensor]] = []
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if self.attention is paged_attention:
