@@ -30,10 +30,10 @@ import itertools
 import random
 import sys
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Iterator
+from typing import Callable, Iterator
 
 from kernel import cdiv
 from model import ModelConfig
@@ -66,6 +66,8 @@ class Sequence:
     num_cached_tokens: int = 0  # those of them that were found there when it was admitted
     num_pending: int = 0  # tokens that a launched step samples and that are not known here yet
     block_table: list[int] = field(default_factory=list)
+    row: int = -1  # its place in the runner's tensors while it runs
+    num_sent_blocks: int = 0  # leading entries of the table that the runner has
     num_registered_blocks: int = 0  # leading blocks of the table that have been offered for sharing
     identity: int = ROOT  # of the tokens in those blocks
     min_free_blocks: int = 0  # it was not admitted because fewer were free
@@ -150,7 +152,7 @@ class BlockManager:
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
         seq.block_table = []
-        seq.num_computed_tokens = seq.num_registered_blocks = 0
+        seq.num_computed_tokens = seq.num_registered_blocks = seq.num_sent_blocks = 0
         seq.identity = ROOT
 
     def find_prefix(self, seq: Sequence) -> tuple[list[int], int]:
@@ -234,6 +236,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.free_rows = list(range(max_num_seqs))
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
@@ -270,7 +273,7 @@ class Scheduler:
                 return False
             self._preempt(step)
         del self.waiting[0]
-        seq.status = Status.RUNNING
+        seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
         self.running.insert(turn, seq)
         return True
 
@@ -284,8 +287,8 @@ class Scheduler:
     def _preempt(self, step: Step) -> Sequence:
         """Preemption by recompute: the last running sequence gives its blocks back and waits to start over. Its tokens
         are kept, and often its blocks are still in the prefix cache when it comes back."""
-        seq = self.running.pop()
-        self.block_manager.free(seq)
+        seq = self.running[-1]
+        self._remove(seq)
         seq.status = Status.WAITING
         insort(self.waiting, seq, key=by_order)
         step.preempted.append(seq)
@@ -331,6 +334,9 @@ class Scheduler:
             index = bisect_left(queue, seq.order, key=by_order)
             if index < len(queue) and queue[index] is seq:
                 del queue[index]
+        if seq.row >= 0:
+            self.free_rows.append(seq.row)
+            seq.row = -1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,6 +372,7 @@ class LLM:
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
+    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
 
     Raises ValueError or FileNotFoundError, one sentence, for anything it cannot use.
@@ -375,7 +382,7 @@ class LLM:
                  attention: str = "auto", load_format: str = "auto", block_size: int = 16,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 scheduling_policy: str = "fcfs", seed: int = 0):
+                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
         _choice("load_format", load_format, ("auto", "dummy"))
         _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         for name, value in dict(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
@@ -395,8 +402,9 @@ class LLM:
                 self.tokenizer_error = error
         self.runner = Runner(
             self.config, None if load_format == "dummy" else read_tensors(path), dtype=dtype, device=device,
-            attention=attention, seed=seed, block_size=block_size, max_model_len=max_model_len or limit)
-        num_blocks = self.runner.allocate_pool(num_blocks, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens)
+            attention=attention, seed=seed, block_size=block_size, max_model_len=max_model_len or limit,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, enforce_eager=enforce_eager)
+        num_blocks = self.runner.allocate_pool(num_blocks, gpu_memory_utilization)
         if max_model_len is not None and num_blocks * block_size < max_model_len:
             raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
                              f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
@@ -406,6 +414,10 @@ class LLM:
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
         self.requests: dict[str, Request] = {}  # those under way
+        # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
+        # computes step n; a sequence that turns out finished has then wasted one token.
+        self.launched: deque[tuple[Step, Callable[[], list[int]]]] = deque()
+        self.lookahead = 1 if self.runner.use_graphs else 0
         self.arrivals = itertools.count()
         self.seeds = random.Random(seed)
 
@@ -479,16 +491,28 @@ class LLM:
         step = self.scheduler.schedule()
         if step.seqs:
             try:
-                tokens = self.runner.launch(step).tolist()
+                self.launched.append((step, self.runner.launch(step)))
             except BaseException:
                 self.scheduler.undo(step)
+                while self.launched:
+                    self._update()
                 raise
-            self.scheduler.update(step, tokens)
-        requests = {seq.order[1]: self.requests[str(seq.order[1])] for seq in step.sampled}
-        for request in requests.values():
+        if len(self.launched) > self.lookahead or not step.seqs:
+            return self._update()
+        return []
+
+    def _update(self) -> list[Request]:
+        """Read the tokens of the oldest launched step; the requests that got one."""
+        if not self.launched:
+            return []
+        step, read_tokens = self.launched.popleft()
+        self.scheduler.update(step, read_tokens())
+        touched = {seq.order[1]: self.requests.get(str(seq.order[1])) for seq in step.sampled}
+        requests = [request for request in touched.values() if request]
+        for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
-        return list(requests.values())
+        return requests
 
     def _output(self, request: Request) -> RequestOutput:
         outputs = []

@@ -12,11 +12,12 @@ A sequence's keys and values do not lie in one piece. The cache is a pool of **b
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
 Attention has to walk that table; nothing else about it changes (Kwon et al. 2023, section 4.1). This
-file has the two ways to do it, with the same arguments, and the function that fills the cache:
+file has the two ways to do it, with the same arguments, and likewise what fills the cache:
 
     paged_attention_reference   plain torch: gather the slots, then ordinary attention. The CPU's path.
     paged_attention             one Triton kernel that reads K and V where they are. The GPU's path.
     store_kv                    writes new K and V into their slots.
+    rotate_and_store            the same, with what a model does to q and k on the way: norm and rope, in one launch.
 
 **Why softmax can be computed in pieces.** With m the largest score seen so far, keep the sums
 `l = sum exp(s - m)` and `acc = sum exp(s - m) v`. When a new piece raises m to m', both sums are
@@ -31,12 +32,15 @@ of one sequence. The `group` query heads that share the kv head are rows of the 
 of K and V is read once for all of them. There are two shapes of program, and a sequence gets its
 shape from its own query length alone, so its result does not depend on who shares the batch, bit for bit:
 
-    decode   query length 1: `group` rows; the context is cut into splits by the sequence's own length
+    decode   query length 1: `group` rows; the context is cut into splits by the sequence's own length,
+             and as many programs as the grid has take turns at them
     prefill  longer: TILE_M rows = TILE_M // group tokens x group heads; whole context, one program
 """
 import math
 import os
+from functools import lru_cache
 from importlib.util import find_spec
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +59,8 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
 
 jit = triton.jit if triton else lambda function: function
 
-MAX_SPLITS = 32  # a context is cut into at most this many pieces
-MIN_SPLIT = 256  # tokens: shorter pieces cost more in merging than they gain
+MAX_SPLITS = 32  # a long context is cut into so many pieces
+MIN_SPLIT = 512  # tokens, and a shorter one into pieces of so many: smaller ones cost more in merging than they gain
 
 
 def cdiv(a: int, b: int) -> int:
@@ -181,6 +185,106 @@ def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_tok
     tl.store(v_cache + block * vc_block + offset * vc_slot + head * vc_head + dim, new_v, mask=valid)
 
 
+def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping):
+    """What becomes of q, k and v between their projection and attention: norm, rotate, store k and v, return q.
+
+    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; returns q [num_tokens, num_heads, head_dim]
+    rotation: [num_tokens, head_dim] float32, the cosines of each token's angles, then their sines; None: no rope
+    q_norm, k_norm: [head_dim] weights of an RMS norm over each head, with eps; None: no norm
+    """
+    num_kv_heads = k_cache.shape[2]
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    if rotation is not None:
+        qk = rotate(torch.cat([q, k], dim=1), rotation[:, None])
+        q, k = qk.split([num_heads, num_kv_heads], dim=1)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def rms_norm(x, weight, eps: float):
+    """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+    exact = x.float()
+    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x, rotation):
+    """Rotary position embedding (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1, head_dim].
+
+    Element i of the first half and element i of the second are one point of a plane, turned by the angle of
+    (position, i). A product of two turned vectors then depends on the distance of their positions only.
+    """
+    cos, sin = rotation.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
+
+
+def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping):
+    """`rotate_and_store_reference` in one launch; everything in float32 between the load and the store."""
+    num_tokens, all_heads, head_dim = qkv.shape
+    q = qkv.new_empty(num_tokens, num_heads, head_dim)
+    num_kv_heads = k_cache.shape[2]
+    rotate_and_store_kernel[(num_tokens,)](
+        qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
+        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, qkv.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
+        KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=_next_power_of_2(num_heads),
+        KV_PADDED=_next_power_of_2(num_kv_heads), HALF_PADDED=_next_power_of_2(head_dim // 2),
+        ROTATE=rotation is not None, NORM=q_norm is not None, num_warps=4 if num_heads * head_dim <= 4096 else 8)
+    return q
+
+
+@jit
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, qkv_token,
+                            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+                            BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+                            HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
+                            ROTATE: tl.constexpr, NORM: tl.constexpr):
+    """One program per token. A head is held as its two halves, because rope turns the one against the other."""
+    token = tl.program_id(0).to(tl.int64)
+    row = qkv + token * qkv_token
+    i = tl.arange(0, HALF_PADDED)[None, :]
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    a, b = _turned_halves(row, head, i, (head < HEADS) & (i < HALF), q_norm, rotation + token * 2 * HALF, eps,
+                          HALF, ROTATE, NORM)
+    place = q_out + (token * HEADS + head) * 2 * HALF + i
+    tl.store(place, a, mask=(head < HEADS) & (i < HALF))
+    tl.store(place + HALF, b, mask=(head < HEADS) & (i < HALF))
+
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    head = tl.arange(0, KV_PADDED)[:, None]
+    valid = (head < KV_HEADS) & (i < HALF)
+    a, b = _turned_halves(row + HEADS * 2 * HALF, head, i, valid, k_norm, rotation + token * 2 * HALF, eps,
+                          HALF, ROTATE, NORM)
+    place = k_cache + block * kc_block + offset * kc_slot + head * kc_head + i
+    tl.store(place, a, mask=valid)
+    tl.store(place + HALF, b, mask=valid)
+    v = row + (HEADS + KV_HEADS + head) * 2 * HALF + i
+    place = v_cache + block * vc_block + offset * vc_slot + head * vc_head + i
+    tl.store(place, tl.load(v, mask=valid, other=0.0), mask=valid)
+    tl.store(place + HALF, tl.load(v + HALF, mask=valid, other=0.0), mask=valid)
+
+
+@jit
+def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of some heads of one token in float32, normed and turned."""
+    a = tl.load(row + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(row + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a = a * scale * tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        b = b * scale * tl.load(norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    if ROTATE:
+        cos = tl.load(rotation + i, mask=i < HALF, other=0.0)
+        sin = tl.load(rotation + HALF + i, mask=i < HALF, other=0.0)
+        a, b = a * cos - b * sin, b * cos + a * sin
+    return a, b
+
+
 # --------------------------------------------------------------------------------------------------
 # The kernel
 # --------------------------------------------------------------------------------------------------
@@ -250,12 +354,13 @@ def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS:
 
 @jit
 def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           query_tiles, scale, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
+                           query_tiles, scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr):
-    """DECODE: program (sequence, kv head, split). Otherwise: program (entry of query_tiles, kv head)."""
+    """DECODE: program (sequence, kv head, one of the programs that share its splits); num_splits is the most that any
+    sequence has. Otherwise: program (entry of query_tiles, kv head)."""
     kv_head = tl.program_id(1)
     TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
     if DECODE:
@@ -281,54 +386,68 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
     start, end = 0, tl.minimum(first_position + TOKENS, seq_len)  # keys that any row sees
     if WINDOW:
         start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
-    if DECODE:
-        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
-        split = tl.program_id(2)
-        only_split = start // split_len == (seq_len - 1) // split_len
-        start = tl.maximum(start, split * split_len)
-        end = tl.minimum(end, (split + 1) * split_len)
-        if start >= end:
-            return
-    start = start // TILE_N * TILE_N
-
     dim = tl.arange(0, DIM_PADDED)
     q_row = (q_start + query)[:, None]
     q_valid = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
     q_tile = tl.load(q + q_row * q_token + head[:, None] * q_head + dim[None, :], mask=q_valid, other=0.0)
+    out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
+
+    if DECODE:
+        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+        first_split, last_split = start // split_len, (seq_len - 1) // split_len
+        for split in range(first_split + tl.program_id(2), last_split + 1, tl.num_programs(2)):
+            split_start = tl.maximum(start, split * split_len) // TILE_N * TILE_N
+            split_end = tl.minimum(end, (split + 1) * split_len)
+            result, lse = _attend_range(
+                q_tile, k_cache, v_cache, table, split_start, split_start, split_end, position, seq_len, scale,
+                kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+                TILE_M, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+            if first_split == last_split:
+                tl.store(out_at, result, mask=q_valid)
+            else:  # [sequence, head, split]: this split's softmax average, and log2 of the sum it was divided by
+                piece = (seq.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_splits + split
+                tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], result, mask=q_valid)
+                tl.store(split_lse + piece, lse, mask=row_valid)
+    else:
+        start = start // TILE_N * TILE_N
+        diagonal = start  # tiles before it are seen by every row and need no mask
+        if not WINDOW:
+            diagonal = (first_position + 1) // TILE_N * TILE_N
+        result, lse = _attend_range(
+            q_tile, k_cache, v_cache, table, start, diagonal, end, position, seq_len, scale,
+            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+            TILE_M, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, not WINDOW, PRECISION)
+        tl.store(out_at, result, mask=q_valid)
+
+
+@jit
+def _attend_range(q, k_cache, v_cache, table, start, diagonal, end, position, seq_len, scale,
+                  kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
+                  TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, TWO_LOOPS: tl.constexpr, PRECISION: tl.constexpr):
+    """The softmax average of the keys in [start, end), and log2 of the sum it was divided by."""
     acc = tl.zeros([TILE_M, DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
-    if not DECODE and not WINDOW:  # tiles that lie wholly before the diagonal need no mask
-        diagonal = (first_position + 1) // TILE_N * TILE_N
+    if TWO_LOOPS:  # [start, diagonal) without masks, then the rest with them
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_tile, k_cache, v_cache, table, start, diagonal, position, seq_len, scale,
+            acc, row_max, row_sum, q, k_cache, v_cache, table, start, diagonal, position, seq_len, scale,
             kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
             TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
-        start = diagonal
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q_tile, k_cache, v_cache, table, start, end, position, seq_len, scale,
+        acc, row_max, row_sum, q, k_cache, v_cache, table, diagonal, end, position, seq_len, scale,
         kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
         TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-
-    result = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    to_out = True
-    if DECODE:
-        to_out = only_split
-        if not only_split:
-            # [sequence, head, split]: this split's softmax average, and log2 of the sum it was divided by
-            num_heads = tl.num_programs(1) * GROUP
-            piece = (seq.to(tl.int64) * num_heads + head) * tl.num_programs(2) + split
-            tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], result, mask=q_valid)
-            tl.store(split_lse + piece, row_max + tl.log2(row_sum), mask=row_valid)
-    if to_out:
-        tl.store(out + q_row * out_token + head[:, None] * out_head + dim[None, :], result, mask=q_valid)
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that saw nothing: 0, with weight 2^-inf
+    return acc / row_sum[:, None], row_max + tl.log2(row_sum)
 
 
 @jit
 def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+                        AT_ONCE: tl.constexpr):
     """Program (sequence, head): the average of its splits' results, each weighted by its share of the softmax sum."""
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -341,15 +460,20 @@ def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, ou
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
     if first == last:  # written directly
         return
-    split = tl.arange(0, MAX_SPLITS)
-    live = (split >= first) & (split <= last)
     dim = tl.arange(0, DIM_PADDED)
-    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + split
-    lse = tl.load(split_lse + piece, mask=live, other=-float("inf"))
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    part = tl.load(split_out + piece[:, None] * HEAD_DIM + dim[None, :],
-                   mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    split = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(split_lse + piece + split, mask=(split >= first) & (split <= last), other=-float("inf"))
+    highest = tl.max(lse, 0)
+    merged = tl.zeros([DIM_PADDED], tl.float32)
+    for few in range(first, last + 1, AT_ONCE):
+        piece_of = few + tl.arange(0, AT_ONCE)
+        live = piece_of <= last
+        weight = tl.exp2(tl.load(split_lse + piece + piece_of, mask=live, other=-float("inf")) - highest)
+        part = tl.load(split_out + (piece + piece_of)[:, None] * HEAD_DIM + dim[None, :],
+                       mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        merged += tl.sum(part * weight[:, None], 0)
+    merged = merged / tl.sum(tl.exp2(lse - highest), 0)
     tl.store(out + q_start * out_token + head * out_head + dim, merged, mask=dim < HEAD_DIM)
 
 
@@ -384,37 +508,39 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
                            "interpreter (pip install triton numpy); attention='torch' works everywhere")
     scale_log2 = scale * math.log2(math.e)  # exp2 is the hardware's exponential
     strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
-    shape = dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-                 WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
+    shape = kernel_constants(group, head_dim, block_size, sliding_window, q.dtype)
+    shared_memory = _shared_memory(q.device)
     if max_query_len > 1:
-        config = tile_config("prefill", group, head_dim, q.element_size())
+        config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory)
         if query_tiles is None:
-            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), config["TILE_M"] // group).to(q.device)
+            query_tiles = make_query_tiles(query_start_loc.diff().tolist(),
+                                           tokens_per_tile(group, head_dim, q.dtype, q.device)).to(q.device)
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles), num_kv_heads)](
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
-                scale_log2, *strides, DECODE=False, **shape, **config)
+                scale_log2, 1, *strides, DECODE=False, **shape, **config)
     if num_decodes:
-        config = tile_config("decode", group, head_dim, q.element_size())
+        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory)
         num_splits = split_bound(max_seq_len)
         split_out = split_lse = out
         if num_splits > 1:
             split_out = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
             split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
-        paged_attention_kernel[(num_decodes, num_kv_heads, num_splits)](
+        # Enough programs to fill the device, and no more: the result is the same for any number of them.
+        sharing = min(num_splits, max(1, 8192 // (num_decodes * num_kv_heads)))
+        paged_attention_kernel[(num_decodes, num_kv_heads, sharing)](
             out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
-            scale_log2, *strides, DECODE=True, **shape, **config)
+            scale_log2, num_splits, *strides, DECODE=True, **shape, **config)
         if num_splits > 1:
+            names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")
             merge_splits_kernel[(num_decodes, num_heads)](
                 out, split_out, split_lse, seq_lens, query_start_loc, *out.stride()[:2], num_splits,
-                HEAD_DIM=head_dim, DIM_PADDED=shape["DIM_PADDED"], TILE_N=config["TILE_N"], WINDOW=sliding_window,
-                MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS)
+                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], AT_ONCE=4, num_warps=1)
     return out
 
 
 def split_bound(max_seq_len: int) -> int:
-    """How many splits a context of up to max_seq_len tokens can have: the decode grid's third side."""
+    """How many splits a context of up to max_seq_len tokens can have."""
     return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
 
 
@@ -429,15 +555,50 @@ def make_query_tiles(query_lens: list[int], tokens_per_tile: int) -> torch.Tenso
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
 
 
-def tile_config(phase: str, group: int, head_dim: int, element_size: int) -> dict:
-    """Tile sizes, warps and pipeline stages of a launch; a small table, because autotuning would time at start-up."""
-    wide = head_dim * element_size > 256  # bytes of one head: float32, or head_dim 256
-    if phase == "decode":
-        return dict(TILE_M=max(16, _next_power_of_2(group)), TILE_N=32, num_warps=4, num_stages=2 if wide else 3)
-    if wide:
-        return dict(TILE_M=max(32, _next_power_of_2(group)), TILE_N=32, num_warps=4, num_stages=1)
-    return dict(TILE_M=max(64, _next_power_of_2(group)), TILE_N=64, num_warps=4, num_stages=3)
+def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
+    """What a model's shape fixes at compile time."""
+    return dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+                WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+                PRECISION="ieee" if dtype == torch.float32 else "tf32")
+
+
+def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int) -> dict:
+    """Tile sizes, warps and pipeline stages of a launch. A small rule, because autotuning would time at start-up.
+
+    shared_memory: bytes that the device gives a block. A tile of K and one of V wait in it for each stage, beside the
+    queries; stages are given up first, then tile width. TILE_N also decides the order of additions, so a device
+    always uses the same one for a model.
+    """
+    row = max(16, _next_power_of_2(head_dim)) * element_size  # bytes of one head of one token
+    tile_m = max(16 if phase == "decode" else 64 if row <= 256 else 32, _next_power_of_2(group))
+    for tile_n, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
+        if row > 256 and tile_n * stages > 64:  # float32 or a large head: the accumulators need the registers
+            continue
+        if tile_m * row + 2 * tile_n * stages * row <= shared_memory:
+            break
+    return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=4, num_stages=stages)
+
+
+def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device) -> int:
+    """Query tokens in a tile of the prefill, as `make_query_tiles` wants to know."""
+    return tile_config("prefill", group, head_dim, dtype.itemsize, _shared_memory(device))["TILE_M"] // group
+
+
+@lru_cache
+def _shared_memory(device) -> int:
+    """Bytes of shared memory that a block can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
 
 
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+class Kernels(NamedTuple):
+    """The two functions that touch the cache, in one of their two forms."""
+    rotate_and_store: Callable
+    attention: Callable
+
+
+TRITON = Kernels(rotate_and_store, paged_attention)
+TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)

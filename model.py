@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernel import store_kv
+from kernel import Kernels, rms_norm
 
 
 @dataclass
@@ -118,25 +118,34 @@ class Transformer(nn.Module):
             self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset,
                                                 config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = make_norm(config, config.hidden_size)
+        self.norm = Norm(config, config.hidden_size)
         self.head = (self.embed if config.tie_word_embeddings else
                      nn.Linear(config.hidden_size, config.vocab_size, bias=False))
 
-    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]], attention: Callable) -> Tensor:
-        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache) and is written to.
-
-        attention: `kernel.paged_attention` or `kernel.paged_attention_reference`.
-        """
+    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]], kernels: Kernels) -> Tensor:
+        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache) and is written to."""
         x = self.embed(batch.input_ids)  # [T, D]
         if self.config.learned_positions:
             x = x + self.embed_positions(batch.positions + self.config.position_offset)
             rotation = None
         else:
-            rotation = self.rope_table[batch.positions].unsqueeze(1)  # [T, 1, head_dim]
+            rotation = self.rope_table[batch.positions]  # [T, head_dim]
+        residual = None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache):
-            x = layer(x, rotation, batch, k_cache, v_cache, attention)
-        x = self.norm(x[batch.logits_indices])  # rows that sample nothing end here
+            x, residual = layer(x, residual, rotation, batch, k_cache, v_cache, kernels)
+        if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
+            x, residual = x[batch.logits_indices], residual[batch.logits_indices]
+        x, _ = self.norm(x, residual)
         return F.linear(x, self.head.weight)
+
+    def fuse(self) -> None:
+        """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""
+        compiled = {function: torch.compile(function, dynamic=True) for function in (add_norm, activate)}
+        for module in self.modules():
+            if isinstance(module, Norm):
+                module.add_norm = compiled[add_norm]
+            elif isinstance(module, Layer):
+                module.activate = compiled[activate]
 
     def make_rope_table(self, device, num_positions: int) -> None:
         """Computed, not loaded: [num_positions, head_dim] float32, the cosines, then the sines."""
@@ -152,70 +161,69 @@ class Layer(nn.Module):
         super().__init__()
         c = self.config = config
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
-        self.attention_norm = make_norm(c, c.hidden_size)
+        self.attention_norm = Norm(c, c.hidden_size)
         # One product for q, k and v, and one for gate and up: fewer, larger matrices are faster.
         self.qkv = nn.Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = make_norm(c, c.head_dim), make_norm(c, c.head_dim)
+            self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # of their weights; fused with rope
         self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
-        self.mlp_norm = make_norm(c, c.hidden_size)
+        self.mlp_norm = Norm(c, c.hidden_size)
         self.up = nn.Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
         self.down = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.activate = activate
 
-    def forward(self, x, rotation, batch: Batch, k_cache, v_cache, attention) -> Tensor:
-        """x [T, D] -> [T, D]."""
-        x = x + self.attend(self.attention_norm(x), rotation, batch, k_cache, v_cache, attention)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x, residual, rotation, batch: Batch, k_cache, v_cache, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """x [T, D], the last sublayer's output; residual [T, D], what it is still to be added to."""
+        x, residual = self.attention_norm(x, residual)
+        x = self.attend(x, rotation, batch, k_cache, v_cache, kernels)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
 
-    def attend(self, x, rotation, batch: Batch, k_cache, v_cache, attention) -> Tensor:
+    def attend(self, x, rotation, batch: Batch, k_cache, v_cache, kernels: Kernels) -> Tensor:
         c = self.config
-        heads = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
-        qk, v = heads.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
-        if c.qk_norm:
-            qk = torch.cat([self.q_norm(qk[:, :c.num_heads]), self.k_norm(qk[:, c.num_heads:])], dim=1)
-        if rotation is not None:
-            qk = rotate(qk, rotation)
-        q, k = qk.split([c.num_heads, c.num_kv_heads], dim=1)
-        store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
-        o = attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-                      c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
-                      sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
-                      plan=batch.plan)
+        qkv = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
+        norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
+        q = kernels.rotate_and_store(qkv, c.num_heads, rotation, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping)
+        o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+                              c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
+                              sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
+                              plan=batch.plan)
         return self.out(o.flatten(1))
 
     def mlp(self, x: Tensor) -> Tensor:
-        activation = ACTIVATIONS[self.config.activation]
-        if not self.config.gated_mlp:
-            return self.down(activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(activation(gate) * up)
+        return self.down(self.activate(self.up(x), self.config.activation, self.config.gated_mlp))
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019)."""
+class Norm(nn.Module):
+    """Adds a sublayer's output to the residual stream and norms the sum: (x, residual) -> (norm(sum), sum)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, config: ModelConfig, size: int):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if config.norm == "layer" else None
+        self.add_norm = add_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        exact = x.float()
-        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
-def make_norm(config: ModelConfig, size: int) -> nn.Module:
-    return RMSNorm(size, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(size, config.norm_eps)
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.add_norm(x, residual, self.weight, self.bias, self.eps)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): x [T, heads, head_dim], rotation [T, 1, head_dim].
+# The functions between the matrix products only move memory: on a GPU each is worth a kernel of its own, see `fuse`.
 
-    Element i of the first half and element i of the second are one point of a plane, turned by the angle of
-    (position, i). A product of two turned vectors then depends on the distance of their positions only.
-    """
-    cos, sin = rotation.chunk(2, dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm, or layer norm where there is a bias, of x + residual; and the sum itself."""
+    residual = x if residual is None else x + residual
+    if bias is None:
+        return rms_norm(residual, weight, eps), residual
+    return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+
+
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """An MLP's nonlinearity: x [T, intermediate], or [T, 2 * intermediate] where the first half gates the second."""
+    if not gated:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -247,7 +255,7 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Non
     model.to(dtype).to_empty(device=device)
     if tensors is None:
         for name, parameter in model.named_parameters():
-            nn.init.ones_(parameter) if "norm" in name and "weight" in name else nn.init.normal_(parameter, std=0.02)
+            nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
     else:
         load_weights(model, tensors)
     model.make_rope_table(device, num_positions)

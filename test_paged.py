@@ -19,6 +19,7 @@ from model import ModelConfig, rope_frequencies
 from nanopaged import SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 
+torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 GOLDEN = Path(__file__).parent / "nanopaged" / "golden"
@@ -89,8 +90,8 @@ ATTENTION_CASES = {
     "decode": (([1, 1, 1], [5, 16, 33]), {}),
     "prefill": (([3, 17], [3, 17]), {}),
     "mixed batch": (MIXED, {}),
-    "splits": (([1, 1], [600, 257]), {}),
-    "splits under a window": (([1, 1], [600, 100]), dict(window=300)),
+    "splits": (([1, 1], [1100, 513]), {}),
+    "splits under a window": (([1, 1], [1100, 100]), dict(window=600)),
     "long prefill": (([70], [90]), dict(heads=2, kv_heads=1)),
     "window shorter than the chunk": (MIXED, dict(window=4)),
     "window of one": (MIXED, dict(window=1)),
@@ -147,7 +148,7 @@ def test_cache_strides_are_read():
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_attention_does_not_depend_on_the_batch(dtype):
     """A sequence's result is the same bits alone and among others, and whatever the bounds that size the grid."""
-    query_lens, seq_lens = [1, 6, 1, 1], [300, 40, 17, 530]
+    query_lens, seq_lens = [1, 6, 1, 1], [300, 40, 17, 1030]
     problem = paged_problem(query_lens, seq_lens, dtype=dtype)
     together = run_attention(paged_attention, problem)
     q, k_cache, v_cache, tables, lens, starts = problem
@@ -164,8 +165,7 @@ def test_padding_is_not_written():
     problem = paged_problem([1, 0, 4, 0], [7, 0, 6, 0])
     problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows that belong to nobody
     tiles = torch.tensor([[2, 0], [-1, 0], [-1, 3]], dtype=torch.int32, device=DEVICE)
-    tokens = kernel.tile_config("prefill", 2, 32, 4)["TILE_M"] // 2
-    assert tokens > 4, "the work list above is for one tile of sequence 2"
+    assert kernel.tokens_per_tile(2, 32, torch.float32, problem[0].device) > 4, "the work list above is for one tile of sequence 2"
     out = run_attention(paged_attention, problem, query_tiles=tiles)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))
     assert relative_error(out[:5], reference(*problem, 32 ** -0.5, 0)[:5]) < 1e-5

@@ -1,7 +1,8 @@
 """How a request wants its tokens chosen, and when it wants to stop."""
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
+
+SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 
 
 @dataclass
@@ -9,7 +10,7 @@ class SamplingParams:
     """Sampling settings of one request; names and defaults are vLLM's.
 
     n: how many samples; sample j of a request with seed s equals a request of its own with seed s + j
-    temperature: 0 is greedy
+    temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
     top_p, top_k, min_p: keep the smallest set of best tokens with total probability top_p; the top_k best
         (0 or -1: all); those with at least min_p times the best one's probability. All at once: the intersection
     seed: draws the same random numbers in any batch; None takes one from the engine's own seed
@@ -31,7 +32,7 @@ class SamplingParams:
 
     def __post_init__(self):
         _check("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
-        _check("temperature", self.temperature, Real, lambda x: 0 <= x < math.inf, "a number of at least 0")
+        _check("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
         _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
         _check("top_k", self.top_k, Integral, lambda x: x >= -1, "an integer of at least 1, or 0 for all tokens")
         _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
@@ -41,6 +42,15 @@ class SamplingParams:
         _check("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
         for token in self.stop_token_ids or ():
             _check("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < SMALLEST_TEMPERATURE
+
+    @property
+    def has_filter(self) -> bool:
+        """Some tokens are never drawn: top_k, top_p or min_p is set."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def _check(name, value, kind, in_range, expected):

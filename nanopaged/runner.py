@@ -2,16 +2,28 @@
 
 The scheduler thinks in sequences and block ids; the model wants one flat batch. This file makes the one into the
 other, runs the forward pass, and samples. It knows how much memory the device has and nothing about scheduling.
+
+What makes it fast on a GPU:
+
+- **Rows.** While a sequence runs it has a row in tensors that stay on the device: its block table, its last token,
+  its sampling settings. A step sends only what is new, as one message of integers.
+- **The sampled token stays on the device** and is the next step's input there. The host may therefore launch step
+  n + 1 before it has read the tokens of step n (`launch` returns a function that reads them).
+- **CUDA graphs.** A decode step launches hundreds of small kernels, and a CPU cannot launch them as fast as the GPU
+  ends them. So a step of one token per sequence is recorded once for each of some batch sizes and then replayed whole,
+  sampling included. Steps with longer queries, and batches that no graph covers, are launched kernel by kernel.
 """
 import gc
-from typing import Iterable
+import struct
+from array import array
+from typing import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from kernel import cdiv, make_query_tiles, paged_attention, paged_attention_reference, tile_config, triton
+from kernel import TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
-from nanopaged.sampler import SamplingBatch, sample
+from nanopaged.sampler import Sampler, SamplingBatch
 
 GIB = 2**30
 
@@ -20,19 +32,30 @@ class Runner:
     """A model on a device, with its KV pool."""
 
     def __init__(self, config: ModelConfig, tensors: Iterable | None, *, dtype: str, device: str, attention: str,
-                 seed: int, block_size: int, max_model_len: int):
+                 seed: int, block_size: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 enforce_eager: bool):
         self.config, self.block_size, self.max_model_len = config, block_size, max_model_len
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = _pick_device(device)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
-        self.attention = _pick_attention(attention, self.device)
+        self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
         self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
         gc.collect()  # torch's device context leaves reference cycles, which would keep this runner's pool alive after use
+        self.use_graphs = self.device.type == "cuda" and not enforce_eager
+        self.sampler = Sampler(fused=self.use_graphs)
+        if self.use_graphs:
+            self.model.fuse()
         self.kv_cache: list[tuple[Tensor, Tensor]] = []
+        # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
+        rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
+        self.block_tables = torch.zeros(rows, cdiv(max_model_len, block_size), **ints)
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # batch size -> graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
-        if self.attention is paged_attention:
-            group = config.num_heads // config.num_kv_heads
-            self.query_tile = tile_config("prefill", group, config.head_dim, self.dtype.itemsize)["TILE_M"] // group
+        if self.kernels is TRITON:
+            self.query_tile = tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, self.device)
 
     # ---- memory
 
@@ -42,14 +65,13 @@ class Runner:
         c = self.config
         return 2 * c.num_layers * self.block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
 
-    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float, max_num_seqs: int,
-                      max_num_batched_tokens: int) -> int:
+    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
         blocks_per_seq = cdiv(self.max_model_len, self.block_size)
         if num_blocks is None and self.device.type == "cpu":
-            num_blocks = max(1, min(GIB // self.block_bytes, max_num_seqs * blocks_per_seq))
+            num_blocks = max(1, min(GIB // self.block_bytes, self.max_num_seqs * blocks_per_seq))
         elif num_blocks is None:
-            num_blocks = self._profile(gpu_memory_utilization, max_num_seqs, max_num_batched_tokens) // self.block_bytes
+            num_blocks = self._profile(gpu_memory_utilization) // self.block_bytes
         c = self.config
         try:
             pool = torch.empty(c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
@@ -58,107 +80,244 @@ class Runner:
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
                              f"{self.device} does not have; lower num_blocks") from None
         self.kv_cache = [(layer[0], layer[1]) for layer in pool]
+        if self.use_graphs:
+            self._capture_graphs()
         return num_blocks
 
-    def _profile(self, gpu_memory_utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    @torch.inference_mode()
+    def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-        self.kv_cache = [(torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim,
-                                      dtype=self.dtype, device=self.device),) * 2] * self.config.num_layers
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.dtype,
+                                device=self.device)
+        self.kv_cache = [(one_block, one_block)] * self.config.num_layers
+        full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
+        prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
         try:
-            self._dummy_step([1] * max_num_seqs, max_num_seqs)
-            full, rest = divmod(max_num_batched_tokens, self.max_model_len)
-            lengths = ([self.max_model_len] * full + [rest] * (rest > 0))[:max_num_seqs]
-            self._dummy_step(lengths, len(lengths))
+            decode = self._peak_of([1] * min(self.max_num_seqs, self.max_num_batched_tokens))
+            prefill = self._peak_of(prompts)
         except torch.OutOfMemoryError:
-            raise ValueError(f"a step of {max_num_batched_tokens} tokens does not fit beside the weights; "
+            raise ValueError(f"a step of {self.max_num_batched_tokens} tokens does not fit beside the weights; "
                              "lower max_num_batched_tokens or max_num_seqs") from None
-        peak = torch.cuda.max_memory_allocated(self.device) - before
+        # Graphs have memory of their own: that of the largest decode step, shared between them.
+        needed = max(prefill, decode) + (decode if self.use_graphs else 0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        left = int(total * gpu_memory_utilization) - (total - free) - peak
+        left = int(total * gpu_memory_utilization) - (total - free) - needed
         if left < self.block_bytes:
             raise ValueError(
                 f"no memory is left for the KV pool: {gpu_memory_utilization} of the card's {total / GIB:.1f} GiB is "
                 f"{(self.block_bytes - left) / GIB:.2f} GiB too little for what is in use ({(total - free) / GIB:.1f} GiB), "
-                f"the largest step ({peak / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
+                f"the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
                 "max_num_batched_tokens")
         return left
 
-    @torch.inference_mode()
-    def _dummy_step(self, query_lens: list[int], num_samples: int) -> None:
-        """A step of the given shape that writes nothing and reads block 0, however long its context."""
-        num_tokens, ints = sum(query_lens), dict(dtype=torch.int32, device=self.device)
-        starts = torch.tensor([0, *query_lens], **ints).cumsum(0, dtype=torch.int32)
-        batch = Batch(
-            input_ids=torch.zeros(num_tokens, **ints), positions=torch.zeros(num_tokens, **ints),
-            slot_mapping=torch.full((num_tokens,), -1, **ints),
-            block_tables=torch.zeros(len(query_lens), cdiv(self.max_model_len, self.block_size), **ints),
-            seq_lens=torch.tensor(query_lens, **ints), query_start_loc=starts,
-            logits_indices=torch.arange(num_samples, device=self.device), max_query_len=max(query_lens),
-            max_seq_len=self.max_model_len, num_decodes=query_lens.count(1), query_tiles=self._query_tiles(query_lens))
-        ones = torch.ones(num_samples, device=self.device)
-        settings = SamplingBatch(ones, ones.long(), ones, ones, ones.long(), ones.long(), False, True)
-        sample(self.model(batch, self.kv_cache, self.attention), settings)
+    def _peak_of(self, query_lens: list[int]) -> int:
+        """Bytes that a step of this shape takes at its peak, every sampling setting used. It writes nothing, and its
+        tables point at block 0 throughout."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        num_seqs, num_tokens = len(query_lens), sum(query_lens)
+        zeros, padding = [0] * num_tokens, [self.max_num_seqs] * num_seqs
+        starts = [0]
+        for query_len in query_lens:
+            starts.append(starts[-1] + query_len)
+        message = self._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
+        batch = self._batch(message, torch.arange(num_seqs, device=self.device), max(query_lens), self.max_model_len,
+                            query_lens.count(1), self._query_tiles(query_lens))
+        for greedy, filters in ((False, False), (False, True), (True, False)):
+            self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, greedy, filters)
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     # ---- a step
 
     @torch.inference_mode()
-    def launch(self, step) -> Tensor:
-        """Compute an engine.Step: the sampled token of each of step.sampled, [num_samples] int64 on the device."""
-        batch = self._batch(step)
-        if not step.sampled:  # only chunks of prompts: their K and V are all that is wanted
-            self.model(batch, self.kv_cache, self.attention)
-            return torch.empty(0, dtype=torch.int64)
-        return sample(self.model(batch, self.kv_cache, self.attention), self._sampling(step.sampled))
-
-    def _batch(self, step) -> Batch:
+    def launch(self, step) -> Callable[[], list[int]]:
+        """Start computing an engine.Step; the function returned waits for it and gives the tokens of step.sampled."""
+        self._update_rows(step)
         # Sequences with one new token first: the kernel computes those and the others in two launches.
         work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: pair[1] > 1)
-        input_ids, positions, slots, starts, last_row = [], [], [], [0], {}
+        parts = self._flatten(work)
+        greedy = all(seq.params.is_greedy for seq in step.sampled)
+        filters = any(seq.params.has_filter for seq in step.sampled)
+        size = self._graph_size(len(work)) if work[-1][1] == 1 else None
+        if size is not None:
+            tokens = self._replay(size, parts, greedy, filters)
+            sampled = [seq for seq, _ in work]
+        else:
+            sampling = set(step.sampled)
+            sampled = [seq for seq, _ in work if seq in sampling]
+            tokens = self._run(work, parts, sampled, greedy, filters)
+        if sampled == step.sampled:
+            return _reader(tokens, None)
+        place = {seq: i for i, seq in enumerate(sampled)}
+        return _reader(tokens, [place[seq] for seq in step.sampled])
+
+    def _update_rows(self, step) -> None:
+        """Tell the device what is new in the rows of this step's sequences: table entries, and settings of new ones."""
+        width, cells, blocks, rows, settings = self.block_tables.shape[1], [], [], [], []
+        for seq in step.seqs:
+            if seq.num_sent_blocks < len(seq.block_table):
+                if seq.num_sent_blocks == 0:
+                    rows.append(seq.row)
+                    settings += _settings(seq)
+                first = seq.row * width
+                cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
+                blocks += seq.block_table[seq.num_sent_blocks:]
+                seq.num_sent_blocks = len(seq.block_table)
+        if cells:
+            cells, blocks, rows, settings = self._send([cells, blocks, rows, settings])
+            self.block_tables.view(-1)[cells] = blocks
+            if len(rows):
+                self.settings[rows] = settings.view(-1, SETTINGS_INTS)
+
+    def _flatten(self, work) -> list[list[int]]:
+        """The step as lists: input ids, positions and slots of its tokens; starts, lengths and rows of its sequences."""
+        input_ids, positions, slots, starts, lens, rows = [], [], [], [0], [], []
+        size = self.block_size
         for seq, num_tokens in work:
-            end = seq.num_computed_tokens
-            input_ids += seq.token_ids[end - num_tokens:end]
-            for position in range(end - num_tokens, end):
-                block = seq.block_table[position // self.block_size]
-                cached = position < seq.num_cached_tokens  # in a shared block, and there already
-                slots.append(-1 if cached else block * self.block_size + position % self.block_size)
+            end, known = seq.num_computed_tokens, seq.token_ids
+            if num_tokens == 1:
+                position = end - 1
+                # A token that is not known here yet is the last one sampled in the row.
+                input_ids.append(known[position] if position < len(known) else -1)
                 positions.append(position)
+                # In a shared block a token's K and V are there already, and are not written again.
+                cached = position < seq.num_cached_tokens
+                slots.append(-1 if cached else seq.block_table[position // size] * size + position % size)
+            else:
+                start = end - num_tokens
+                input_ids += known[start:end]
+                positions += range(start, end)
+                for index in range(start // size, cdiv(end, size)):
+                    offset = seq.block_table[index] * size - index * size  # from position to slot
+                    slots += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
             starts.append(len(input_ids))
-            last_row[seq] = len(input_ids) - 1
-        width = max(len(seq.block_table) for seq, _ in work)
-        query_lens = [num_tokens for _, num_tokens in work]
-        return Batch(
-            input_ids=self._ints(input_ids), positions=self._ints(positions),
-            slot_mapping=self._ints(slots, torch.int64),
-            block_tables=self._ints([seq.block_table + [0] * (width - len(seq.block_table)) for seq, _ in work]),
-            seq_lens=self._ints([seq.num_computed_tokens for seq, _ in work]), query_start_loc=self._ints(starts),
-            logits_indices=self._ints([last_row[seq] for seq in step.sampled]),
-            max_query_len=max(query_lens), max_seq_len=max(seq.num_computed_tokens for seq, _ in work),
-            num_decodes=query_lens.count(1), query_tiles=self._query_tiles(query_lens))
+            lens.append(end)
+            rows.append(seq.row)
+        return [input_ids, positions, slots, starts, lens, rows]
+
+    def _run(self, work, parts: list[list[int]], sampled, greedy: bool, filters: bool) -> Tensor:
+        """The step kernel by kernel; the tokens of `sampled`, [num_samples]."""
+        sampling, query_lens = set(sampled), [num_tokens for _, num_tokens in work]
+        indices = [i for i, (seq, _) in enumerate(work) if seq in sampling]
+        message = self._send([*parts, indices])
+        indices = message.pop()
+        batch = self._batch(message, message[3][1:][indices] - 1, max(query_lens), max(parts[4]), query_lens.count(1),
+                            self._query_tiles(query_lens))
+        logits = self.model(batch, self.kv_cache, self.kernels)
+        return self._sample(logits, message[5][indices], batch.seq_lens[indices], greedy, filters)
+
+    def _batch(self, message: list[Tensor], logits_indices: Tensor, max_query_len: int, max_seq_len: int,
+               num_decodes: int, query_tiles: Tensor | None) -> Batch:
+        input_ids, positions, slots, starts, lens, rows = message
+        # Only sequences with one new token can have one that is not known on the host, and they come first.
+        input_ids[:num_decodes] = torch.where(input_ids[:num_decodes] < 0, self.last_tokens[rows[:num_decodes]].int(),
+                                              input_ids[:num_decodes])
+        return Batch(input_ids, positions, slots, self.block_tables[rows], lens, starts, logits_indices,
+                     max_query_len, max_seq_len, num_decodes, query_tiles)
+
+    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, greedy: bool, filters: bool) -> Tensor:
+        """One token for each row of logits, kept as its sequence's last one."""
+        settings = self.settings[rows]
+        floats = settings.view(torch.float32)
+        tokens = self.sampler(logits, SamplingBatch(
+            temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], top_k=settings[:, 3],
+            seed=settings[:, 4:6].contiguous().view(torch.int64)[:, 0], position=positions.long(),
+            all_greedy=greedy, any_filter=filters))
+        self.last_tokens[rows] = tokens
+        return tokens
 
     def _query_tiles(self, query_lens: list[int]) -> Tensor | None:
-        if self.attention is not paged_attention:
+        if self.kernels is not TRITON:
             return None
         return make_query_tiles(query_lens, self.query_tile).to(self.device)
 
-    def _sampling(self, seqs) -> SamplingBatch:
-        params = [seq.params for seq in seqs]
-        floats = {name: torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=self.device)
-                  for name in ("temperature", "top_p", "min_p")}
-        return SamplingBatch(
-            **floats, top_k=self._ints([p.top_k for p in params], torch.int64),
-            seed=self._ints([seq.seed for seq in seqs], torch.int64),
-            position=self._ints([seq.num_computed_tokens for seq in seqs], torch.int64),
-            all_greedy=all(p.temperature == 0 for p in params),
-            any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params))
+    def _send(self, parts: list[list[int]]) -> list[Tensor]:
+        """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
+        message = torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
+        if self.device.type == "cuda":
+            message = message.pin_memory().to(self.device, non_blocking=True)
+        return list(message.split([len(part) for part in parts]))
 
-    def _ints(self, values: list, dtype=torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    # ---- CUDA graphs
+
+    def _graph_size(self, num_seqs: int) -> int | None:
+        """The smallest recorded batch size that holds so many sequences."""
+        return min((size for size in self.graphs if size >= num_seqs), default=None)
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> None:
+        """Record a decode step for each of some batch sizes. Larger ones are padded up to the next by an eighth at most."""
+        largest = min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
+        sizes = {largest} | {size for size in GRAPH_SIZES if size < largest}
+        self.graph_input = torch.zeros(6 * largest + 1, dtype=torch.int32, device=self.device)
+        pool = None
+        for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
+            message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
+            self.graph_input.zero_()
+            message[2].fill_(-1)  # the recording writes nothing
+            message[5].fill_(self.max_num_seqs)
+            self._decode(message)  # once outside: compiles what is not compiled yet
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits, tokens = self._decode(message)
+            pool = pool or graph.pool()
+            self.graphs[size] = graph, logits, tokens
+
+    def _decode(self, message: list[Tensor]) -> tuple[Tensor, Tensor]:
+        size = len(message[0])
+        message = [message[0].clone(), *message[1:]]  # it is written to
+        batch = self._batch(message, torch.arange(size, device=self.device), 1, self.max_model_len, size, None)
+        logits = self.model(batch, self.kv_cache, self.kernels)
+        return logits, self._sample(logits, message[5], batch.seq_lens, False, False)
+
+    def _replay(self, size: int, parts: list[list[int]], greedy: bool, filters: bool) -> Tensor:
+        """The step by its graph, padded with rows of no sequence: no query, no slot, no length."""
+        num_seqs = len(parts[0])
+        padding = size - num_seqs
+        for part, filler in zip(parts, (0, 0, -1, num_seqs, 0, self.max_num_seqs)):
+            part += [filler] * padding
+        message = torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
+        self.graph_input[:len(message)].copy_(message.pin_memory(), non_blocking=True)
+        graph, logits, tokens = self.graphs[size]
+        graph.replay()
+        if filters:  # the graph draws from all tokens; draw again from those that the filters leave
+            rows = self.graph_input[5 * size + 1:5 * size + 1 + num_seqs]
+            lens = self.graph_input[4 * size + 1:4 * size + 1 + num_seqs]
+            return self._sample(logits[:num_seqs], rows, lens, greedy, filters)
+        return tokens[:num_seqs]
+
+
+GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
+SETTINGS_INTS = 6
+
+
+def _settings(seq) -> tuple[int, ...]:
+    """A sequence's sampling settings as SETTINGS_INTS 32-bit integers: three floats, top_k, and a 64-bit seed."""
+    p = seq.params
+    return struct.unpack("6i", struct.pack("fffiq", p.temperature, p.top_p, p.min_p, min(p.top_k, 2**31 - 1), seq.seed))
+
+
+def _reader(tokens: Tensor, order: list[int] | None) -> Callable[[], list[int]]:
+    """A function that waits for the tokens and returns them, in the given order."""
+    if tokens.device.type == "cuda":
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+    def read() -> list[int]:
+        if tokens.device.type == "cuda":
+            done.synchronize()
+            values = host.tolist()
+        else:
+            values = tokens.tolist()
+        return values if order is None else [values[i] for i in order]
+
+    return read
 
 
 def _pick_device(device: str) -> torch.device:
@@ -190,9 +349,9 @@ def _pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device)
     return checkpoint_dtype
 
 
-def _pick_attention(attention: str, device: torch.device):
+def _pick_kernels(attention: str, device: torch.device) -> Kernels:
     if attention not in ("auto", "triton", "torch"):
         raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
     if attention == "auto":
         attention = "triton" if device.type == "cuda" and triton else "torch"
-    return paged_attention if attention == "triton" else paged_attention_reference
+    return TRITON if attention == "triton" else TORCH

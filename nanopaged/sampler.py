@@ -5,43 +5,62 @@ depend on a generator's state, so a request draws the same numbers alone or in a
 preemption. The number picks a token by inverse transform sampling: of the probabilities laid end to end
 in vocabulary order, the one that the number falls in.
 """
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from nanopaged.params import SMALLEST_TEMPERATURE
 
 
 @dataclass
 class SamplingBatch:
     """The sampling settings of the R rows that sample in this step, one entry each."""
-    temperature: Tensor  # [R] float32, 0: greedy
+    temperature: Tensor  # [R] float32, below SMALLEST_TEMPERATURE: greedy
     top_k: Tensor  # [R] int64, 0: all
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
     seed: Tensor  # [R] int64
     position: Tensor  # [R] int64, of the token that is drawn, in its sequence
-    all_greedy: bool  # every temperature is 0: nothing is drawn
+    all_greedy: bool  # every row is greedy: nothing is drawn
     any_filter: bool  # some row has a top_k, top_p or min_p: the rows are sorted
 
 
+CHUNK = 128  # tokens of the vocabulary whose probabilities are summed first
+
+
+class Sampler:
+    """Picks one token per row. `fused`: compile the one function that reads the whole vocabulary."""
+
+    def __init__(self, fused: bool = False):
+        self.summarise = torch.compile(summarise, dynamic=True) if fused else summarise
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """One token id per row: logits [R, vocab_size] of any float type -> [R] int64."""
+        if batch.all_greedy:
+            return logits.argmax(-1)
+        is_greedy = batch.temperature < SMALLEST_TEMPERATURE
+        temperature = batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
+        if batch.any_filter:
+            logits = (logits.float() / temperature).masked_fill(~kept_tokens(logits.float() / temperature, batch), -math.inf)
+            temperature = torch.ones_like(temperature)
+        peaks, sums = self.summarise(logits, temperature)  # [R, chunks] each
+        return torch.where(is_greedy, best(logits, peaks), draw(logits, temperature, peaks, sums,
+                                                                uniform(batch.seed, batch.position)))
+
+
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """One token id per row: logits [R, vocab_size] of any float type -> [R] int64."""
-    greedy = logits.argmax(-1)
-    if batch.all_greedy:
-        return greedy
-    is_greedy = batch.temperature == 0
-    temperature = batch.temperature.masked_fill(is_greedy, 1.0)
-    probs = torch.softmax(logits.float() / temperature[:, None], dim=-1)  # [R, V]
-    if batch.any_filter:
-        probs = probs * kept_tokens(probs, batch)
-    return torch.where(is_greedy, greedy, draw(probs, uniform(batch.seed, batch.position)))
+    """`Sampler` without compiling: one token id per row, logits [R, vocab_size] -> [R] int64."""
+    return Sampler()(logits, batch)
 
 
-def kept_tokens(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Which tokens top_k, top_p and min_p leave: a mask like probs. The best token always stays."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    top_k = batch.top_k.masked_fill(batch.top_k <= 0, probs.shape[-1])
+def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Which tokens top_k, top_p and min_p leave: a mask like logits. The best token always stays."""
+    ordered, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    top_k = batch.top_k.masked_fill(batch.top_k <= 0, logits.shape[-1])
     keep = rank < top_k[:, None]
     keep &= ordered >= batch.min_p[:, None] * ordered[:, :1]
     # A token stays while those before it have less than top_p; top_p = 1 keeps all, whatever the sum rounds to.
@@ -51,12 +70,51 @@ def kept_tokens(probs: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
-def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """The token whose stretch of the cumulative sum holds u: probs [R, V] (any scale), u [R] in [0, 1) -> [R]."""
-    cumulative = probs.cumsum(-1)
-    token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)
-    # A parallel sum can round upwards at a token of probability 0; such a token is never the answer.
-    return torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]
+def summarise(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each CHUNK of the vocabulary, the largest scaled logit and the sum of exp(scaled - largest): [R, chunks] each.
+    This is the only pass over all logits; everything after it looks at one chunk."""
+    scaled = in_chunks(logits).float() / temperature[:, :, None]
+    peaks = scaled.amax(-1)
+    safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
+    return peaks, (scaled - safe[:, :, None]).exp().sum(-1)
+
+
+def in_chunks(logits: Tensor) -> Tensor:
+    """[R, vocab_size] -> [R, chunks, CHUNK], the last chunk filled up with tokens that are never drawn."""
+    vocab_size = logits.shape[-1]
+    if vocab_size % CHUNK:
+        logits = F.pad(logits, (0, -vocab_size % CHUNK), value=-math.inf)
+    return logits.view(len(logits), -1, CHUNK)
+
+
+def one_chunk(logits: Tensor, chunk: Tensor) -> Tensor:
+    """Row by row the logits of one chunk: chunk [R] -> [R, CHUNK], -inf behind the vocabulary's end."""
+    ids = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=logits.device)
+    inside = logits.gather(1, ids.clamp(max=logits.shape[-1] - 1))
+    return inside.masked_fill(ids >= logits.shape[-1], -math.inf)
+
+
+def best(logits: Tensor, peaks: Tensor) -> Tensor:
+    """The token with the largest logit: [R]."""
+    chunk = peaks.argmax(-1)
+    return chunk * CHUNK + one_chunk(logits, chunk).argmax(-1)
+
+
+def draw(logits: Tensor, temperature: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
+    """The token whose stretch of the cumulative probabilities holds u, found in two steps: first its chunk, then the
+    token in it. u [R] in [0, 1) -> [R]."""
+    peak = peaks.amax(-1, keepdim=True)
+    sums = sums * (peaks - peak).exp()
+    cumulative = sums.cumsum(-1)
+    target = u[:, None] * cumulative[:, -1:]
+    chunk = torch.searchsorted(cumulative, target, right=True).clamp(max=sums.shape[-1] - 1)
+    # A parallel sum can round upwards where nothing is added; what has no probability is never the answer.
+    chunk = torch.where(sums.gather(1, chunk) > 0, chunk, sums.argmax(-1, keepdim=True))
+    target = target - (cumulative - sums).gather(1, chunk)
+    probs = (one_chunk(logits, chunk[:, 0]).float() / temperature - peak).exp()  # [R, CHUNK]
+    token = torch.searchsorted(probs.cumsum(-1), target, right=True).clamp(max=CHUNK - 1)
+    token = torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))
+    return (chunk * CHUNK + token)[:, 0]
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""Compile the kernels for given GPUs, without having one, and check that each configuration fits.
+
+    python -m nanopaged.tests.compile_kernels 75 86 89 90
+
+Prints a line for each kernel: compute capability, configuration, shared memory. Exit code 1 if one takes more
+shared memory than a block of that GPU can have.
+"""
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kernel
+
+SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
+INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
+FLOATS = ("split_out", "split_lse", "rotation")
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3):
+    """The compiled kernel, with pointers and strides that are multiples of 16, as an engine's are."""
+    names = function.arg_names
+    signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+               if signature[name] not in ("constexpr", "fp32") and name != "num_splits"}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                          options=dict(num_warps=num_warps, num_stages=num_stages))
+
+
+def _type_of(name: str, constants: dict, dtype: str) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("scale", "eps"):
+        return "fp32"
+    if name in INTEGERS:
+        return "*i32"
+    if name in FLOATS:
+        return "*fp32"
+    tensors = ("out", "q", "q_out", "k", "v", "qkv", "k_cache", "v_cache", "q_norm", "k_norm")
+    return f"*{dtype}" if name in tensors else "i32"
+
+
+def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0):
+    """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
+    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024)
+    constants = kernel.kernel_constants(group, head_dim, block_size, window, dtype) | dict(
+        DECODE=phase == "decode", TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"])
+    return compiled, config
+
+
+def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
+    """The smaller kernels."""
+    constants = kernel.kernel_constants(2, head_dim, 64, window, dtype)
+    merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")}
+    yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64, AT_ONCE=4), dtype, capability, num_warps=1)
+    yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
+                                                      DIM_PADDED=constants["DIM_PADDED"]), dtype, capability)
+    for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
+        yield compile_kernel(kernel.rotate_and_store_kernel, dict(
+            BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
+            HALF_PADDED=constants["DIM_PADDED"] // 2, **switches), dtype, capability)
+
+
+def main(capabilities: list[int]) -> int:
+    too_large = 0
+    for capability in capabilities:
+        limit = SHARED_MEMORY[capability] * 1024
+        for dtype in TYPES:
+            if dtype is torch.bfloat16 and capability < 80:
+                continue  # such cards have none, and the engine falls back to float16
+            for head_dim in (64, 128, 256):
+                for phase in ("decode", "prefill"):
+                    compiled, config = attention(phase, capability, dtype, head_dim)
+                    shared = compiled.metadata.shared
+                    too_large += shared > limit
+                    print(f"sm_{capability} {phase:7} {TYPES[dtype]} head_dim {head_dim:3}: {shared / 1024:5.1f} of "
+                          f"{limit // 1024} KiB  {config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
+        list(others(capability, torch.float16, 128))
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(argument) for argument in sys.argv[1:]] or [75, 86, 89, 90]))
