@@ -387,8 +387,12 @@ class LLM:
         _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         for name, value in dict(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
                                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens).items():
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        if type(gpu_memory_utilization) not in (int, float) or not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
+        if type(seed) is not int or not -2**63 <= seed < 2**63:
+            raise ValueError(f"seed must be an integer of at most 64 bits, not {seed!r}")
         path = find_checkpoint(model)
         self.config = ModelConfig.from_hf(read_config(path))
         limit = self.config.max_position_embeddings

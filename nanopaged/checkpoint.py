@@ -14,6 +14,7 @@ model's own. This module knows nothing about models: it hands out names and tens
 """
 import json
 import math
+import os
 from pathlib import Path
 from typing import Iterator
 
@@ -36,7 +37,7 @@ def find_checkpoint(model: str) -> Path:
 
     Raises FileNotFoundError if there is no such directory or no config.json in it.
     """
-    path = BUNDLED.get(model) or Path(model).expanduser()
+    path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if path.is_file():
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
     if not path.is_dir():

@@ -1,5 +1,6 @@
 """The command line behind `python engine.py`: prompts in, text on stdout, everything else on stderr."""
 import argparse
+import os
 import sys
 import time
 
@@ -8,6 +9,7 @@ from nanopaged.params import SamplingParams
 
 def main(llm_class, argv: list[str] | None = None) -> int:
     """Run the command line with engine.py's LLM class; the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks, not a traceback
     try:
         args = _parser().parse_args(argv)
         params = SamplingParams(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
@@ -22,6 +24,9 @@ def main(llm_class, argv: list[str] | None = None) -> int:
             _stream(llm, args.prompt[0], params)
         else:
             _print_all(llm, args.prompt, params)
+        return 0
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stdout = open(os.devnull, "w")
         return 0
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
@@ -39,9 +44,9 @@ def _stream(llm, prompt: str, params: SamplingParams) -> None:
     """One prompt: its text as it comes, prompt first."""
     started, first = time.perf_counter(), None
     most_blocks, pool = 0, llm.scheduler.block_manager
-    print(prompt, end="", flush=True)
     request_id, shown, output = llm.add_request(prompt, params), 0, None
     try:
+        print(prompt, end="", flush=True)
         while llm.has_unfinished_requests():
             for output in llm.step():
                 first = first or time.perf_counter()

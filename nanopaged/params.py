@@ -34,12 +34,14 @@ class SamplingParams:
         _check("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
         _check("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
         _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        _check("top_k", self.top_k, Integral, lambda x: x >= -1, "an integer of at least 1, or 0 for all tokens")
+        _check("top_k", self.top_k, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
         _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         _check("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         if self.seed is not None:
             _check("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
         _check("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        if self.stop_token_ids is not None:
+            _check("stop_token_ids", self.stop_token_ids, (list, tuple, set, frozenset), lambda x: True, "a list of token ids")
         for token in self.stop_token_ids or ():
             _check("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
 

@@ -76,7 +76,7 @@ class Runner:
         try:
             pool = torch.empty(c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
                                dtype=self.dtype, device=self.device)
-        except RuntimeError:  # torch.OutOfMemoryError is one
+        except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
                              f"{self.device} does not have; lower num_blocks") from None
         self.kv_cache = [(layer[0], layer[1]) for layer in pool]
@@ -87,8 +87,6 @@ class Runner:
     @torch.inference_mode()
     def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
         one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.dtype,
                                 device=self.device)
         self.kv_cache = [(one_block, one_block)] * self.config.num_layers

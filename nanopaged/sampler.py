@@ -28,6 +28,7 @@ class SamplingBatch:
     any_filter: bool  # some row has a top_k, top_p or min_p: the rows are sorted
 
 
+UNIT = 2.0**38  # see units
 CHUNK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
@@ -64,8 +65,8 @@ def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     keep = rank < top_k[:, None]
     keep &= ordered >= batch.min_p[:, None] * ordered[:, :1]
     # A token stays while those before it have less than top_p; top_p = 1 keeps all, whatever the sum rounds to.
-    before = ordered.cumsum(-1) - ordered
-    keep &= (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)
+    before = units(ordered).cumsum(-1) - units(ordered)
+    keep &= (before < batch.top_p[:, None].double() * UNIT) | (batch.top_p[:, None] >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
@@ -76,7 +77,7 @@ def summarise(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     scaled = in_chunks(logits).float() / temperature[:, :, None]
     peaks = scaled.amax(-1)
     safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
-    return peaks, (scaled - safe[:, :, None]).exp().sum(-1)
+    return peaks, units((scaled - safe[:, :, None]).exp()).sum(-1)
 
 
 def in_chunks(logits: Tensor) -> Tensor:
@@ -104,17 +105,21 @@ def draw(logits: Tensor, temperature: Tensor, peaks: Tensor, sums: Tensor, u: Te
     """The token whose stretch of the cumulative probabilities holds u, found in two steps: first its chunk, then the
     token in it. u [R] in [0, 1) -> [R]."""
     peak = peaks.amax(-1, keepdim=True)
-    sums = sums * (peaks - peak).exp()
-    cumulative = sums.cumsum(-1)
-    target = u[:, None] * cumulative[:, -1:]
-    chunk = torch.searchsorted(cumulative, target, right=True).clamp(max=sums.shape[-1] - 1)
-    # A parallel sum can round upwards where nothing is added; what has no probability is never the answer.
-    chunk = torch.where(sums.gather(1, chunk) > 0, chunk, sums.argmax(-1, keepdim=True))
-    target = target - (cumulative - sums).gather(1, chunk)
-    probs = (one_chunk(logits, chunk[:, 0]).float() / temperature - peak).exp()  # [R, CHUNK]
-    token = torch.searchsorted(probs.cumsum(-1), target, right=True).clamp(max=CHUNK - 1)
-    token = torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))
-    return (chunk * CHUNK + token)[:, 0]
+    weights = (sums.double() * (peaks - peak).double().exp()).round().long()  # [R, chunks], of one common peak
+    cumulative = weights.cumsum(-1)
+    target = (u.double() * cumulative[:, -1]).long()[:, None]
+    chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
+    weight, before = weights.gather(1, chunk), (cumulative - weights).gather(1, chunk)
+    inner = units((one_chunk(logits, chunk[:, 0]).float() / temperature - peaks.gather(1, chunk)).exp()).cumsum(-1)
+    target = ((target - before).double() / weight * inner[:, -1:]).long()  # from the common peak to the chunk's own
+    token = torch.searchsorted(inner, torch.minimum(target, inner[:, -1:] - 1), right=True)
+    return (chunk * CHUNK + token)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN leads past the end
+
+
+def units(weights: Tensor) -> Tensor:
+    """Numbers in [0, 1] as integers. Sums of integers are exact, so they do not depend on the order in which a GPU adds,
+    which changes with the number of rows, and for a single row from one run to the next."""
+    return (weights * UNIT).round().long()
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
@@ -124,7 +129,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
     u times any float32 sum then stays below that sum.
     """
     x = _mix(_mix(seed) + position * -7046029254386353131)  # 2^64 divided by the golden ratio, as a signed integer
-    return ((x >> 41) & 0x7FFFFF).float() * 2.0 ** -23
+    return (((x >> 41) & 0x7FFFFF).float() + 0.5) * 2.0 ** -23
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ NO_NUMBER = ["0.5", "", b"1", math.nan, math.inf, -math.inf, 0.5j, True, False, 
 NO_IDS = [5, 0, 1.5, True, False, "", "12", b"12"]  # for stop_token_ids; the elements are tested apart
 BAD = {
     "n": [*NO_INTEGER, None, 0, -1, -2**70],
-    "temperature": [*NO_NUMBER, -1, -0.1, -1e-300, 10**400, -10**400],
+    "temperature": [*NO_NUMBER, -1, -0.1, -1e-300, 1.1e6, 1e39, 10**400, -10**400],
     "top_p": [*NO_NUMBER, 0, 0.0, -0.0, -0.1, 1.0000001, 2, 100],
     "top_k": [*NO_INTEGER, None, -2, -2**70, 2**63, 2**70],
     "min_p": [*NO_NUMBER, -1e-300, -0.1, 1.0000001, 2],
@@ -27,7 +27,7 @@ BAD = {
 }
 GOOD = {
     "n": [1, 2, 1000],
-    "temperature": [0, 0.0, -0.0, 1, 2, 1e-300, 1e-6, 100.0, Fraction(1, 2)],
+    "temperature": [0, 0.0, -0.0, 1, 2, 1e-300, 1e-6, 100.0, 10**6, Fraction(1, 2)],
     "top_p": [1, 1.0, 0.5, 1e-300, math.nextafter(1, 0)],
     "top_k": [-1, 0, 1, 50, 10**9, 2**63 - 1],
     "min_p": [0, 0.0, 1, 1.0, 0.05, 1e-300],
