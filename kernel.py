@@ -33,7 +33,7 @@ of K and V is read once for all of them. There are two shapes of program, and a 
 shape from its own query length alone, so its result does not depend on who shares the batch, bit for bit:
 
     decode   query length 1: `group` rows; the context is cut into splits by the sequence's own length,
-             and as many programs as the grid has take turns at them
+             and the programs that the grid has for it take turns at them
     prefill  longer: TILE_M rows = TILE_M // group tokens x group heads; whole context, one program
 """
 import math
@@ -358,7 +358,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr):
+                           MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr):
     """DECODE: program (sequence, kv head, one of the programs that share its splits); num_splits is the most that any
     sequence has. Otherwise: program (entry of query_tiles, kv head)."""
     kv_head = tl.program_id(1)
@@ -396,6 +396,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
     if DECODE:
         split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
         first_split, last_split = start // split_len, (seq_len - 1) // split_len
+        merged, peak, total = _nothing(TILE_M, DIM_PADDED)
         for split in range(first_split + tl.program_id(2), last_split + 1, tl.num_programs(2)):
             split_start = tl.maximum(start, split * split_len) // TILE_N * TILE_N
             split_end = tl.minimum(end, (split + 1) * split_len)
@@ -403,12 +404,14 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                 q_tile, k_cache, v_cache, table, split_start, split_start, split_end, position, seq_len, scale,
                 kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
                 TILE_M, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
-            if first_split == last_split:
-                tl.store(out_at, result, mask=q_valid)
-            else:  # [sequence, head, split]: this split's softmax average, and log2 of the sum it was divided by
+            if ALONE:  # one program has all of the sequence's splits
+                merged, peak, total = _merge(merged, peak, total, result, lse)
+            else:  # [sequence, head, split]
                 piece = (seq.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_splits + split
                 tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], result, mask=q_valid)
                 tl.store(split_lse + piece, lse, mask=row_valid)
+        if ALONE:
+            tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None], mask=q_valid)
     else:
         start = start // TILE_N * TILE_N
         diagonal = start  # tiles before it are seen by every row and need no mask
@@ -444,11 +447,25 @@ def _attend_range(q, k_cache, v_cache, table, start, diagonal, end, position, se
 
 
 @jit
+def _nothing(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
+    return tl.zeros([ROWS, DIM_PADDED], tl.float32), tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@jit
+def _merge(merged, peak, total, part, lse):
+    """Add a split's average, weighted by its share of the softmax sum, to those before it. Splits are merged with this
+    function one after another, in one program or by `merge_splits_kernel`: the same additions, so the same bits."""
+    new_peak = tl.maximum(peak, lse)
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    before, now = tl.exp2(peak - base), tl.exp2(lse - base)
+    return merged * before[:, None] + part * now[:, None], new_peak, total * before + now
+
+
+@jit
 def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-                        AT_ONCE: tl.constexpr):
-    """Program (sequence, head): the average of its splits' results, each weighted by its share of the softmax sum."""
+                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Program (sequence, head): the average of its splits' results."""
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     if tl.load(query_start_loc + seq + 1) - q_start != 1:
@@ -458,23 +475,17 @@ def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, ou
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
-    if first == last:  # written directly
-        return
-    dim = tl.arange(0, DIM_PADDED)
-    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits
-    split = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(split_lse + piece + split, mask=(split >= first) & (split <= last), other=-float("inf"))
-    highest = tl.max(lse, 0)
-    merged = tl.zeros([DIM_PADDED], tl.float32)
-    for few in range(first, last + 1, AT_ONCE):
-        piece_of = few + tl.arange(0, AT_ONCE)
-        live = piece_of <= last
-        weight = tl.exp2(tl.load(split_lse + piece + piece_of, mask=live, other=-float("inf")) - highest)
-        part = tl.load(split_out + (piece + piece_of)[:, None] * HEAD_DIM + dim[None, :],
-                       mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-        merged += tl.sum(part * weight[:, None], 0)
-    merged = merged / tl.sum(tl.exp2(lse - highest), 0)
-    tl.store(out + q_start * out_token + head * out_head + dim, merged, mask=dim < HEAD_DIM)
+    dim = tl.arange(0, DIM_PADDED)[None, :]
+    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
+    merged, peak, total = _nothing(1, DIM_PADDED)
+    for few in range(first, last + 1, 8):
+        for i in tl.static_range(8):  # unrolled, so that the loads do not wait for each other
+            live = (few + i + tl.arange(0, 1)) <= last
+            lse = tl.load(split_lse + piece + few + i, mask=live, other=-float("inf"))
+            part = tl.load(split_out + (piece + few + i)[:, None] * HEAD_DIM + dim,
+                           mask=live[:, None] & (dim < HEAD_DIM), other=0.0)
+            merged, peak, total = _merge(merged, peak, total, part, lse)
+    tl.store(out + q_start * out_token + head * out_head + dim, merged / total[:, None], mask=dim < HEAD_DIM)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -518,25 +529,30 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles), num_kv_heads)](
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
-                scale_log2, 1, *strides, DECODE=False, **shape, **config)
+                scale_log2, 1, *strides, DECODE=False, ALONE=True, **shape, **config)
     if num_decodes:
         config = tile_config("decode", group, head_dim, q.element_size(), shared_memory)
         num_splits = split_bound(max_seq_len)
+        sharing = programs_per_context(num_decodes * num_kv_heads, num_splits)
         split_out = split_lse = out
-        if num_splits > 1:
+        if sharing > 1:
             split_out = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
             split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
-        # Enough programs to fill the device, and no more: the result is the same for any number of them.
-        sharing = min(num_splits, max(1, 8192 // (num_decodes * num_kv_heads)))
         paged_attention_kernel[(num_decodes, num_kv_heads, sharing)](
             out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
-            scale_log2, num_splits, *strides, DECODE=True, **shape, **config)
-        if num_splits > 1:
+            scale_log2, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
+        if sharing > 1:
             names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")
             merge_splits_kernel[(num_decodes, num_heads)](
                 out, split_out, split_lse, seq_lens, query_start_loc, *out.stride()[:2], num_splits,
-                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], AT_ONCE=4, num_warps=1)
+                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1)
     return out
+
+
+def programs_per_context(num_contexts: int, num_splits: int) -> int:
+    """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
+    program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
+    return 1 if num_contexts >= 512 else min(num_splits, cdiv(1024, num_contexts))
 
 
 def split_bound(max_seq_len: int) -> int:

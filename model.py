@@ -109,6 +109,7 @@ ACTIVATIONS: dict[str, Callable] = {
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, the logits of the rows that sample out."""
+    matrix_product = staticmethod(F.linear)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Norm(config, config.hidden_size)
         self.head = (self.embed if config.tie_word_embeddings else
-                     nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+                     Linear(config.hidden_size, config.vocab_size, bias=False))
 
     def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]], kernels: Kernels) -> Tensor:
         """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache) and is written to."""
@@ -136,16 +137,19 @@ class Transformer(nn.Module):
         if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
             x, residual = x[batch.logits_indices], residual[batch.logits_indices]
         x, _ = self.norm(x, residual)
-        return F.linear(x, self.head.weight)
+        return self.matrix_product(x, self.head.weight)
 
     def fuse(self) -> None:
         """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""
-        compiled = {function: torch.compile(function, dynamic=True) for function in (add_norm, activate)}
+        fused_norm, fused_activate = torch.compile(add_norm, dynamic=True), torch.compile(activate, dynamic=True)
+        fused_product = torch.compile(one_row_product, dynamic=False)
         for module in self.modules():
             if isinstance(module, Norm):
-                module.add_norm = compiled[add_norm]
+                module.add_norm = fused_norm
             elif isinstance(module, Layer):
-                module.activate = compiled[activate]
+                module.activate = fused_activate
+            if isinstance(module, (Linear, Transformer)):
+                module.matrix_product = lambda x, *w: fused_product(x, *w) if len(x) == 1 else F.linear(x, *w)
 
     def make_rope_table(self, device, num_positions: int) -> None:
         """Computed, not loaded: [num_positions, head_dim] float32, the cosines, then the sines."""
@@ -163,13 +167,13 @@ class Layer(nn.Module):
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
         self.attention_norm = Norm(c, c.hidden_size)
         # One product for q, k and v, and one for gate and up: fewer, larger matrices are faster.
-        self.qkv = nn.Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # of their weights; fused with rope
-        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
+        self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
         self.mlp_norm = Norm(c, c.hidden_size)
-        self.up = nn.Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.up = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
         self.activate = activate
 
     def forward(self, x, residual, rotation, batch: Batch, k_cache, v_cache, kernels: Kernels) -> tuple[Tensor, Tensor]:
@@ -205,7 +209,8 @@ class Norm(nn.Module):
         self.add_norm = add_norm
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.add_norm(x, residual, self.weight, self.bias, self.eps)
+        function = add_norm if residual is None else self.add_norm  # the first norm has nothing to add: not worth compiling
+        return function(x, residual, self.weight, self.bias, self.eps)
 
 
 # The functions between the matrix products only move memory: on a GPU each is worth a kernel of its own, see `fuse`.
@@ -216,6 +221,21 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     if bias is None:
         return rms_norm(residual, weight, eps), residual
     return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+
+
+class Linear(nn.Linear):
+    """A matrix product, with a kernel of its own for one row where there is one."""
+    matrix_product = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix_product(x, self.weight, self.bias)
+
+
+def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear for x [1, in]. Such a product is nothing but reading the weights once, and a plain sum does that faster
+    than a matrix kernel made for more rows."""
+    row = (weight.float() * x.float()).sum(-1)
+    return (row if bias is None else row + bias.float()).to(x.dtype)[None]
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

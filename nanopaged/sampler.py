@@ -33,23 +33,31 @@ CHUNK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
 class Sampler:
-    """Picks one token per row. `fused`: compile the one function that reads the whole vocabulary."""
+    """Picks one token per row. `fused`: with the draw compiled, which reads the whole vocabulary once."""
 
     def __init__(self, fused: bool = False):
-        self.summarise = torch.compile(summarise, dynamic=True) if fused else summarise
+        self.pick = torch.compile(pick, dynamic=True) if fused else pick
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row: logits [R, vocab_size] of any float type -> [R] int64."""
         if batch.all_greedy:
             return logits.argmax(-1)
+        if not batch.any_filter:
+            return self.pick(logits, batch.temperature, batch.seed, batch.position)
+        # The filtered logits are scaled already. Rows without a filter get what they get without the others.
         is_greedy = batch.temperature < SMALLEST_TEMPERATURE
-        temperature = batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
-        if batch.any_filter:
-            logits = (logits.float() / temperature).masked_fill(~kept_tokens(logits.float() / temperature, batch), -math.inf)
-            temperature = torch.ones_like(temperature)
-        peaks, sums = self.summarise(logits, temperature)  # [R, chunks] each
-        return torch.where(is_greedy, best(logits, peaks), draw(logits, temperature, peaks, sums,
-                                                                uniform(batch.seed, batch.position)))
+        scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
+        scaled = scaled.masked_fill(~kept_tokens(scaled, batch), -math.inf)
+        return pick(scaled, batch.temperature.masked_fill(~is_greedy, 1.0), batch.seed, batch.position)
+
+
+def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """Draw from softmax(logits / temperature), or take the best where the temperature is as good as 0: [R]."""
+    is_greedy = temperature < SMALLEST_TEMPERATURE
+    temperature = temperature.masked_fill(is_greedy, 1.0)[:, None]
+    peaks, sums = summarise(logits, temperature)  # [R, chunks] each
+    drawn = draw(logits, temperature, peaks, sums, uniform(seed, position))
+    return torch.where(is_greedy, best(logits, peaks), drawn)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

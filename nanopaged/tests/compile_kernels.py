@@ -47,11 +47,12 @@ def _type_of(name: str, constants: dict, dtype: str) -> str:
     return f"*{dtype}" if name in tensors else "i32"
 
 
-def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0):
+def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
+              alone=True):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
     config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024)
     constants = kernel.kernel_constants(group, head_dim, block_size, window, dtype) | dict(
-        DECODE=phase == "decode", TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+        DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"])
     return compiled, config
 
@@ -60,7 +61,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
     constants = kernel.kernel_constants(2, head_dim, 64, window, dtype)
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")}
-    yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64, AT_ONCE=4), dtype, capability, num_warps=1)
+    yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
                                                       DIM_PADDED=constants["DIM_PADDED"]), dtype, capability)
     for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
