@@ -60,7 +60,7 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
 jit = triton.jit if triton else lambda function: function
 
 MAX_SPLITS = 32  # a long context is cut into so many pieces
-MIN_SPLIT = 512  # tokens, and a shorter one into pieces of so many: smaller ones cost more in merging than they gain
+MIN_SPLIT = 256  # tokens, and a shorter one into pieces of so many: smaller ones cost more in merging than they gain
 
 
 def cdiv(a: int, b: int) -> int:
@@ -290,60 +290,77 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _attend(acc, row_max, row_sum, q, k_cache, v_cache, table, start, end, position, seq_len, scale,
-            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-            TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-            WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Attend to the keys of [start, end), a tile at a time, and return the running (acc, row_max, row_sum).
-
-    Without MASKED every row sees every one of these keys, so nothing has to be compared.
-    """
-    WHOLE: tl.constexpr = BLOCK_SIZE % TILE_N == 0  # a tile never crosses a block's end: one table entry serves it all
-    lane = tl.arange(0, TILE_N)
+def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, end, position, scale,
+                 kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+                 PRECISION: tl.constexpr):
+    """Attend to the keys of one tile. Without MASKED every row sees every one of them, so nothing has to be compared."""
     dim = tl.arange(0, DIM_PADDED)
-    k_base = k_cache + kv_head * kc_head + dim[:, None]  # K is read transposed: [DIM_PADDED, TILE_N]
-    v_base = v_cache + kv_head * vc_head + dim[None, :]
-    # Block ids are loaded one tile ahead: a load that waits for another load is not pipelined. The table is padded
-    # with anything, so it is never read behind the sequence's last block.
-    ahead = start if WHOLE else start + lane
-    block = tl.load(table + tl.minimum(ahead, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
-    for tile in range(start, end, TILE_N):
-        token = tile + lane
-        offset = tile % BLOCK_SIZE + lane if WHOLE else token % BLOCK_SIZE
-        k_at = k_base + (block * kc_block + offset * kc_slot)[None, :]
-        v_at = v_base + (block * vc_block + offset * vc_slot)[:, None]
-        ahead = tile + TILE_N if WHOLE else token + TILE_N
-        block = tl.load(table + tl.minimum(ahead, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
-        # Slots behind the last token hold garbage, and 0 * NaN = NaN: they must not even be loaded.
-        exists = token < end
-        if MASKED:
-            k = tl.load(k_at, mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
-        elif HEAD_DIM < DIM_PADDED:
-            k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
-        else:
-            k = tl.load(k_at).to(q.dtype)
-        scores = tl.dot(q, k, input_precision=PRECISION)  # [TILE_M, TILE_N]
-        if MASKED:
-            seen = (token[None, :] <= position[:, None]) & exists[None, :]
-            if WINDOW:
-                seen &= token[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        base = new_max
-        if MASKED:  # a row that has seen no key yet has maximum -inf, and -inf - -inf is NaN
-            base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(scores * scale - base[:, None])
-        shrink = tl.exp2(row_max - base)
-        row_sum = row_sum * shrink + tl.sum(p, 1)
-        if MASKED:
-            v = tl.load(v_at, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
-        elif HEAD_DIM < DIM_PADDED:
-            v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
-        else:
-            v = tl.load(v_at).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        row_max = new_max
-    return acc, row_max, row_sum
+    token = tile + tl.arange(0, TILE_N)
+    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
+    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else token % BLOCK_SIZE
+    k_at = k_base + dim[:, None] + (block * kc_block + offset * kc_slot)[None, :]  # transposed: [DIM_PADDED, TILE_N]
+    v_at = v_base + dim[None, :] + (block * vc_block + offset * vc_slot)[:, None]
+    # Slots behind the last token hold garbage, and 0 * NaN = NaN: they must not even be loaded.
+    exists = token < end
+    if MASKED:
+        k = tl.load(k_at, mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
+    elif HEAD_DIM < DIM_PADDED:
+        k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
+    else:
+        k = tl.load(k_at).to(q.dtype)
+    scores = tl.dot(q, k, input_precision=PRECISION)  # [TILE_M, TILE_N]
+    if MASKED:
+        seen = (token[None, :] <= position[:, None]) & exists[None, :]
+        if WINDOW:
+            seen &= token[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    base = new_max
+    if MASKED:  # a row that has seen no key yet has maximum -inf, and -inf - -inf is NaN
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(row_max - base)
+    row_sum = row_sum * shrink + tl.sum(p, 1)
+    if MASKED:
+        v = tl.load(v_at, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+    elif HEAD_DIM < DIM_PADDED:
+        v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+    else:
+        v = tl.load(v_at).to(q.dtype)
+    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@jit
+def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Physical block of the tile that begins with `token`, or of each of its tokens. The table is padded with anything,
+    so it is never read behind the sequence's last block."""
+    tokens = token if BLOCK_SIZE % TILE_N == 0 else token + tl.arange(0, TILE_N)
+    return tl.load(table + tl.minimum(tokens, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+
+
+@jit
+def _nothing(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Running sums before the first key: weighted values, largest score, sum of weights."""
+    return tl.zeros([ROWS, DIM_PADDED], tl.float32), tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@jit
+def _average(acc, row_max, row_sum):
+    """Running sums as a softmax average, and log2 of the sum it was divided by."""
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that saw nothing: 0, with weight 2^-inf
+    return acc / row_sum[:, None], row_max + tl.log2(row_sum)
+
+
+@jit
+def _merge(merged, peak, total, part, lse):
+    """Add a split's average, weighted by its share of the softmax sum, to those before it. Splits are merged with this
+    function one after another, in one program or by `merge_splits_kernel`: the same additions, so the same bits."""
+    new_peak = tl.maximum(peak, lse)
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    before, now = tl.exp2(peak - base), tl.exp2(lse - base)
+    return merged * before[:, None] + part * now[:, None], new_peak, total * before + now
 
 
 @jit
@@ -392,73 +409,68 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
     q_tile = tl.load(q + q_row * q_token + head[:, None] * q_head + dim[None, :], mask=q_valid, other=0.0)
     out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
+    k_base, v_base = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
+    acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED)
 
-    if DECODE:
+    # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
+    if DECODE and ALONE:  # this program has all of the sequence's splits
         split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
-        first_split, last_split = start // split_len, (seq_len - 1) // split_len
         merged, peak, total = _nothing(TILE_M, DIM_PADDED)
-        for split in range(first_split + tl.program_id(2), last_split + 1, tl.num_programs(2)):
+        start = start // TILE_N * TILE_N
+        block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
+        for tile in range(start, end, TILE_N):
+            this_block = block
+            block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
+            acc, row_max, row_sum = _attend_tile(
+                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+            # At a split's end it is merged and the next begins; done for every tile and kept then, because a branch
+            # would end the pipelining of loads.
+            ends = ((tile + TILE_N) % split_len == 0) | (tile + TILE_N >= end)
+            part, lse = _average(acc, row_max, row_sum)
+            new_merged, new_peak, new_total = _merge(merged, peak, total, part, lse)
+            merged, peak = tl.where(ends, new_merged, merged), tl.where(ends, new_peak, peak)
+            total = tl.where(ends, new_total, total)
+            acc, row_max = tl.where(ends, 0.0, acc), tl.where(ends, -float("inf"), row_max)
+            row_sum = tl.where(ends, 0.0, row_sum)
+        tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None], mask=q_valid)
+    elif DECODE:  # this program and others take turns at the splits
+        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+        for split in range(start // split_len + tl.program_id(2), tl.cdiv(seq_len, split_len), tl.num_programs(2)):
             split_start = tl.maximum(start, split * split_len) // TILE_N * TILE_N
             split_end = tl.minimum(end, (split + 1) * split_len)
-            result, lse = _attend_range(
-                q_tile, k_cache, v_cache, table, split_start, split_start, split_end, position, seq_len, scale,
-                kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-                TILE_M, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
-            if ALONE:  # one program has all of the sequence's splits
-                merged, peak, total = _merge(merged, peak, total, result, lse)
-            else:  # [sequence, head, split]
-                piece = (seq.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_splits + split
-                tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], result, mask=q_valid)
-                tl.store(split_lse + piece, lse, mask=row_valid)
-        if ALONE:
-            tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None], mask=q_valid)
+            acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED)
+            block = _block_of(table, split_start, seq_len, TILE_N, BLOCK_SIZE)
+            for tile in range(split_start, split_end, TILE_N):
+                this_block = block
+                block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
+                acc, row_max, row_sum = _attend_tile(
+                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, split_end, position, scale, kc_block,
+                    kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+            part, lse = _average(acc, row_max, row_sum)
+            piece = (seq.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_splits + split  # [sequence, head, split]
+            tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], part, mask=q_valid)
+            tl.store(split_lse + piece, lse, mask=row_valid)
     else:
         start = start // TILE_N * TILE_N
-        diagonal = start  # tiles before it are seen by every row and need no mask
-        if not WINDOW:
+        block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
+        if not WINDOW:  # tiles before the diagonal are seen by every row and need no mask
             diagonal = (first_position + 1) // TILE_N * TILE_N
-        result, lse = _attend_range(
-            q_tile, k_cache, v_cache, table, start, diagonal, end, position, seq_len, scale,
-            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-            TILE_M, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, not WINDOW, PRECISION)
-        tl.store(out_at, result, mask=q_valid)
-
-
-@jit
-def _attend_range(q, k_cache, v_cache, table, start, diagonal, end, position, seq_len, scale,
-                  kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-                  TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, TWO_LOOPS: tl.constexpr, PRECISION: tl.constexpr):
-    """The softmax average of the keys in [start, end), and log2 of the sum it was divided by."""
-    acc = tl.zeros([TILE_M, DIM_PADDED], tl.float32)
-    row_max = tl.full([TILE_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([TILE_M], tl.float32)
-    if TWO_LOOPS:  # [start, diagonal) without masks, then the rest with them
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_cache, v_cache, table, start, diagonal, position, seq_len, scale,
-            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-            TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table, diagonal, end, position, seq_len, scale,
-        kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kv_head,
-        TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that saw nothing: 0, with weight 2^-inf
-    return acc / row_sum[:, None], row_max + tl.log2(row_sum)
-
-
-@jit
-def _nothing(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
-    return tl.zeros([ROWS, DIM_PADDED], tl.float32), tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-
-
-@jit
-def _merge(merged, peak, total, part, lse):
-    """Add a split's average, weighted by its share of the softmax sum, to those before it. Splits are merged with this
-    function one after another, in one program or by `merge_splits_kernel`: the same additions, so the same bits."""
-    new_peak = tl.maximum(peak, lse)
-    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    before, now = tl.exp2(peak - base), tl.exp2(lse - base)
-    return merged * before[:, None] + part * now[:, None], new_peak, total * before + now
+            for tile in range(start, diagonal, TILE_N):
+                this_block = block
+                block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
+                acc, row_max, row_sum = _attend_tile(
+                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                    vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+            start = diagonal
+        for tile in range(start, end, TILE_N):
+            this_block = block
+            block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
+            acc, row_max, row_sum = _attend_tile(
+                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+        average, lse = _average(acc, row_max, row_sum)
+        tl.store(out_at, average, mask=q_valid)
 
 
 @jit

@@ -146,11 +146,15 @@ def test_cache_strides_are_read():
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_attention_does_not_depend_on_the_batch(dtype):
+def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
     """A sequence's result is the same bits alone and among others, and whatever the bounds that size the grid."""
     query_lens, seq_lens = [1, 6, 1, 1], [300, 40, 17, 1030]
     problem = paged_problem(query_lens, seq_lens, dtype=dtype)
     together = run_attention(paged_attention, problem)
+    for programs in (1, 2, 3):  # that share a context's splits, as they would in a batch of another size
+        monkeypatch.setattr(kernel, "programs_per_context", lambda *_: programs)
+        assert torch.equal(run_attention(paged_attention, problem), together)
+    monkeypatch.undo()
     q, k_cache, v_cache, tables, lens, starts = problem
     for i in range(len(seq_lens)):
         rows = slice(starts[i], starts[i + 1])
