@@ -59,8 +59,10 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
 
 jit = triton.jit if triton else lambda function: function
 
-MAX_SPLITS = 32  # a long context is cut into so many pieces
-MIN_SPLIT = 256  # tokens, and a shorter one into pieces of so many: smaller ones cost more in merging than they gain
+# A context is cut into pieces of a sixteenth of its tokens, but of 256 to 512, and never into more than 32 pieces:
+# smaller ones cost more in merging than they gain.
+MAX_SPLITS = 32
+MIN_SPLIT, MID_SPLIT = 256, 512
 
 
 def cdiv(a: int, b: int) -> int:
@@ -225,7 +227,7 @@ def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_c
     num_tokens, all_heads, head_dim = qkv.shape
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     num_kv_heads = k_cache.shape[2]
-    rotate_and_store_kernel[(num_tokens,)](
+    rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
@@ -241,32 +243,32 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
                             ROTATE: tl.constexpr, NORM: tl.constexpr):
-    """One program per token. A head is held as its two halves, because rope turns the one against the other."""
+    """Two programs per token, one for q and one for k and v. A head is held as its two halves, because rope turns the one
+    against the other."""
     token = tl.program_id(0).to(tl.int64)
-    row = qkv + token * qkv_token
+    row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
     i = tl.arange(0, HALF_PADDED)[None, :]
-    head = tl.arange(0, HEADS_PADDED)[:, None]
-    a, b = _turned_halves(row, head, i, (head < HEADS) & (i < HALF), q_norm, rotation + token * 2 * HALF, eps,
-                          HALF, ROTATE, NORM)
-    place = q_out + (token * HEADS + head) * 2 * HALF + i
-    tl.store(place, a, mask=(head < HEADS) & (i < HALF))
-    tl.store(place + HALF, b, mask=(head < HEADS) & (i < HALF))
-
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot < 0:
-        return
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    head = tl.arange(0, KV_PADDED)[:, None]
-    valid = (head < KV_HEADS) & (i < HALF)
-    a, b = _turned_halves(row + HEADS * 2 * HALF, head, i, valid, k_norm, rotation + token * 2 * HALF, eps,
-                          HALF, ROTATE, NORM)
-    place = k_cache + block * kc_block + offset * kc_slot + head * kc_head + i
-    tl.store(place, a, mask=valid)
-    tl.store(place + HALF, b, mask=valid)
-    v = row + (HEADS + KV_HEADS + head) * 2 * HALF + i
-    place = v_cache + block * vc_block + offset * vc_slot + head * vc_head + i
-    tl.store(place, tl.load(v, mask=valid, other=0.0), mask=valid)
-    tl.store(place + HALF, tl.load(v + HALF, mask=valid, other=0.0), mask=valid)
+    if tl.program_id(1) == 0:
+        head = tl.arange(0, HEADS_PADDED)[:, None]
+        valid = (head < HEADS) & (i < HALF)
+        q_a, q_b = _turned_halves(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM)
+        q_at = q_out + (token * HEADS + head) * 2 * HALF + i
+        tl.store(q_at, q_a, mask=valid)
+        tl.store(q_at + HALF, q_b, mask=valid)
+    else:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        kv_head = tl.arange(0, KV_PADDED)[:, None]
+        wanted = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
+        v = row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
+        v_a, v_b = tl.load(v, mask=wanted, other=0.0), tl.load(v + HALF, mask=wanted, other=0.0)
+        k_a, k_b = _turned_halves(row + HEADS * 2 * HALF, kv_head, i, wanted, k_norm, rotation, eps, HALF, ROTATE, NORM)
+        k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
+        tl.store(k_at, k_a, mask=wanted)
+        tl.store(k_at + HALF, k_b, mask=wanted)
+        v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
+        tl.store(v_at, v_a, mask=wanted)
+        tl.store(v_at + HALF, v_b, mask=wanted)
 
 
 @jit
@@ -364,9 +366,10 @@ def _merge(merged, peak, total, part, lse):
 
 
 @jit
-def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Tokens per split. It follows from the sequence's length alone, never from the batch or the grid."""
-    return tl.maximum(MIN_SPLIT, tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N)
+    sixteenth, least = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N, tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
+    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
 
 
 @jit
@@ -375,7 +378,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr):
+                           MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr):
     """DECODE: program (sequence, kv head, one of the programs that share its splits); num_splits is the most that any
     sequence has. Otherwise: program (entry of query_tiles, kv head)."""
     kv_head = tl.program_id(1)
@@ -414,7 +417,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
 
     # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
     if DECODE and ALONE:  # this program has all of the sequence's splits
-        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
         merged, peak, total = _nothing(TILE_M, DIM_PADDED)
         start = start // TILE_N * TILE_N
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
@@ -435,7 +438,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
             row_sum = tl.where(ends, 0.0, row_sum)
         tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None], mask=q_valid)
     elif DECODE:  # this program and others take turns at the splits
-        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
         for split in range(start // split_len + tl.program_id(2), tl.cdiv(seq_len, split_len), tl.num_programs(2)):
             split_start = tl.maximum(start, split * split_len) // TILE_N * TILE_N
             split_end = tl.minimum(end, (split + 1) * split_len)
@@ -476,14 +479,14 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
 @jit
 def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+                        MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Program (sequence, head): the average of its splits' results."""
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     if tl.load(query_start_loc + seq + 1) - q_start != 1:
         return
     seq_len = tl.load(seq_lens + seq)
-    split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MAX_SPLITS)
+    split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
@@ -554,7 +557,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
             out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
             scale_log2, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
         if sharing > 1:
-            names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")
+            names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")
             merge_splits_kernel[(num_decodes, num_heads)](
                 out, split_out, split_lse, seq_lens, query_start_loc, *out.stride()[:2], num_splits,
                 **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1)
@@ -564,7 +567,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
     program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
-    return 1 if num_contexts >= 512 else min(num_splits, cdiv(1024, num_contexts))
+    return 1 if num_contexts >= 2048 else min(num_splits, max(4, cdiv(1024, num_contexts)))
 
 
 def split_bound(max_seq_len: int) -> int:
@@ -586,7 +589,7 @@ def make_query_tiles(query_lens: list[int], tokens_per_tile: int) -> torch.Tenso
 def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
     """What a model's shape fixes at compile time."""
     return dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-                WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+                WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MID_SPLIT=MID_SPLIT, MAX_SPLITS=MAX_SPLITS,
                 PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 

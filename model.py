@@ -114,10 +114,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
-            self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset,
-                                                config.hidden_size)
+            self.embed_positions = Embedding(config.max_position_embeddings + config.position_offset, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Norm(config, config.hidden_size)
         self.head = (self.embed if config.tie_word_embeddings else
@@ -223,9 +222,25 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
 
 
-class Linear(nn.Linear):
-    """A matrix product, with a kernel of its own for one row where there is one."""
+class Embedding(nn.Module):
+    """A table of vectors. Like the other modules here it starts without values: `build_model` fills them in."""
+
+    def __init__(self, rows: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Linear(nn.Module):
+    """A matrix product, with a kernel of its own for one row where there is one (see `fuse`)."""
     matrix_product = staticmethod(F.linear)
+
+    def __init__(self, size_in: int, size_out: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix_product(x, self.weight, self.bias)

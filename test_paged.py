@@ -5,6 +5,8 @@ run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed
 (nanopaged/golden/make_models.py).
 """
 import random
+import subprocess
+import sys
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -203,6 +205,14 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
     last_slot = num_blocks * 16 - 1
     store_kv(q[:1, :8], q[:1, :8], problem[1], problem[2], torch.tensor([last_slot], device=DEVICE))
     assert torch.equal(problem[1][-1, -1], q[0, :8])
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_the_kernels_compile_and_fit_the_devices_shared_memory():
+    """The interpreter accepts what the compiler does not. Every configuration: python -m nanopaged.tests.compile_kernels"""
+    run = subprocess.run([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick"], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @needs_kernel

@@ -41,7 +41,6 @@ class Runner:
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
         self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
-        gc.collect()  # torch's device context leaves reference cycles, which would keep this runner's pool alive after use
         self.use_graphs = self.device.type == "cuda" and not enforce_eager
         self.sampler = Sampler(fused=self.use_graphs)
         if self.use_graphs:
@@ -212,8 +211,9 @@ class Runner:
                num_decodes: int, query_tiles: Tensor | None) -> Batch:
         input_ids, positions, slots, starts, lens, rows = message
         # Only sequences with one new token can have one that is not known on the host, and they come first.
-        input_ids[:num_decodes] = torch.where(input_ids[:num_decodes] < 0, self.last_tokens[rows[:num_decodes]].int(),
-                                              input_ids[:num_decodes])
+        ones, rest = input_ids[:num_decodes], input_ids[num_decodes:]
+        ones = torch.where(ones < 0, self.last_tokens[rows[:num_decodes]], ones)
+        input_ids = torch.cat([ones, rest]) if len(rest) else ones
         return Batch(input_ids, positions, slots, self.block_tables[rows], lens, starts, logits_indices,
                      max_query_len, max_seq_len, num_decodes, query_tiles)
 
@@ -253,6 +253,8 @@ class Runner:
         sizes = {largest} | {size for size in GRAPH_SIZES if size < largest}
         self.graph_input = torch.zeros(6 * largest + 1, dtype=torch.int32, device=self.device)
         pool = None
+        gc.collect()
+        gc.freeze()  # torch collects garbage before each recording: what is here now need not be looked at every time
         for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
             message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
             self.graph_input.zero_()
@@ -264,10 +266,10 @@ class Runner:
                 logits, tokens = self._decode(message)
             pool = pool or graph.pool()
             self.graphs[size] = graph, logits, tokens
+        gc.unfreeze()
 
     def _decode(self, message: list[Tensor]) -> tuple[Tensor, Tensor]:
         size = len(message[0])
-        message = [message[0].clone(), *message[1:]]  # it is written to
         batch = self._batch(message, torch.arange(size, device=self.device), 1, self.max_model_len, size, None)
         logits = self.model(batch, self.kv_cache, self.kernels)
         return logits, self._sample(logits, message[5], batch.seq_lens, False, False)

@@ -1,6 +1,7 @@
 """Compile the kernels for given GPUs, without having one, and check that each configuration fits.
 
-    python -m nanopaged.tests.compile_kernels 75 86 89 90
+    python -m nanopaged.tests.compile_kernels 75 86 89 90      # every configuration, two minutes
+    python -m nanopaged.tests.compile_kernels --quick          # each kernel once, for compute capability 9.0 and 7.5
 
 Prints a line for each kernel: compute capability, configuration, shared memory. Exit code 1 if one takes more
 shared memory than a block of that GPU can have.
@@ -60,7 +61,7 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
     constants = kernel.kernel_constants(2, head_dim, 64, window, dtype)
-    merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MAX_SPLITS")}
+    merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
     yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
                                                       DIM_PADDED=constants["DIM_PADDED"]), dtype, capability)
@@ -70,23 +71,32 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             HALF_PADDED=constants["DIM_PADDED"] // 2, **switches), dtype, capability)
 
 
-def main(capabilities: list[int]) -> int:
+def check(capability: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Compile attention's three forms; how many of them are too large."""
+    limit, too_large = SHARED_MEMORY[capability] * 1024, 0
+    for phase, alone in (("decode", True), ("decode", False), ("prefill", True)):
+        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone)
+        shared = compiled.metadata.shared
+        too_large += shared > limit
+        print(f"sm_{capability} {phase:7} {TYPES[dtype]} head_dim {head_dim:3}: {shared / 1024:5.1f} of {limit // 1024} KiB  "
+              f"{config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
+    return too_large
+
+
+def main(capabilities: list[int], quick: bool) -> int:
+    if quick:
+        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128)
+        list(others(90, torch.bfloat16, 128, window=100))
+        return min(1, too_large)
     too_large = 0
     for capability in capabilities:
-        limit = SHARED_MEMORY[capability] * 1024
         for dtype in TYPES:
-            if dtype is torch.bfloat16 and capability < 80:
-                continue  # such cards have none, and the engine falls back to float16
-            for head_dim in (64, 128, 256):
-                for phase in ("decode", "prefill"):
-                    compiled, config = attention(phase, capability, dtype, head_dim)
-                    shared = compiled.metadata.shared
-                    too_large += shared > limit
-                    print(f"sm_{capability} {phase:7} {TYPES[dtype]} head_dim {head_dim:3}: {shared / 1024:5.1f} of "
-                          f"{limit // 1024} KiB  {config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
-        list(others(capability, torch.float16, 128))
-    return 1 if too_large else 0
+            if dtype is not torch.bfloat16 or capability >= 80:  # older cards have none: the engine uses float16 there
+                too_large += sum(check(capability, dtype, head_dim) for head_dim in (64, 128, 256))
+                list(others(capability, dtype, 128))
+    return min(1, too_large)
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(argument) for argument in sys.argv[1:]] or [75, 86, 89, 90]))
+    numbers = [int(argument) for argument in sys.argv[1:] if argument != "--quick"]
+    sys.exit(main(numbers or [75, 86, 89, 90], "--quick" in sys.argv))
