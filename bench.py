@@ -1,45 +1,383 @@
 """Measure the engine on this machine, each figure beside what limits it.
 
-    python bench.py            everything that this machine can run
-    python bench.py --quick    about a minute
+    python bench.py                 everything that this machine can run
+    python bench.py --quick         about a minute
+    python bench.py --only decode   sections whose name contains the word
+    python bench.py --json FILE     write the figures, too
 
-On a CPU: the bundled model, 32 prompts one by one and at once, beside `transformers` where that is installed.
-On a CUDA device also: the decode kernel's rate beside the measured copy rate, and throughput with random weights in
-the shape of Qwen3-0.6B. Figures are from one run on a machine that may be noisy: compare within a run.
+Random weights in the shapes of Qwen3 stand for a model on a GPU; the bundled model on a CPU. The limit of a row is
+computed from the copy rate and the matrix-product rate measured in the same run: matrix products at the larger of
+weight bytes / copy rate and FLOPs / product rate, attention at K and V bytes / copy rate or its FLOPs. Machines are
+noisy: compare within a run. Peers' figures were taken by others on one H200, in another hour (README).
 """
 import argparse
 import json
+import os
 import platform
 import random
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from engine import LLM
+import kernel
+from engine import LLM, BlockManager, Scheduler, Sequence
 from kernel import cdiv, paged_attention
 from nanopaged import SamplingParams
 
-QWEN3_06B = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, hidden_size=1024, num_hidden_layers=28,
-    num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=40960,
-    rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True, torch_dtype="bfloat16")
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8, head_dim=128,
+             max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
+SHAPES = {
+    "0.6B": QWEN3 | dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072,
+                         tie_word_embeddings=True),
+    "8B": QWEN3 | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288,
+                       tie_word_embeddings=False),
+}
+ROWS: list[dict] = []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="about a minute")
-    args = parser.parse_args()
-    print(machine())
-    batching(num_new=32 if args.quick else 128)
-    if torch.cuda.is_available():
-        decode_kernel()
-        workload_256(32 if args.quick else 256)
+def row(name: str, value: float, unit: str, limit: float | None = None, peer: str = "") -> None:
+    """Print one figure, the limit in the same unit, and the fraction of it that was reached."""
+    ROWS.append(dict(name=name, value=value, unit=unit, limit=limit, peer=peer))
+    text = f"{name:48} {_number(value):>10} {unit:14}"
+    if limit:
+        reached = limit / value if unit.startswith(("ms", "s")) else value / limit
+        text += f" limit {_number(limit):>9}, {reached:4.0%} of it"
+    print(text + (f"   [{peer}]" if peer else ""), flush=True)
 
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# --------------------------------------------------------------------------------------------------
+# On any machine
+# --------------------------------------------------------------------------------------------------
+
+def rate(function, amount: float) -> float:
+    """amount per second of one call."""
+    started = time.perf_counter()
+    function()
+    return amount / (time.perf_counter() - started)
+
+
+def batching(quick: bool) -> None:
+    """The bundled model, prompts one by one and 32 at once, beside `transformers` on a CPU where that is installed."""
+    rng, num_new = random.Random(0), 32 if quick else 128
+    prompts = [[rng.randrange(1000) for _ in range(rng.randint(8, 64))] for _ in range(32)]
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    llm = LLM("shakespeare", enable_prefix_caching=False, max_num_seqs=64)
+    llm.generate(prompts, SamplingParams(max_tokens=2))  # warm up
+    one = max(rate(lambda: [llm.generate(prompt, params) for prompt in prompts[:8]], 8 * num_new) for _ in range(2))
+    many = max(rate(lambda: llm.generate(prompts, params), 32 * num_new) for _ in range(2))
+    peers = ("", "")
+    if llm.runner.device.type == "cpu" and find_spec("transformers"):
+        peers = tuple(f"transformers generate {_number(peer)}, so {ours / peer:.2f} times"
+                      for ours, peer in zip((one, many), transformers_rates(llm, prompts, num_new)))
+    row("bundled model, one prompt at a time", one, "tokens/s", peer=peers[0])
+    row("bundled model, 32 prompts at once", many, "tokens/s", peer=peers[1])
+    row("  which is", many / one, "times")
+
+
+def transformers_rates(llm: LLM, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
+    """Output tokens/s of `transformers` on the same task and threads: one prompt at a time, and one left-padded batch."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(llm.path, dtype=torch.float32).eval()
+    settings = dict(max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, pad_token_id=0)
+
+    def generate(batch):
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        model.generate(ids, attention_mask=mask, **settings)
+
+    generate(prompts[:1])  # warm up
+    return (max(rate(lambda: [generate([prompt]) for prompt in prompts[:4]], 4 * num_new) for _ in range(2)),
+            max(rate(lambda: generate(prompts), 32 * num_new) for _ in range(2)))
+
+
+def scheduler(quick: bool) -> None:
+    """Schedule and update alone, no model: ms per decode step, with few and many requests waiting, small and large pools."""
+    for num_running in (256, 1024):
+        for num_waiting, num_blocks in ((0, 20_000), (10_000, 20_000), (0, 1_000_000)):
+            plan = Scheduler(BlockManager(num_blocks, 64), num_running, 8192)
+            params = SamplingParams(max_tokens=1000, ignore_eos=True)
+            for i in range(num_running + num_waiting):
+                plan.add(Sequence([i % 1000] * 8, params, (0, i, 0), 1008))
+            while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
+                step = plan.schedule()
+                plan.update(step, [1] * len(step.sampled))
+            times = []
+            for _ in range(20 if quick else 100):
+                started = time.perf_counter()
+                step = plan.schedule()
+                plan.update(step, [1] * len(step.sampled))
+                times.append(time.perf_counter() - started)
+            row(f"scheduler, {num_running} running, {num_waiting} waiting, {num_blocks} blocks",
+                statistics.median(times) * 1000, "ms/step")
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernel, on a CUDA device
+# --------------------------------------------------------------------------------------------------
+
+def gpu_seconds(function, repeat: int = 5) -> float:
+    """Median time of one call on the device, after a warm-up."""
+    times = []
+    for _ in range(repeat + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return sorted(times[2:])[repeat // 2]
+
+
+class Limits:
+    """What this device can do, measured: bytes read plus written per second, and bfloat16 FLOP/s."""
+
+    def __init__(self):
+        source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        self.copy = 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
+        a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+        self.product = 2 * 8192**3 / gpu_seconds(lambda: a @ b)
+        row("device copy", self.copy / 1e9, "GB/s")
+        row("device bfloat16 matrix product", self.product / 1e12, "TFLOP/s")
+
+    def step_seconds(self, shape: dict, query_lens, seq_lens, num_samples: int) -> float:
+        """The least time of a step: all matrix products, and attention."""
+        d, layers, kv = shape["hidden_size"], shape["num_hidden_layers"], shape["num_key_value_heads"]
+        heads, dim = shape["num_attention_heads"], shape["head_dim"]
+        per_layer = d * (heads + 2 * kv) * dim + heads * dim * d + 3 * d * shape["intermediate_size"]
+        head, tokens = d * shape["vocab_size"], sum(query_lens)
+        products = sum(max(2 * weights / self.copy, 2 * weights * rows / self.product)
+                       for weights, rows in ((per_layer * layers, tokens), (head, num_samples)))
+        attention = sum(max(s * kv * dim * 4 / self.copy, 4 * heads * dim * (q * (s - q) + q * (q + 1) / 2) / self.product)
+                        for q, s in zip(query_lens, seq_lens)) * layers
+        return products + attention
+
+
+def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True) -> float:
+    """Time of paged_attention, as a graph over as many pools as do not fit the L2 cache, as a model's layers are."""
+    num_blocks = [cdiv(n, block_size) for n in seq_lens]
+    total, width = sum(num_blocks), max(num_blocks)
+    copies = 1 + int(3e8 // (sum(seq_lens) * 4096))
+    ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
+    tables = torch.stack([torch.cat([x, torch.zeros(width - len(x), dtype=torch.int32)]) for x in ids]).cuda()
+    pools = [torch.randn(2, total, block_size, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    q = torch.randn(len(seq_lens) * query_len, 16, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
+    starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
+    tiles = kernel.make_query_tiles([query_len] * len(seq_lens),
+                                    kernel.tokens_per_tile(2, 128, torch.bfloat16, q.device)).cuda()
+
+    def every_layer():
+        for k_cache, v_cache in pools:
+            paged_attention(q, k_cache, v_cache, tables, lens, starts, 128 ** -0.5, max_query_len=query_len,
+                            max_seq_len=max(seq_lens), query_tiles=tiles, num_decodes=0 if query_len > 1 else None)
+
+    every_layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every_layer()
+    return gpu_seconds(graph.replay) / copies
+
+
+DECODE = {"1 x 1k": ([1024], "255"), "1 x 8k": ([8192], "1,705"), "1 x 64k": ([65536], "3,196"),
+          "8 x 8k": ([8192] * 8, "3,576"), "64 x 1k": ([1024] * 64, "3,343"), "64 x 8k": ([8192] * 64, "4,337"),
+          "256 x 800": ([800] * 256, "3,459"), "256 x 4k": ([4096] * 256, "4,379")}
+PREFILL = {"1 x 8k": (8192, [8192], "612"), "8 x 2k": (2048, [2048] * 8, "479"), "16 x 512": (512, [512] * 16, "226"),
+           "4 x (2k after 14k)": (2048, [16384] * 4, "646")}
+
+
+def attention(limits: Limits, quick: bool) -> None:
+    """16 query heads on 8 kv heads of 128, bfloat16; decode in GB/s of K and V read, prefill in TFLOP/s."""
+    for name, (seq_lens, peer) in DECODE.items():
+        seconds = attention_seconds(1, seq_lens)
+        row(f"attention, decode {name}", sum(seq_lens) * 4096 / seconds / 1e9, "GB/s", limits.copy / 1e9, f"FlashAttention-3 {peer}")
+    for name, (query_len, seq_lens, peer) in PREFILL.items():
+        flops = sum(4 * 16 * 128 * (query_len * (s - query_len) + query_len * (query_len + 1) / 2) for s in seq_lens)
+        row(f"attention, prefill {name}", flops / attention_seconds(query_len, seq_lens) / 1e12, "TFLOP/s",
+            limits.product / 1e12, f"FlashAttention-3 {peer}")
+
+
+def paging(limits: Limits, quick: bool) -> None:
+    """The price of paging: the same attention over shuffled blocks of several sizes, and over contiguous K and V."""
+    for block_size, label in ((1, "block_size 1"), (16, "block_size 16"), (64, "block_size 64"), (256, "block_size 256"),
+                              (4096, "contiguous")):
+        decode = attention_seconds(1, [4096] * 64, block_size, shuffled=block_size < 4096)
+        prefill = attention_seconds(4096, [4096] * 2, block_size, shuffled=block_size < 4096)
+        row(f"paging, decode 64 x 4k, {label}", 64 * 4096 * 4096 / decode / 1e9, "GB/s", limits.copy / 1e9)
+        row(f"paging, prefill 2 x 4k, {label}", 2 * 4 * 16 * 128 * 4096 * 4097 / 2 / prefill / 1e12, "TFLOP/s", limits.product / 1e12)
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine, on a CUDA device
+# --------------------------------------------------------------------------------------------------
+
+def random_llm(shape: str, **options) -> LLM:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        return LLM(folder, load_format="dummy", enable_prefix_caching=False, **options)
+
+
+def random_prompts(rng: random.Random, lengths) -> list[list[int]]:
+    return [[rng.randint(0, 10000) for _ in range(length)] for length in lengths]
+
+
+def stop_all(llm: LLM) -> None:
+    for request_id in list(llm.requests):
+        llm.abort_request(request_id)
+    while llm.launched:
+        llm._update()
+
+
+def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> tuple[float, float]:
+    """(ms per decode step, prompt tokens/s of the prefill before it)."""
+    params = SamplingParams(temperature=0.6, max_tokens=steps + 30, ignore_eos=True)
+    for prompt in random_prompts(random.Random(1), [context] * batch):
+        llm.add_request(prompt, params)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
+        llm._step()
+    torch.cuda.synchronize()
+    prefill = batch * context / (time.perf_counter() - started)
+    for _ in range(5):
+        llm._step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        llm._step()
+    torch.cuda.synchronize()
+    ms = (time.perf_counter() - started) / steps * 1000
+    stop_all(llm)
+    return ms, prefill
+
+
+def workload(llm: LLM, num_prompts: int, seed: int = 0) -> tuple[float, int, int]:
+    """(output tokens/s, prompt tokens, output tokens) of the random workload that nano-vllm's benchmark defines."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_prompts)]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_prompts)]
+    new = sum(p.max_tokens for p in params)
+    return rate(lambda: llm.generate(prompts, params), new), sum(map(len, prompts)), new
+
+
+def decode(limits: Limits, quick: bool) -> None:
+    """ms per decode step, and long prompts."""
+    llm = random_llm("0.6B", max_model_len=9000)
+    peers = {1: "vLLM 1.62", 8: "vLLM 1.71", 64: "vLLM 2.90", 256: "vLLM 6.93"}
+    for batch, peer in peers.items():
+        limit = limits.step_seconds(SHAPES["0.6B"], [1] * batch, [540] * batch, batch) * 1000
+        row(f"0.6B decode, batch {batch}, context 512", decode_ms(llm, batch, 512)[0], "ms/step", limit, peer)
+    decode_ms(llm, 2, 8000, 10)  # warm up
+    ms, prefill = decode_ms(llm, 32, 8000, 20)
+    limit = limits.step_seconds(SHAPES["0.6B"], [1] * 32, [8030] * 32, 32) * 1000
+    row("0.6B decode, batch 32, context 8,000", ms, "ms/step", limit, "vLLM 8.57")
+    limit = 32 * 8000 / limits.step_seconds(SHAPES["0.6B"], [8000] * 32, [8000] * 32, 32)
+    row("0.6B prefill, 32 x 8,000", prefill, "tokens/s", limit, "vLLM 280,400")
+
+
+def throughput(limits: Limits, quick: bool) -> None:
+    """Workload "256", and 1,024 short requests at once."""
+    llm = random_llm("0.6B", max_model_len=4096)
+    workload(llm, 32, seed=1)  # warm up
+    tokens_per_second, num_in, num_out = workload(llm, 256)
+    row(f"0.6B workload 256 ({num_in:,} in, {num_out:,} out)", tokens_per_second, "tokens/s", 36_990, "vLLM 23,450")
+    if quick:
+        return
+    del llm
+    llm = random_llm("0.6B", max_model_len=1024, max_num_seqs=1024)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=128)
+    prompts = random_prompts(random.Random(0), [128] * 1024)
+    llm.generate(prompts[:64], params)  # warm up
+    row("0.6B 1,024 x (128 in, 128 out)", rate(lambda: llm.generate(prompts, params), 1024 * 128), "tokens/s", 131_800,
+        "vLLM 36,650, nano-vllm 52,590")
+
+
+def large(limits: Limits, quick: bool) -> None:
+    """Qwen3-8B's shape."""
+    if quick:
+        return
+    llm = random_llm("8B", max_model_len=4096)
+    for batch, peer in {1: "vLLM 5.21", 256: "vLLM 14.85"}.items():
+        limit = limits.step_seconds(SHAPES["8B"], [1] * batch, [540] * batch, batch) * 1000
+        row(f"8B decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30)[0], "ms/step", limit, peer)
+    row("8B workload 256", workload(llm, 256)[0], "tokens/s", 12_880, "vLLM 9,140")
+
+
+def latency(limits: Limits, quick: bool) -> None:
+    """64 sequences decode while prompts of 4,000 tokens arrive: gaps between their tokens, and time to first token."""
+    llm = random_llm("0.6B", max_model_len=8192)
+    budget_ms = 8192 / decode_ms(llm, 8, 8000, 5)[1] * 1000
+    rng, params = random.Random(2), SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
+    for prompt in random_prompts(rng, [512] * 64):
+        llm.add_request(prompt, params)
+    for _ in range(20):
+        llm._step()
+    gaps, first_tokens, arrived, last = [], [], {}, time.perf_counter()
+    arrivals = deque(random_prompts(rng, [4000] * 12))
+    for step in range(400):
+        if step % 30 == 10 and arrivals:
+            arrived[llm.add_request(arrivals.popleft(), SamplingParams(max_tokens=1))] = time.perf_counter()
+        finished = llm._step()
+        now = time.perf_counter()
+        gaps.append((now - last) * 1000)
+        first_tokens += [(now - arrived[request.request_id]) * 1000 for request in finished if request.request_id in arrived]
+        last = now
+    stop_all(llm)
+    row("gap between tokens under load, median", statistics.median(gaps), "ms")
+    row("gap between tokens under load, 99th percentile", sorted(gaps)[int(0.99 * len(gaps))], "ms", peer=f"one budget of work: {budget_ms:.0f} ms")
+    row("time to first token of a 4,000-token prompt", statistics.median(first_tokens), "ms")
+
+
+def invariance(limits: Limits, quick: bool) -> None:
+    """How often greedy bfloat16 tokens differ between batch 1 and batch 256: matrix products differ with the batch."""
+    llm = random_llm("0.6B", max_model_len=1024)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
+    prompts = random_prompts(random.Random(3), [64] * 256)
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts[:16]]
+    first = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), 64) for x, y in zip(alone, together)]
+    row("greedy bfloat16, batch 1 against 256: texts of 64 that differ", 100 * sum(i < 64 for i in first) / len(first), "%")
+
+
+START = """
+import time; started = time.time()
+import sys; sys.path.insert(0, {root!r})
+import bench
+from nanopaged import SamplingParams
+llm = bench.random_llm("0.6B", max_model_len=4096)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+print(time.time() - started)
+"""
+
+
+def start(limits: Limits, quick: bool) -> None:
+    """Process start to first token, with the compile caches empty and then full."""
+    with tempfile.TemporaryDirectory() as caches:
+        environment = os.environ | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+        for label, peer in (("cold", "vLLM 56, nano-vllm about 15"), ("warm", "")):
+            started = time.time()
+            subprocess.run([sys.executable, "-c", START.format(root=str(Path(__file__).parent))], env=environment, check=True,
+                           capture_output=True)
+            row(f"0.6B process start to first token, caches {label}", time.time() - started, "s", peer=peer)
+
+
+# --------------------------------------------------------------------------------------------------
 
 def machine() -> str:
     """Device, threads and versions: what a figure is worth nothing without."""
@@ -55,113 +393,30 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-# ---- on any machine
-
-def batching(num_new: int) -> None:
-    """32 prompts of the bundled model, one by one and at once: what batching is for."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(1000) for _ in range(rng.randint(8, 64))] for _ in range(32)]
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
-    llm = LLM("shakespeare", enable_prefix_caching=False)
-    llm.generate(prompts, SamplingParams(max_tokens=2))  # warm up
-    one_by_one = rate(lambda: [llm.generate(prompt, params) for prompt in prompts[:8]], 8 * num_new)
-    at_once = rate(lambda: llm.generate(prompts, params), 32 * num_new)
-    print(f"bundled model on {llm.runner.device}, {num_new} new tokens each: one by one {one_by_one:,.0f} tokens/s, "
-          f"32 at once {at_once:,.0f} tokens/s ({at_once / one_by_one:.1f} times)")
-    if llm.runner.device.type == "cpu" and find_spec("transformers"):
-        one_peer, all_peer = transformers_rates(llm, prompts, num_new)
-        print(f"transformers generate, same weights and threads: one by one {one_peer:,.0f} tokens/s, 32 at once, padded, "
-              f"{all_peer:,.0f} tokens/s (nanopaged: {one_by_one / one_peer:.1f} and {at_once / all_peer:.1f} times that)")
+ANYWHERE = [scheduler, batching]
+ON_CUDA = [start, attention, paging, decode, throughput, latency, invariance, large]  # start first: it wants the card empty
+QUICK = {"scheduler", "batching", "attention", "decode"}
 
 
-def transformers_rates(llm: LLM, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Output tokens/s of `transformers` on the same task: one prompt at a time, and one left-padded batch."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(llm.path, dtype=torch.float32).eval()
-    settings = dict(max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, pad_token_id=0)
-
-    def generate(batch):
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        model.generate(ids, attention_mask=mask, **settings)
-
-    generate(prompts[:1])  # warm up
-    return (rate(lambda: [generate([prompt]) for prompt in prompts[:4]], 4 * num_new),
-            rate(lambda: generate(prompts), 32 * num_new))
-
-
-def rate(function, amount: float) -> float:
-    """amount per second of one call."""
-    started = time.perf_counter()
-    function()
-    return amount / (time.perf_counter() - started)
-
-
-# ---- on a CUDA device
-
-def gpu_seconds(function, repeat: int = 10) -> float:
-    """Median time of one call on the device, after a warm-up."""
-    times = []
-    for _ in range(repeat + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return sorted(times[2:])[repeat // 2]
-
-
-def copy_rate() -> float:
-    """Bytes read plus bytes written per second of a large copy on the device."""
-    source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
-
-
-def decode_kernel() -> None:
-    """K and V bytes that the decode kernel reads per second (16 query heads on 8 kv heads of 128, bfloat16)."""
-    limit = copy_rate()
-    for num_seqs, seq_len in ((1, 8192), (64, 1024), (64, 8192), (256, 800), (256, 4096)):
-        blocks = cdiv(seq_len, 16)
-        num_bytes = 2 * num_seqs * seq_len * 8 * 128 * 2
-        copies = 1 + int(2e8 // num_bytes)  # more than fits the L2 cache, one after another as a model's layers are
-        pools = [torch.randn(2, num_seqs * blocks, 16, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        q = torch.randn(num_seqs, 16, 128, device="cuda", dtype=torch.bfloat16)
-        tables = torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
-        lens = torch.full((num_seqs,), seq_len, device="cuda", dtype=torch.int32)
-        starts = torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32)
-
-        def every_layer():
-            for k_cache, v_cache in pools:
-                paged_attention(q, k_cache, v_cache, tables, lens, starts, 128 ** -0.5, max_query_len=1, max_seq_len=seq_len)
-
-        every_layer()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            every_layer()
-        achieved = num_bytes * copies / gpu_seconds(graph.replay)
-        print(f"decode attention {num_seqs:3} x {seq_len}: {achieved / 1e9:,.0f} GB/s, {achieved / limit:.2f} of the "
-              f"device's copy rate ({limit / 1e9:,.0f} GB/s)")
-
-
-def workload_256(num_prompts: int) -> None:
-    """Offline throughput on random token ids: prompts and outputs of 100 to 1,024 tokens, temperature 0.6."""
-    rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_prompts)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_prompts)]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_06B))
-        llm = LLM(folder, load_format="dummy", enable_prefix_caching=False, max_model_len=4096)
-    llm.generate(prompts[:4], SamplingParams(max_tokens=4))  # warm up
-    new = sum(p.max_tokens for p in params)
-    achieved = rate(lambda: llm.generate(prompts, params), new)
-    print(f"Qwen3-0.6B shape, {num_prompts} prompts ({sum(map(len, prompts)):,} tokens in, {new:,} out): "
-          f"{achieved:,.0f} output tokens/s")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about a minute")
+    parser.add_argument("--only", default="", metavar="WORD", help="sections whose name contains one of these words (a,b)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    print(machine())
+    words, limits = args.only.split(","), None
+    for section in ANYWHERE + ON_CUDA * torch.cuda.is_available():
+        if not any(word in section.__name__ for word in words) or (args.quick and section.__name__ not in QUICK):
+            continue
+        if section in ANYWHERE:
+            section(args.quick)
+            continue
+        limits = limits or Limits()
+        section(limits, args.quick)
+    if args.json:
+        args.json.write_text(json.dumps(dict(machine=machine(), rows=ROWS), indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
