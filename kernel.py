@@ -57,7 +57,8 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
     class tl:
         constexpr = int
 
-jit = triton.jit if triton else lambda function: function
+# num_splits changes from step to step; specialising on its value would compile the kernel again in the midst of serving
+jit = triton.jit(do_not_specialize=["num_splits"]) if triton else lambda function: function
 
 # A context is cut into pieces of a sixteenth of its tokens, but of 256 to 512, and never into more than 32 pieces:
 # smaller ones cost more in merging than they gain.

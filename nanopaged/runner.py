@@ -231,14 +231,15 @@ class Runner:
     def _query_tiles(self, query_lens: list[int]) -> Tensor | None:
         if self.kernels is not TRITON:
             return None
-        return make_query_tiles(query_lens, self.query_tile).to(self.device)
+        return self._to_device(make_query_tiles(query_lens, self.query_tile))
 
     def _send(self, parts: list[list[int]]) -> list[Tensor]:
         """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
-        message = torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
-        if self.device.type == "cuda":
-            message = message.pin_memory().to(self.device, non_blocking=True)
-        return list(message.split([len(part) for part in parts]))
+        return list(self._to_device(_integers(parts)).split([len(part) for part in parts]))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     # ---- CUDA graphs
 
@@ -280,7 +281,7 @@ class Runner:
         padding = size - num_seqs
         for part, filler in zip(parts, (0, 0, -1, num_seqs, 0, self.max_num_seqs)):
             part += [filler] * padding
-        message = torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
+        message = _integers(parts)
         self.graph_input[:len(message)].copy_(message.pin_memory(), non_blocking=True)
         graph, logits, tokens = self.graphs[size]
         graph.replay()
@@ -293,6 +294,11 @@ class Runner:
 
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 SETTINGS_INTS = 6
+
+
+def _integers(parts: list[list[int]]) -> Tensor:
+    """Lists of integers, one after another, as one int32 tensor on the host."""
+    return torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
 
 
 def _settings(seq) -> tuple[int, ...]:
