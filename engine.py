@@ -366,7 +366,7 @@ class LLM:
     dtype: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "float16" or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
-    block_size: token slots per block; num_blocks: size of the pool (default: what fits in
+    block_size: token slots per block (default: 64 on CUDA, where it is measurably faster than 16, else 16); num_blocks: size of the pool (default: what fits in
         gpu_memory_utilization of the card; on a CPU 1 GiB or max_num_seqs full sequences, whichever is less)
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
@@ -379,7 +379,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "shakespeare", *, dtype: str = "auto", device: str = "auto",
-                 attention: str = "auto", load_format: str = "auto", block_size: int = 16,
+                 attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
@@ -408,7 +408,7 @@ class LLM:
             self.config, None if load_format == "dummy" else read_tensors(path), dtype=dtype, device=device,
             attention=attention, seed=seed, block_size=block_size, max_model_len=max_model_len or limit,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, enforce_eager=enforce_eager)
-        num_blocks = self.runner.allocate_pool(num_blocks, gpu_memory_utilization)
+        num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
         if max_model_len is not None and num_blocks * block_size < max_model_len:
             raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
                              f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")

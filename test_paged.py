@@ -519,7 +519,7 @@ def test_random_operations_keep_every_promise(seed):
 def load(variant="shakespeare", **options):
     """An engine in float32, where outputs do not depend on batch and chunk sizes."""
     model = variant if variant == "shakespeare" else str(GOLDEN / variant)
-    return LLM(model, **dict(dtype="float32", num_blocks=4096 // options.get("block_size", 16)) | options)
+    return LLM(model, **dict(dtype="float32", block_size=16, num_blocks=4096 // options.get("block_size", 16)) | options)
 
 
 def expectations(variant):
@@ -765,7 +765,7 @@ def test_bad_prompts_get_a_sentence(prompt, message):
 ])
 def test_bad_engine_options_get_a_sentence(options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        LLM(**options)
+        LLM(**dict(block_size=16) | options)
 
 
 def test_dummy_weights_need_a_config_alone(tmp_path):

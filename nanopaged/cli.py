@@ -18,7 +18,7 @@ def main(llm_class, argv: list[str] | None = None) -> int:
         started = time.perf_counter()
         llm = llm_class(args.model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
         _say(f"{args.model} on {llm.runner.device} ({str(llm.runner.dtype).removeprefix('torch.')}), pool of "
-             f"{llm.scheduler.block_manager.num_blocks} blocks of {args.block_size} tokens, loaded in "
+             f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
              f"{time.perf_counter() - started:.1f} s")
         if len(args.prompt) == 1 and args.n == 1:
             _stream(llm, args.prompt[0], params)
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     engine.add_argument("--attention", default="auto", help="auto, triton, torch")
     engine.add_argument("--load-format", default="auto", help="auto, dummy")
-    engine.add_argument("--block-size", type=int, default=16, help="token slots per block")
+    engine.add_argument("--block-size", type=int, help="token slots per block; 64 on CUDA, else 16, if not given")
     engine.add_argument("--num-blocks", type=int, help="size of the pool; what fits, if not given")
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     engine.add_argument("--max-model-len", type=int, help="longest sequence, prompt included")

@@ -32,11 +32,13 @@ class Runner:
     """A model on a device, with its KV pool."""
 
     def __init__(self, config: ModelConfig, tensors: Iterable | None, *, dtype: str, device: str, attention: str,
-                 seed: int, block_size: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
                  enforce_eager: bool):
-        self.config, self.block_size, self.max_model_len = config, block_size, max_model_len
+        self.config, self.max_model_len = config, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = _pick_device(device)
+        # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
+        self.block_size = block_size or (64 if self.device.type == "cuda" else 16)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
@@ -48,7 +50,7 @@ class Runner:
         self.kv_cache: list[tuple[Tensor, Tensor]] = []
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
         rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
-        self.block_tables = torch.zeros(rows, cdiv(max_model_len, block_size), **ints)
+        self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # batch size -> graph, logits, tokens
