@@ -38,7 +38,8 @@ from typing import Callable, Iterator
 from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_tensors
-from nanopaged.outputs import CompletionOutput, RequestOutput
+from nanopaged.inputs import as_list, check_choice, check_number, check_sizes, read_prompt, wrap_int64
+from nanopaged.outputs import Request, RequestOutput
 from nanopaged.params import SamplingParams
 from nanopaged.runner import Runner
 from nanopaged.tokenizer import load_tokenizer
@@ -343,22 +344,6 @@ class Scheduler:
 # LLM
 # --------------------------------------------------------------------------------------------------
 
-@dataclass(eq=False)
-class Request:
-    """What a user asked for: one prompt, n sequences."""
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequences: list[Sequence]
-    detokenizers: list  # one per sequence; empty without a tokenizer
-    texts: list[str]
-    num_detokenized: list[int]  # generated tokens that are in texts already
-
-    @property
-    def finished(self) -> bool:
-        return all(seq.status is Status.FINISHED for seq in self.sequences)
-
-
 class LLM:
     """A model and its engine. Names and defaults are vLLM's.
 
@@ -383,16 +368,13 @@ class LLM:
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
-        _choice("load_format", load_format, ("auto", "dummy"))
-        _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
-        for name, value in dict(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
-                                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens).items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        if type(gpu_memory_utilization) not in (int, float) or not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-        if type(seed) is not int or not -2**63 <= seed < 2**63:
-            raise ValueError(f"seed must be an integer of at most 64 bits, not {seed!r}")
+        check_choice("load_format", load_format, ("auto", "dummy"))
+        check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
+        check_sizes(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens)
+        check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
+                     "a number above 0 and at most 1")
+        check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
         path = find_checkpoint(model)
         self.config = ModelConfig.from_hf(read_config(path))
         limit = self.config.max_position_embeddings
@@ -433,42 +415,19 @@ class LLM:
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
         params = params or SamplingParams()
-        text, token_ids = self._read_prompt(prompt)
+        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
         arrival = next(self.arrivals)
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         sequences = [
             Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j),
-                     min(len(token_ids) + params.max_tokens, self.max_model_len), stop, _int64(seed + j))
+                     min(len(token_ids) + params.max_tokens, self.max_model_len), stop, wrap_int64(seed + j))
             for j in range(params.n)]
-        detokenizers = [self.tokenizer.detokenizer() for _ in sequences] if self.tokenizer else []
-        request = Request(str(arrival), text, token_ids, sequences, detokenizers, [""] * params.n, [0] * params.n)
+        request = Request(str(arrival), text, token_ids, sequences, self.tokenizer)
         self.requests[request.request_id] = request
         for seq in sequences:
             self.scheduler.add(seq)
         return request.request_id
-
-    def _read_prompt(self, prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-                raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            token_ids = self.get_tokenizer().encode(text)
-        elif isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
-            token_ids = list(prompt)
-        else:
-            raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
-        if not token_ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens, and with at least one new token that is more than "
-                             f"max_model_len {self.max_model_len}; shorten it")
-        if min(token_ids) < 0 or max(token_ids) >= self.config.vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.config.vocab_size)
-            raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {self.config.vocab_size - 1}")
-        return text, token_ids
 
     def abort_request(self, request_id: str) -> None:
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
@@ -489,7 +448,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; what came of it for every request that got a token. Finished requests are gone afterwards."""
-        return [self._output(request) for request in self._step()]
+        return [request.output() for request in self._step()]
 
     def _step(self) -> list[Request]:
         step = self.scheduler.schedule()
@@ -518,21 +477,6 @@ class LLM:
                 del self.requests[request.request_id]
         return requests
 
-    def _output(self, request: Request) -> RequestOutput:
-        outputs = []
-        for j, seq in enumerate(request.sequences):
-            token_ids = seq.token_ids[seq.num_prompt_tokens:]
-            if request.detokenizers:
-                # The token that ended the text is not part of it.
-                visible = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-                request.texts[j] += request.detokenizers[j].add(visible[request.num_detokenized[j]:])
-                request.num_detokenized[j] = len(visible)
-                if seq.status is Status.FINISHED:
-                    request.texts[j] += request.detokenizers[j].finish()
-            outputs.append(CompletionOutput(j, request.texts[j], token_ids, seq.finish_reason, seq.stop_reason))
-        cached = min(request.sequences[0].num_cached_tokens, len(request.prompt_token_ids))
-        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.finished, cached)
-
     # ---- conveniences
 
     def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[RequestOutput]:
@@ -541,7 +485,7 @@ class LLM:
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
         sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -555,7 +499,7 @@ class LLM:
         finally:  # an error, or Ctrl-C
             for request_id in ids:
                 self.abort_request(request_id)
-        return [self._output(done[request_id]) for request_id in ids]
+        return [done[request_id].output() for request_id in ids]
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""
@@ -569,25 +513,6 @@ class LLM:
                         length = len(text)
         finally:
             self.abort_request(request_id)
-
-
-def _as_list(prompts) -> list:
-    """One prompt, or several? A list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, dict)) or (isinstance(prompts, (list, tuple)) and prompts and type(prompts[0]) is int):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise ValueError(f"prompts are a string, a list of token ids, a dict, or a list of these, not {prompts!r:.80}")
-    return list(prompts)
-
-
-def _choice(name: str, value, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
-
-
-def _int64(seed: int) -> int:
-    """Seeds wrap around at 64 bits, as the arithmetic on them does."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 if __name__ == "__main__":

@@ -21,3 +21,34 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the cache
+
+
+class Request:
+    """A prompt under way, with its n sequences and their texts as far as they have been decoded."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], sequences: list, tokenizer):
+        self.request_id, self.prompt, self.prompt_token_ids, self.sequences = request_id, prompt, prompt_token_ids, sequences
+        self.detokenizers = [tokenizer.detokenizer() for _ in sequences] if tokenizer else []
+        self.texts = [""] * len(sequences)
+        self.num_decoded = [0] * len(sequences)  # generated tokens that are in the text already
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason for seq in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """As it stands now. Texts are decoded here, and only what is new of them, so a step that nobody watches costs
+        no decoding."""
+        outputs = []
+        for j, seq in enumerate(self.sequences):
+            token_ids = seq.token_ids[seq.num_prompt_tokens:]
+            if self.detokenizers:
+                # The token that ended the text is not part of it.
+                visible = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+                self.texts[j] += self.detokenizers[j].add(visible[self.num_decoded[j]:])
+                self.num_decoded[j] = len(visible)
+                if seq.finish_reason:
+                    self.texts[j] += self.detokenizers[j].finish()
+            outputs.append(CompletionOutput(j, self.texts[j], token_ids, seq.finish_reason, seq.stop_reason))
+        cached = min(self.sequences[0].num_cached_tokens, len(self.prompt_token_ids))
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached)

@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from nanopaged.inputs import check_number
+
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 
 
@@ -31,19 +33,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        _check("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
-        _check("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
-        _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        _check("top_k", self.top_k, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
-        _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-        _check("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
+        check_number("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        check_number("top_k", self.top_k, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
+        check_number("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         if self.seed is not None:
-            _check("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
-        _check("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+            check_number("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+        check_number("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
         if self.stop_token_ids is not None:
-            _check("stop_token_ids", self.stop_token_ids, (list, tuple, set, frozenset), lambda x: True, "a list of token ids")
+            check_number("stop_token_ids", self.stop_token_ids, (list, tuple, set, frozenset), lambda x: True, "a list of token ids")
         for token in self.stop_token_ids or ():
-            _check("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
+            check_number("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -53,9 +55,3 @@ class SamplingParams:
     def has_filter(self) -> bool:
         """Some tokens are never drawn: top_k, top_p or min_p is set."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-def _check(name, value, kind, in_range, expected):
-    """NaN fails every comparison, so it fails here too; True is no number."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not in_range(value):
-        raise ValueError(f"{name} must be {expected}, not {value!r}")

@@ -1,0 +1,60 @@
+"""What users hand in, checked: numbers, choices, prompts. Every complaint is one sentence that names what was given."""
+from typing import Callable
+
+
+def check_number(name: str, value, kind, in_range: Callable, expected: str) -> None:
+    """ValueError unless value is of that kind and in range. NaN fails every comparison, so it fails here too, and True
+    is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not in_range(value):
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+
+
+def check_sizes(**sizes) -> None:
+    """ValueError unless each is None or a positive integer."""
+    for name, value in sizes.items():
+        if value is not None:
+            check_number(name, value, int, lambda x: x >= 1, "an integer of at least 1")
+
+
+def check_choice(name: str, value, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
+
+
+def as_list(prompts) -> list:
+    """One prompt, or several? A list of integers is one prompt of token ids."""
+    if isinstance(prompts, (str, dict)) or (isinstance(prompts, (list, tuple)) and prompts and type(prompts[0]) is int):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts are a string, a list of token ids, a dict, or a list of these, not {prompts!r:.80}")
+    return list(prompts)
+
+
+def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len: int) -> tuple[str | None, list[int]]:
+    """A prompt as (text or None, token ids). ValueError if it can never run: empty, too long, or with ids that the model
+    does not have."""
+    if isinstance(prompt, dict):
+        if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+            raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    text = prompt if isinstance(prompt, str) else None
+    if text is not None:
+        token_ids = get_tokenizer().encode(text)
+    elif isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
+        token_ids = list(prompt)
+    else:
+        raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
+    if not token_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(token_ids) >= max_model_len:
+        raise ValueError(f"the prompt has {len(token_ids)} tokens, and with at least one new token that is more than "
+                         f"max_model_len {max_model_len}; shorten it")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")
+    return text, token_ids
+
+
+def wrap_int64(seed: int) -> int:
+    """Seeds wrap around at 64 bits, as the arithmetic on them does."""
+    return (seed + 2**63) % 2**64 - 2**63
