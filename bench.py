@@ -244,17 +244,19 @@ def stop_all(llm: LLM) -> None:
         llm._update()
 
 
-def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> tuple[float, float]:
-    """(ms per decode step, prompt tokens/s of the prefill before it)."""
-    params = SamplingParams(temperature=0.6, max_tokens=steps + 30, ignore_eos=True)
+def prefill_rate(llm: LLM, batch: int, context: int) -> float:
+    """Prompt tokens/s of prompts that want one token each."""
+    prompts = random_prompts(random.Random(1), [context] * batch)
+    return rate(lambda: llm.generate(prompts, SamplingParams(temperature=0.6, max_tokens=1)), batch * context)
+
+
+def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
+    """ms per decode step, when all prompts are computed."""
+    params = SamplingParams(temperature=0.6, max_tokens=steps + batch * cdiv(context, 8192) + 30, ignore_eos=True)
     for prompt in random_prompts(random.Random(1), [context] * batch):
         llm.add_request(prompt, params)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
     while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
         llm._step()
-    torch.cuda.synchronize()
-    prefill = batch * context / (time.perf_counter() - started)
     for _ in range(5):
         llm._step()
     torch.cuda.synchronize()
@@ -264,7 +266,7 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> tuple[floa
     torch.cuda.synchronize()
     ms = (time.perf_counter() - started) / steps * 1000
     stop_all(llm)
-    return ms, prefill
+    return ms
 
 
 def workload(llm: LLM, num_prompts: int, seed: int = 0) -> tuple[float, int, int]:
@@ -282,13 +284,12 @@ def decode(limits: Limits, quick: bool) -> None:
     peers = {1: "vLLM 1.62", 8: "vLLM 1.71", 64: "vLLM 2.90", 256: "vLLM 6.93"}
     for batch, peer in peers.items():
         limit = limits.step_seconds(SHAPES["0.6B"], [1] * batch, [540] * batch, batch) * 1000
-        row(f"0.6B decode, batch {batch}, context 512", decode_ms(llm, batch, 512)[0], "ms/step", limit, peer)
-    decode_ms(llm, 2, 8000, 10)  # warm up
-    ms, prefill = decode_ms(llm, 32, 8000, 20)
+        row(f"0.6B decode, batch {batch}, context 512", decode_ms(llm, batch, 512), "ms/step", limit, peer)
     limit = limits.step_seconds(SHAPES["0.6B"], [1] * 32, [8030] * 32, 32) * 1000
-    row("0.6B decode, batch 32, context 8,000", ms, "ms/step", limit, "vLLM 8.57")
+    row("0.6B decode, batch 32, context 8,000", decode_ms(llm, 32, 8000, 20), "ms/step", limit, "vLLM 8.57")
+    prefill_rate(llm, 4, 8000)  # warm up
     limit = 32 * 8000 / limits.step_seconds(SHAPES["0.6B"], [8000] * 32, [8000] * 32, 32)
-    row("0.6B prefill, 32 x 8,000", prefill, "tokens/s", limit, "vLLM 280,400")
+    row("0.6B prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit, "vLLM 280,400")
 
 
 def throughput(limits: Limits, quick: bool) -> None:
@@ -315,14 +316,15 @@ def large(limits: Limits, quick: bool) -> None:
     llm = random_llm("8B", max_model_len=4096)
     for batch, peer in {1: "vLLM 5.21", 256: "vLLM 14.85"}.items():
         limit = limits.step_seconds(SHAPES["8B"], [1] * batch, [540] * batch, batch) * 1000
-        row(f"8B decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30)[0], "ms/step", limit, peer)
+        row(f"8B decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit, peer)
     row("8B workload 256", workload(llm, 256)[0], "tokens/s", 12_880, "vLLM 9,140")
 
 
 def latency(limits: Limits, quick: bool) -> None:
     """64 sequences decode while prompts of 4,000 tokens arrive: gaps between their tokens, and time to first token."""
     llm = random_llm("0.6B", max_model_len=8192)
-    budget_ms = 8192 / decode_ms(llm, 8, 8000, 5)[1] * 1000
+    prefill_rate(llm, 4, 8000)  # warm up
+    budget_ms = 8192 / prefill_rate(llm, 8, 8000) * 1000
     rng, params = random.Random(2), SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
     for prompt in random_prompts(rng, [512] * 64):
         llm.add_request(prompt, params)

@@ -133,6 +133,8 @@ class Transformer(nn.Module):
         residual = None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache):
             x, residual = layer(x, residual, rotation, batch, k_cache, v_cache, kernels)
+        if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
+            return x.new_empty(0, self.config.vocab_size)
         if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
             x, residual = x[batch.logits_indices], residual[batch.logits_indices]
         x, _ = self.norm(x, residual)

@@ -207,6 +207,8 @@ class Runner:
         batch = self._batch(message, message[3][1:][indices] - 1, max(query_lens), max(parts[4]), query_lens.count(1),
                             self._query_tiles(query_lens))
         logits = self.model(batch, self.kv_cache, self.kernels)
+        if not sampled:
+            return torch.empty(0, dtype=torch.int64)
         return self._sample(logits, message[5][indices], batch.seq_lens[indices], greedy, filters)
 
     def _batch(self, message: list[Tensor], logits_indices: Tensor, max_query_len: int, max_seq_len: int,
