@@ -61,6 +61,7 @@ class Sequence:
     max_tokens: int  # the sequence ends when it has so many, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     seed: int = 0
+    request_id: str = ""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
@@ -351,8 +352,9 @@ class LLM:
     dtype: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "float16" or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
-    block_size: token slots per block (default: 64 on CUDA, where it is measurably faster than 16, else 16); num_blocks: size of the pool (default: what fits in
-        gpu_memory_utilization of the card; on a CPU 1 GiB or max_num_seqs full sequences, whichever is less)
+    block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
+    num_blocks: size of the pool (default: what fits in gpu_memory_utilization of the card; on a CPU 1 GiB or
+        max_num_seqs full sequences, whichever is less)
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
@@ -421,7 +423,7 @@ class LLM:
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         sequences = [
             Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j),
-                     min(len(token_ids) + params.max_tokens, self.max_model_len), stop, wrap_int64(seed + j))
+                     min(len(token_ids) + params.max_tokens, self.max_model_len), stop, wrap_int64(seed + j), str(arrival))
             for j in range(params.n)]
         request = Request(str(arrival), text, token_ids, sequences, self.tokenizer)
         self.requests[request.request_id] = request
@@ -468,10 +470,12 @@ class LLM:
         """Read the tokens of the oldest launched step; the requests that got one."""
         if not self.launched:
             return []
-        step, read_tokens = self.launched.popleft()
-        self.scheduler.update(step, read_tokens())
-        touched = {seq.order[1]: self.requests.get(str(seq.order[1])) for seq in step.sampled}
-        requests = [request for request in touched.values() if request]
+        step, read_tokens = self.launched[0]
+        tokens = read_tokens()  # waits for the GPU; who is interrupted here can come back
+        self.launched.popleft()
+        self.scheduler.update(step, tokens)
+        touched = dict.fromkeys(seq.request_id for seq in step.sampled)
+        requests = [self.requests[request_id] for request_id in touched if request_id in self.requests]
         for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
@@ -490,16 +494,16 @@ class LLM:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
-        ids, done = [], {}
+        requests = []
         try:
             for prompt, params in zip(prompts, sampling_params):
-                ids.append(self.add_request(prompt, params))
-            while not done.keys() >= set(ids):
-                done |= {request.request_id: request for request in self._step() if request.finished}
+                requests.append(self.requests[self.add_request(prompt, params)])
+            while any(request.request_id in self.requests for request in reversed(requests)):
+                self._step()
         finally:  # an error, or Ctrl-C
-            for request_id in ids:
-                self.abort_request(request_id)
-        return [done[request_id].output() for request_id in ids]
+            for request in requests:
+                self.abort_request(request.request_id)
+        return [request.output() for request in requests]
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""

@@ -196,12 +196,12 @@ def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_
     q_norm, k_norm: [head_dim] weights of an RMS norm over each head, with eps; None: no norm
     """
     num_kv_heads = k_cache.shape[2]
-    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+        qk = rms_norm(qk, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
     if rotation is not None:
-        qk = rotate(torch.cat([q, k], dim=1), rotation[:, None])
-        q, k = qk.split([num_heads, num_kv_heads], dim=1)
+        qk = rotate(qk, rotation[:, None])
+    q, k = qk.split([num_heads, num_kv_heads], dim=1)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
 
@@ -209,7 +209,8 @@ def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_
 def rms_norm(x, weight, eps: float):
     """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
     exact = x.float()
-    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
+    return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
 
 def rotate(x, rotation):

@@ -142,6 +142,9 @@ class Transformer(nn.Module):
 
     def fuse(self) -> None:
         """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""
+        # Every shape of one_row_product is a compilation of its own; beyond its limit torch silently stops compiling.
+        settings = torch._dynamo.config
+        setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = torch.compile(add_norm, dynamic=True), torch.compile(activate, dynamic=True)
         fused_product = torch.compile(one_row_product, dynamic=False)
         for module in self.modules():

@@ -757,6 +757,34 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
 
 
+def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
+    llm = load("llama2")
+    llm.lookahead = 1
+    rid = llm.add_request([5, 6, 7], GREEDY)
+    launch, interrupts = llm.runner.launch, [3, 5]
+
+    def interrupted(step):
+        read = launch(step)
+
+        def reader():
+            if interrupts and len(llm.requests[rid].sequences[0].token_ids) == interrupts[0]:
+                interrupts.pop(0)
+                raise KeyboardInterrupt
+            return read()
+
+        return reader
+
+    llm.runner.launch = interrupted
+    output = None
+    while llm.has_unfinished_requests():
+        try:
+            for output in llm.step():
+                pass
+        except KeyboardInterrupt:
+            check_books(llm.scheduler)
+    assert not interrupts and output.outputs[0].token_ids == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))[0]
+
+
 def test_streamed_pieces_join_to_the_text():
     llm = load()
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)

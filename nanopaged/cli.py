@@ -37,7 +37,8 @@ def main(llm_class, argv: list[str] | None = None) -> int:
 
 
 ENGINE_OPTIONS = ("dtype", "device", "attention", "load_format", "block_size", "num_blocks", "gpu_memory_utilization",
-                  "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "seed")
+                  "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
+                  "scheduling_policy", "enforce_eager", "seed")
 
 
 def _stream(llm, prompt: str, params: SamplingParams) -> None:
@@ -111,4 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-num-seqs", type=int, default=256)
     engine.add_argument("--max-num-batched-tokens", type=int, default=8192)
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    engine.add_argument("--scheduling-policy", default="fcfs", help="fcfs, priority")
+    engine.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs, no compiling: starts sooner, runs slower")
     return parser
