@@ -38,10 +38,12 @@ shape from its own query length alone, so its result does not depend on who shar
 """
 import math
 import os
+import warnings
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Callable, NamedTuple
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's complaint, where nothing needs numpy
 import torch
 import torch.nn.functional as F
 
