@@ -268,7 +268,7 @@ class Scheduler:
         return step
 
     def _admit(self, turn: int, step: Step) -> bool:
-        """Let the first waiting sequence run, if there is a seat and the blocks; who comes after it in the order gives way."""
+        """Let the first waiting sequence run, if there is a seat and the blocks: who comes after it in the order gives way."""
         seq = self.waiting[0]
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
@@ -280,7 +280,7 @@ class Scheduler:
         return True
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
-        """Blocks for the sequence's next tokens, taken from the end of the order if need be: from itself, when it is last."""
+        """Blocks for the sequence's next tokens, taken from the end of the order if need be; itself, when it is last."""
         while not self.block_manager.grow(seq, seq.num_computed_tokens + num_tokens):
             if self._preempt(step) is seq:
                 return False
@@ -443,7 +443,7 @@ class LLM:
     def get_tokenizer(self):
         """The checkpoint's tokenizer. ValueError if it has none that can be read."""
         if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("there is no tokenizer with load_format='dummy'; give prompts as token ids")
+            raise self.tokenizer_error or ValueError("with load_format='dummy' there is no tokenizer; give prompts as token ids")
         return self.tokenizer
 
     # ---- the step

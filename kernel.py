@@ -382,7 +382,8 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr):
+                           MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+                           PRECISION: tl.constexpr, ALONE: tl.constexpr):
     """DECODE: program (sequence, kv head, one of the programs that share its splits); num_splits is the most that any
     sequence has. Otherwise: program (entry of query_tiles, kv head)."""
     kv_head = tl.program_id(1)

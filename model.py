@@ -202,6 +202,30 @@ class Layer(nn.Module):
         return self.down(self.activate(self.up(x), self.config.activation, self.config.gated_mlp))
 
 
+class Embedding(nn.Module):
+    """A table of vectors. Like the other modules here it starts without values: `build_model` fills them in."""
+
+    def __init__(self, rows: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Linear(nn.Module):
+    """A matrix product, with a kernel of its own for one row where there is one (see `fuse`)."""
+    matrix_product = staticmethod(F.linear)
+
+    def __init__(self, size_in: int, size_out: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix_product(x, self.weight, self.bias)
+
+
 class Norm(nn.Module):
     """Adds a sublayer's output to the residual stream and norms the sum: (x, residual) -> (norm(sum), sum)."""
 
@@ -225,30 +249,6 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     if bias is None:
         return rms_norm(residual, weight, eps), residual
     return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
-
-
-class Embedding(nn.Module):
-    """A table of vectors. Like the other modules here it starts without values: `build_model` fills them in."""
-
-    def __init__(self, rows: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
-
-
-class Linear(nn.Module):
-    """A matrix product, with a kernel of its own for one row where there is one (see `fuse`)."""
-    matrix_product = staticmethod(F.linear)
-
-    def __init__(self, size_in: int, size_out: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size_out, size_in))
-        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.matrix_product(x, self.weight, self.bias)
 
 
 def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
