@@ -183,7 +183,7 @@ def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64,
     q = torch.randn(len(seq_lens) * query_len, 16, 128, device="cuda", dtype=torch.bfloat16)
     lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    tiles = kernel.make_query_tiles([query_len] * len(seq_lens),
+    tiles = kernel.make_query_tiles([query_len] * len(seq_lens), seq_lens,
                                     kernel.tokens_per_tile(2, 128, torch.bfloat16, q.device)).cuda()
 
     def every_layer():

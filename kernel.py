@@ -62,10 +62,10 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
 # num_splits changes from step to step; specialising on its value would compile the kernel again in the midst of serving
 jit = triton.jit(do_not_specialize=["num_splits"]) if triton else lambda function: function
 
-# A context is cut into pieces of a sixteenth of its tokens, but of 256 to 512, and never into more than 32 pieces:
+# A context is cut into pieces of a sixteenth of its tokens, but of 128 to 512, and never into more than 32 pieces:
 # smaller ones cost more in merging than they gain.
 MAX_SPLITS = 32
-MIN_SPLIT, MID_SPLIT = 256, 512
+MIN_SPLIT, MID_SPLIT = 128, 512
 
 
 def cdiv(a: int, b: int) -> int:
@@ -384,13 +384,14 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
                            PRECISION: tl.constexpr, ALONE: tl.constexpr):
-    """DECODE: program (sequence, kv head, one of the programs that share its splits); num_splits is the most that any
-    sequence has. Otherwise: program (entry of query_tiles, kv head)."""
-    kv_head = tl.program_id(1)
+    """DECODE: program (kv head, sequence, one of the programs that share its splits); num_splits is the most that any
+    sequence has. Otherwise: program (entry of query_tiles, kv head). Programs start in the order of the first axis, then
+    the second: in decode the heads of a sequence, which lie side by side in memory, run at the same time."""
     TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
     if DECODE:
-        seq, first = tl.program_id(0), 0
+        kv_head, seq, first = tl.program_id(0), tl.program_id(1), 0
     else:
+        kv_head = tl.program_id(1)
         seq = tl.load(query_tiles + 2 * tl.program_id(0))
         first = tl.load(query_tiles + 2 * tl.program_id(0) + 1) * TOKENS
         if seq < 0:  # padding
@@ -456,7 +457,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                     acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, split_end, position, scale, kc_block,
                     kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
             part, lse = _average(acc, row_max, row_sum)
-            piece = (seq.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_splits + split  # [sequence, head, split]
+            piece = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + head) * num_splits + split  # [sequence, head, split]
             tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], part, mask=q_valid)
             tl.store(split_lse + piece, lse, mask=row_valid)
     else:
@@ -544,7 +545,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     if max_query_len > 1:
         config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory)
         if query_tiles is None:
-            query_tiles = make_query_tiles(query_start_loc.diff().tolist(),
+            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(),
                                            tokens_per_tile(group, head_dim, q.dtype, q.device)).to(q.device)
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles), num_kv_heads)](
@@ -558,7 +559,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         if sharing > 1:
             split_out = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
             split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
-        paged_attention_kernel[(num_decodes, num_kv_heads, sharing)](
+        paged_attention_kernel[(num_kv_heads, num_decodes, sharing)](
             out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
             scale_log2, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
         if sharing > 1:
@@ -572,7 +573,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
     program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
-    return 1 if num_contexts >= 2048 else min(num_splits, max(4, cdiv(1024, num_contexts)))
+    return 1 if num_contexts >= 256 else min(num_splits, max(4, cdiv(1024, num_contexts)))
 
 
 def split_bound(max_seq_len: int) -> int:
@@ -580,14 +581,14 @@ def split_bound(max_seq_len: int) -> int:
     return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
 
 
-def make_query_tiles(query_lens: list[int], tokens_per_tile: int) -> torch.Tensor:
-    """The prefill's work list, [n, 2] int32 on the CPU: (sequence, tile of its queries), last tiles first.
+def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile: int) -> torch.Tensor:
+    """The prefill's work list, [n, 2] int32 on the CPU: (sequence, tile of its queries), longest context first.
 
-    The last tile of a prompt sees the longest context, so it takes longest; started first, it does not
-    end up running alone. Sequences with one new token are the decode launch's.
+    A tile takes as long as its context; the longest one, started first, does not end up running alone.
+    Sequences with one new token are the decode launch's.
     """
     tiles = [(seq, tile) for seq, n in enumerate(query_lens) if n > 1 for tile in range(cdiv(n, tokens_per_tile))]
-    tiles.sort(key=lambda entry: -entry[1])
+    tiles.sort(key=lambda entry: query_lens[entry[0]] - seq_lens[entry[0]] - entry[1] * tokens_per_tile)
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
 
 

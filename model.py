@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         # Every shape of one_row_product is a compilation of its own; beyond its limit torch silently stops compiling.
         settings = torch._dynamo.config
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
-        fused_norm, fused_activate = torch.compile(add_norm, dynamic=True), torch.compile(activate, dynamic=True)
+        fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
         fused_product = torch.compile(one_row_product, dynamic=False)
         for module in self.modules():
             if isinstance(module, Norm):
@@ -264,6 +264,19 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def compile_rows(function: Callable, num_tensors: int) -> Callable:
+    """torch.compile for any number of rows: the first dimension of the first num_tensors arguments may change. All other
+    sizes become constants of the generated kernel, which moves memory about twice as fast as one that reads them."""
+    compiled = torch.compile(function)
+
+    def call(*arguments):
+        for tensor in arguments[:num_tensors]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*arguments)
+
+    return call
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

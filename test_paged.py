@@ -217,9 +217,9 @@ def test_the_kernels_compile_and_fit_the_devices_shared_memory():
 
 
 @needs_kernel
-def test_the_work_list_starts_with_the_longest_tiles():
-    tiles = kernel.make_query_tiles([1, 40, 9, 1], 16).tolist()
-    assert tiles == [[1, 2], [1, 1], [1, 0], [2, 0]]
+def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
+    tiles = kernel.make_query_tiles([1, 40, 9, 20], [500, 40, 9, 100], 16).tolist()
+    assert tiles == [[3, 1], [3, 0], [1, 2], [1, 1], [1, 0], [2, 0]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -825,7 +825,7 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (dict(attention="flash"), "attention must be"), (dict(load_format="x"), "load_format must be"),
     (dict(scheduling_policy="x"), "scheduling_policy must be"), (dict(max_model_len=10**6), "more than the"),
     (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),
-    (dict(model="no/such"), "neither a directory nor bundled"),
+    (dict(model="./no/such"), "neither a directory nor bundled"),
 ])
 def test_bad_engine_options_get_a_sentence(options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):

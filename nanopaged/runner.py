@@ -125,7 +125,7 @@ class Runner:
             starts.append(starts[-1] + query_len)
         message = self._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
         batch = self._batch(message, torch.arange(num_seqs, device=self.device), max(query_lens), self.max_model_len,
-                            query_lens.count(1), self._query_tiles(query_lens))
+                            query_lens.count(1), self._query_tiles(query_lens, query_lens))
         for greedy, filters in ((False, False), (False, True), (True, False)):
             self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, greedy, filters)
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -136,8 +136,9 @@ class Runner:
     def launch(self, step) -> Callable[[], list[int]]:
         """Start computing an engine.Step; the function returned waits for it and gives the tokens of step.sampled."""
         self._update_rows(step)
-        # Sequences with one new token first: the kernel computes those and the others in two launches.
-        work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: pair[1] > 1)
+        # Sequences with one new token first: the kernel computes those and the others in two launches. Among them the
+        # longest first: what takes longest should not start last and run on alone.
+        work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: -pair[0].num_computed_tokens if pair[1] == 1 else 1)
         parts = self._flatten(work)
         greedy = all(seq.params.is_greedy for seq in step.sampled)
         filters = any(seq.params.has_filter for seq in step.sampled)
@@ -205,7 +206,7 @@ class Runner:
         message = self._send([*parts, indices])
         indices = message.pop()
         batch = self._batch(message, message[3][1:][indices] - 1, max(query_lens), max(parts[4]), query_lens.count(1),
-                            self._query_tiles(query_lens))
+                            self._query_tiles(query_lens, parts[4]))
         logits = self.model(batch, self.kv_cache, self.kernels)
         if not sampled:
             return torch.empty(0, dtype=torch.int64)
@@ -232,10 +233,10 @@ class Runner:
         self.last_tokens[rows] = tokens
         return tokens
 
-    def _query_tiles(self, query_lens: list[int]) -> Tensor | None:
+    def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor | None:
         if self.kernels is not TRITON:
             return None
-        return self._to_device(make_query_tiles(query_lens, self.query_tile))
+        return self._to_device(make_query_tiles(query_lens, seq_lens, self.query_tile))
 
     def _send(self, parts: list[list[int]]) -> list[Tensor]:
         """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import compile_rows
 from nanopaged.params import SMALLEST_TEMPERATURE
 
 
@@ -36,7 +37,7 @@ class Sampler:
     """Picks one token per row. `fused`: with the draw compiled, which reads the whole vocabulary once."""
 
     def __init__(self, fused: bool = False):
-        self.pick = torch.compile(pick, dynamic=True) if fused else pick
+        self.pick = compile_rows(pick, 4) if fused else pick
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row: logits [R, vocab_size] of any float type -> [R] int64."""
