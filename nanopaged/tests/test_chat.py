@@ -1,0 +1,238 @@
+"""Chat templates give, character for character, what `apply_chat_template` of Hugging Face transformers gives.
+
+golden/chat holds templates that use what those of Qwen3, Llama 3.1 and SmolLM2 use, with what transformers made of them
+(made by golden/chat/make_chat.py).
+"""
+import copy
+import json
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from nanopaged import chat
+from nanopaged.chat import ChatTemplate, load_chat_template
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "chat"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
+QUESTION = EXPECTED["conversations"]["question"]
+SHOW = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+TEXT = {"type": "text", "text": "a"}
+
+
+class StandingClock(datetime):
+    @classmethod
+    def now(cls):
+        return datetime.fromisoformat(EXPECTED["now"])
+
+
+@pytest.fixture(autouse=True)
+def standing_clock(monkeypatch):
+    monkeypatch.setattr(chat, "datetime", StandingClock)
+
+
+def render(source: str, messages=QUESTION, **arguments) -> str:
+    return ChatTemplate(source, EXPECTED["special_tokens"]).render(messages, **arguments)
+
+
+def complaint(function, *arguments, **more) -> str:
+    """The one sentence of the ValueError that a call must raise."""
+    with pytest.raises(ValueError) as error:
+        function(*arguments, **more)
+    message = str(error.value)
+    assert type(error.value) is ValueError and "\n" not in message and ". " not in message
+    return message
+
+
+def same(expected: str | dict, function, *arguments, **more) -> None:
+    """The text that transformers gives, or a complaint that says as much as its error."""
+    if isinstance(expected, str):
+        assert function(*arguments, **more) == expected
+        return
+    message = complaint(function, *arguments, **more)
+    if expected["error"] == "TemplateError":  # raise_exception: the template's own words
+        assert message.endswith("refuses the conversation: " + " ".join(expected["message"].split()))
+    else:
+        assert f"({expected['error']}: " in message
+
+
+@pytest.mark.parametrize("name", ["thinking", "dated", "default_system", "alternating", "parts", "language"])
+def test_conversations_like_transformers(name):
+    source = (GOLDEN / f"{name}.jinja").read_text(encoding="utf-8")
+    cases = [case for case in EXPECTED["cases"] if case[0] == name]
+    assert cases
+    for _, conversation, arguments, expected in cases:
+        tools = {"tools": EXPECTED["tools"][arguments["tools"]]} if "tools" in arguments else {}
+        same(expected, render, source, EXPECTED["conversations"][conversation], **arguments | tools)
+
+
+def test_snippets_like_transformers():
+    """Among them what the sandbox stops: ways to Python's internals, changes to the messages, huge ranges."""
+    for source, expected in EXPECTED["snippets"]:
+        same(expected, render, source, add_generation_prompt=False)
+
+
+def test_generation_prompt_is_the_default():
+    """As in vLLM's `chat`; transformers adds none unless asked."""
+    source = "{{ add_generation_prompt }}"
+    assert render(source) == "True" and render(source, add_generation_prompt=False) == "False"
+
+
+def write(path: Path, files: dict) -> Path:
+    for name, content in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("files, tools, expected", EXPECTED["checkpoints"])
+def test_files_like_transformers(tmp_path, files, tools, expected):
+    """Which file comes first, which of several templates is taken, and the special tokens by name."""
+    template = load_chat_template(write(tmp_path, files))
+    if isinstance(expected, dict):
+        assert "none named 'default'" in complaint(template.render, QUESTION, tools=tools)
+    else:
+        assert template.render(QUESTION, tools=tools) == expected
+
+
+def test_legacy_file_comes_last(tmp_path):
+    write(tmp_path, {"chat_template.json": {"chat_template": "legacy"}})
+    assert load_chat_template(tmp_path).render(QUESTION) == "legacy"
+    write(tmp_path, {"tokenizer_config.json": {"chat_template": None}})
+    assert load_chat_template(tmp_path).render(QUESTION) == "legacy"
+    write(tmp_path, {"tokenizer_config.json": {"chat_template": "config"}})
+    assert load_chat_template(tmp_path).render(QUESTION) == "config"
+
+
+def test_no_template(tmp_path):
+    assert load_chat_template(tmp_path) is None
+    assert load_chat_template(write(tmp_path, {"tokenizer_config.json": {"bos_token": "<s>"}})) is None
+    assert "chat_template=" in chat.NO_CHAT_TEMPLATE and ". " not in chat.NO_CHAT_TEMPLATE
+
+
+def test_own_template_with_the_checkpoints_special_tokens(tmp_path):
+    write(tmp_path, {"tokenizer_config.json": {"chat_template": "config", "bos_token": {"content": "<s>"},
+                                               "eos_token": None, "pad_token": 5, "add_bos_token": True}})
+    template = load_chat_template(tmp_path, "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_bos_token }}")
+    assert template.render(QUESTION) == "<s>|||"
+    assert template.render(QUESTION, bos_token="<B>", eos_token="<E>") == "<B>|<E>||"
+
+
+def test_broken_files(tmp_path):
+    for wrong in ("{", [5]):
+        write(tmp_path, {"tokenizer_config.json": wrong})
+        assert "tokenizer_config.json is not a JSON object" in complaint(load_chat_template, tmp_path)
+    for wrong in (5, [{"name": "default"}], {"default": None}):
+        write(tmp_path, {"tokenizer_config.json": {"chat_template": wrong}})
+        assert "must be a string" in complaint(load_chat_template, tmp_path)
+    write(tmp_path, {"tokenizer_config.json": {"chat_template": "a\n{% if %}"}})
+    assert "fails in line 2 (TemplateSyntaxError" in complaint(load_chat_template(tmp_path).render, QUESTION)
+
+
+def test_text_parts():
+    """One string for a template that would print the list, the parts for one that reads their texts."""
+    parts = [{"role": "user", "content": [TEXT, TEXT | {"text": "b"}]}]
+    joined = [{"role": "user", "content": "a\nb"}]
+    for name in ("thinking", "dated", "default_system", "alternating"):
+        source = (GOLDEN / f"{name}.jinja").read_text(encoding="utf-8")
+        for arguments in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+            assert render(source, parts, **arguments) == render(source, joined, **arguments)
+    for reading in ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
+                    "{{ messages[0].content[0]['text'] ~ 'b' }}",
+                    "{{ messages[0].content|map(attribute='text')|join }}"):
+        assert render(reading, parts) == "ab"
+    assert render("the text. {{ messages[0].content }}", parts) == "the text. a\nb"
+
+
+@pytest.mark.parametrize("messages, part", [
+    ("Hello", "messages must be a list"), (QUESTION[0], "messages must be a list"), (None, "not None"), ([], "not []"),
+    (["Hello"], "message 0 must be a dict"), ([*QUESTION, {"content": "x"}], "message 1 must be a dict"),
+    ([{"role": 1, "content": "x"}], "message 0 must be a dict"), ([QUESTION], "message 0 must be a dict"),
+    ([{"role": "user"}], "message 0 must have as content"), ([{"role": "user", "content": 5}], "not 5"),
+    ([{"role": "user", "content": None}], "not None"), ([{"role": "user", "content": {"text": "x"}}], "not {'text'"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], "not None"),
+    ([{"role": "user", "content": []}], "not []"), ([{"role": "user", "content": ["x"]}], "not ['x']"),
+    ([{"role": "user", "content": [TEXT, {"type": "text"}]}], "{'type': 'text'}]"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+    ([{"role": "user", "content": "x", "extra": object()}], "message 0 must be made of"),
+    ([{"role": "user", "content": "x", "extra": print}], "builtin_function"),
+])
+def test_wrong_messages(messages, part):
+    assert part in complaint(render, SHOW, messages)
+
+
+def test_wrong_arguments():
+    assert "tools must be" in complaint(render, SHOW, tools=[print])
+    assert "tools must be" in complaint(render, SHOW, tools={"name": "f"})
+    assert "template variables must be" in complaint(render, SHOW, helper=print)
+    endless = {}
+    endless["itself"] = endless
+    assert "tools must be made of" in complaint(render, SHOW, tools=[endless])
+    assert "set one of them to False" in complaint(render, SHOW, continue_final_message=True)
+
+
+def test_continuing_what_the_template_does_not_keep():
+    for source in ("nothing", "{{ messages[-1].content|upper }}", "{{ messages[-1].content[:-9] }}"):
+        assert "keeps the text" in complaint(render, source, add_generation_prompt=False, continue_final_message=True)
+    called = EXPECTED["conversations"]["tool call"][:2]
+    assert "needs text" in complaint(render, SHOW, called, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_what_is_given_stays_as_it_is():
+    source = (GOLDEN / "parts.jinja").read_text(encoding="utf-8")
+    for messages in (EXPECTED["conversations"]["tool steps"][:-1], EXPECTED["conversations"]["parts last"]):
+        before = copy.deepcopy(messages)
+        render(source, messages, add_generation_prompt=False, continue_final_message=True)
+        assert messages == before
+
+
+def test_the_template_gets_plain_data_only():
+    class Text(str):
+        def secret(self):
+            return "secret"
+    messages = [{"role": "user", "content": Text("x"), "name": Text("y")}]
+    assert "no attribute 'secret'" in complaint(render, "{{ messages[0].name.secret() }}", messages)
+    assert "no attribute 'secret'" in complaint(render, "{{ variable.secret() }}", variable=Text("z"))
+
+
+def test_huge_ranges_fail_at_once():
+    started = time.perf_counter()
+    assert "Range too big" in complaint(render, "{% for i in range(10 ** 12) %}{{ i }}{% endfor %}")
+    assert time.perf_counter() - started < 1
+
+
+def test_a_template_compiles_once():
+    compiled = chat._compiler()
+    assert compiled(SHOW) is compiled(SHOW)
+    assert render(SHOW) == render(SHOW) == f"user: {QUESTION[0]['content']}\n"
+
+
+@pytest.fixture
+def fresh_jinja():
+    chat._compiler.cache_clear()
+    yield
+    chat._compiler.cache_clear()
+
+
+def test_without_jinja2(monkeypatch, fresh_jinja):
+    for module in ("jinja2", "jinja2.ext", "jinja2.sandbox"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert "pip install jinja2" in complaint(render, SHOW)
+
+
+@pytest.mark.parametrize("version, fits", [
+    ("3.1.5", False), ("2.11", False), ("3.1.6", True), ("3.2.0rc1", True), ("4.0", True)])
+def test_only_a_safe_jinja2(monkeypatch, fresh_jinja, version, fits):
+    monkeypatch.setattr(chat, "version", lambda package: version)
+    if fits:
+        assert render("x") == "x"
+    else:
+        assert f"jinja2 {version} has known ways out" in complaint(render, "x")
+
+
+def test_importing_it_needs_nothing():
+    code = "import sys, nanopaged.chat; assert not {'jinja2', 'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
