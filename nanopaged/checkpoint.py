@@ -15,6 +15,7 @@ model's own. This module knows nothing about models: it hands out names and tens
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Iterator
 
@@ -23,6 +24,8 @@ import torch
 BUNDLED = {"shakespeare": Path(__file__).parent / "shakespeare"}
 WEIGHT_FILES = (    # the first of these that is there is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# "org/name" or, of the oldest models, "name"; by the rules of the Hub a path such as ./x, ~/x or x/y/z is none
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 MAX_HEADER_BYTES = 100_000_000    # the format's own limit; a table of contents beyond it is not one
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -32,18 +35,27 @@ DTYPES = {
 }
 
 
-def find_checkpoint(model: str) -> Path:
-    """The directory of a checkpoint: a bundled name ("shakespeare") or a path.
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: a bundled name ("shakespeare"), a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
 
-    Raises FileNotFoundError if there is no such directory or no config.json in it.
+    What is a directory here goes before a name on the Hub. Such a name is looked up in the cache of the Hugging Face
+    tools, and else downloaded into it, at `revision` (a branch, tag or commit): see nanopaged/hub.py, also for errors.
+
+    Raises FileNotFoundError if there is no such directory or no config.json in it, ValueError if that gets a revision.
     """
     path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if path.is_file():
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}); downloading from the Hub is "
-            "not supported yet: pass a local directory that holds config.json and the weights")
+        if not isinstance(model, str) or not HUB_NAME.fullmatch(model):
+            raise FileNotFoundError(
+                f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
+                "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
+        from nanopaged.hub import download    # here, so that what is local does not pay for it
+        return download(model, revision)
+    if revision is not None:
+        raise ValueError(f"revision {revision!r} was given with {path}, which is a directory and has none; leave it "
+                         "out, or pass the model's name on the Hub")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} holds no config.json, so it is not a checkpoint in Hugging Face layout")
     return path
@@ -70,6 +82,14 @@ def eos_token_ids(path: Path) -> set[int]:
             raise ValueError(f"{file}: eos_token_id is {value!r}, expected an integer, a list of integers or null")
         ids.update(found)
     return ids
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file beside the index that holds it. ValueError if the index has no such map."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f"{index}: expected a \"weight_map\" of tensor names to file names")
+    return weight_map
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,11 +127,8 @@ def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _read_shards(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that an index file lists, shard after shard. All shards are looked for before the first is read."""
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index}: expected a \"weight_map\" of tensor names to file names")
     shards = {}
-    for name, shard in weight_map.items():
+    for name, shard in read_weight_map(index).items():
         shards.setdefault(index.parent / shard, set()).add(name)
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise FileNotFoundError(f"{index.parent}: {len(missing)} of {len(shards)} shards that {index.name} names are "

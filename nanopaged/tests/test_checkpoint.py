@@ -73,11 +73,6 @@ def test_bundled_model_lies_in_the_package():
     assert checkpoint.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
 
 
-def test_a_name_that_is_no_directory_is_an_error_about_the_hub():
-    with pytest.raises(FileNotFoundError, match="'org/name'.*not supported yet.*local directory.*config.json"):
-        find_checkpoint("org/name")
-
-
 def test_a_directory_without_config_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no config.json"):
         find_checkpoint(str(tmp_path))

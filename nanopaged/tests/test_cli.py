@@ -228,7 +228,9 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
 
 
 @pytest.mark.parametrize("more", [[], ["--prompt", "y"]], ids=["one prompt", "two prompts"])
-def test_models_that_are_not_there(capsys, tmp_path, more):
+def test_models_that_are_not_there(capsys, tmp_path, monkeypatch, more):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
     file = tmp_path / "model.gguf"
     file.touch()
     for model, word in [("no/such", "no/such"), (str(tmp_path / "nowhere"), "nowhere"), (str(tmp_path), "config.json"),
