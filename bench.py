@@ -11,6 +11,7 @@ weight bytes / copy rate and FLOPs / product rate, attention at K and V bytes / 
 noisy: compare within a run. Peers' figures were taken by others on one H200, in another hour (README).
 """
 import argparse
+import gc
 import json
 import os
 import platform
@@ -231,6 +232,7 @@ def paging(limits: Limits, quick: bool) -> None:
 # --------------------------------------------------------------------------------------------------
 
 def random_llm(shape: str, **options) -> LLM:
+    gc.collect()  # the engine of the section before
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         return LLM(folder, load_format="dummy", enable_prefix_caching=False, **options)
@@ -372,9 +374,14 @@ print(time.time() - started)
 
 
 def start(limits: Limits, quick: bool) -> None:
-    """Process start to first token, with the compile caches empty and then full."""
+    """Process start to first token, with the compile caches empty and then full. Python's byte code is compiled before
+    either, as it is where pip has installed torch in the usual way."""
     with tempfile.TemporaryDirectory() as caches:
-        environment = os.environ | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+        environment = os.environ | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor",
+                                        PYTHONPYCACHEPREFIX=f"{caches}/python")
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        imports = "import torch._inductor.compile_fx, torch._inductor.codegen.triton, torch._inductor.select_algorithm"
+        subprocess.run([sys.executable, "-c", imports], env=environment, check=True, capture_output=True)
         for label, peer in (("cold", "vLLM 56, nano-vllm about 15"), ("warm", "")):
             started = time.time()
             subprocess.run([sys.executable, "-c", START.format(root=str(Path(__file__).parent))], env=environment, check=True,

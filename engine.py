@@ -37,15 +37,17 @@ from typing import Callable, Iterator
 
 from kernel import cdiv
 from model import ModelConfig
+from nanopaged.beam import BeamGroup
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_tensors
 from nanopaged.inputs import as_list, check_choice, check_number, check_sizes, read_prompt, wrap_int64
-from nanopaged.outputs import Request, RequestOutput
-from nanopaged.params import SamplingParams
+from nanopaged.outputs import Request, RequestOutput, beam_output
+from nanopaged.params import BeamSearchParams, SamplingParams
 from nanopaged.runner import Runner
 from nanopaged.tokenizer import load_tokenizer
 
-Status = Enum("Status", "WAITING RUNNING FINISHED")
+Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
+NULL = -1  # in a block table: that block fell out of the sliding window and is somebody else's now
 
 
 # --------------------------------------------------------------------------------------------------
@@ -57,21 +59,28 @@ class Sequence:
     """One text under way: a prompt and what has been generated after it."""
     token_ids: list[int]  # prompt and generated tokens
     params: SamplingParams
-    order: tuple  # (priority, arrival, sample): who is served first
+    order: tuple  # (priority, arrival, number in its request): who is served first
     max_tokens: int  # the sequence ends when it has so many, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     seed: int = 0
     request_id: str = ""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
+    siblings: "list[Sequence]" = ()  # of the same prompt, itself included: they share its blocks
+    waits_for_token: bool = False  # nothing more is computed of it before the host has seen the token it sampled last
+    num_candidates: int = 0  # a beam's: how many of its best next tokens the host wants to know
+    candidates: list | None = None  # these, (token, log probability) each; beam search, not the sampler, takes its pick
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
-    num_cached_tokens: int = 0  # those of them that were found there when it was admitted
+    num_held_tokens: int = 0  # those of them that were there when it was admitted: never written by this sequence
+    num_cached_tokens: int | None = None  # the same, when it was admitted first
     num_pending: int = 0  # tokens that a launched step samples and that are not known here yet
     block_table: list[int] = field(default_factory=list)
     row: int = -1  # its place in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of the table that the runner has
     num_registered_blocks: int = 0  # leading blocks of the table that have been offered for sharing
     identity: int = ROOT  # of the tokens in those blocks
+    num_null_blocks: int = 0  # leading entries of the table that are NULL
+    host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
     min_free_blocks: int = 0  # it was not admitted because fewer were free
     finish_reason: str | None = None
     stop_reason: int | None = None
@@ -99,6 +108,20 @@ class Sequence:
 # BlockManager
 # --------------------------------------------------------------------------------------------------
 
+@dataclass(eq=False, slots=True)
+class Step:
+    """What one step computes: for each scheduled sequence, how many tokens; and which of them sample a token. Before that,
+    blocks are moved: out to the host, copied, and in from the host, in this order."""
+    seqs: list[Sequence] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    registered: list[int] = field(default_factory=list)  # blocks that this step offers for sharing
+
+
 class BlockManager:
     """The pool of KV blocks: a reference count for each, a queue of the free ones, and which tokens the full ones hold.
 
@@ -108,30 +131,67 @@ class BlockManager:
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to its end. Its
     identity is the exact pair (identity of the block before it, its tokens), numbered as pairs come up, so there is
     no hash that could collide. A freed block keeps its identity until it is reused for something else.
+
+    **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. Whoever is to write into it
+    while others hold it, gets a copy; the last one writes into the original.
+
+    **Swapping.** A preempted sequence's blocks may wait on the host, in a second, smaller pool.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0,
+                 num_host_blocks: int = 0):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.window = window  # tokens that the next one sees, itself included, in any layer; 0: all
         self.ref_counts = [0] * num_blocks
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
+        self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
         self.cached: dict[tuple, tuple[int, int]] = {}  # (identity before, tokens) -> (block, identity)
         self.keys: dict[int, tuple] = {}  # block -> its key in `cached`
         self.identities = itertools.count(ROOT + 1)
-        self.registered_this_step: list[int] = []
+        self.step = Step()  # the one that is being scheduled
+        self.most_blocks = num_blocks  # that one sequence can hold
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all sequences admitted so far; of these, found in the cache
 
     @property
     def num_free_blocks(self) -> int:
         return len(self.free_queue)
 
+    def begin_step(self) -> Step:
+        # Host blocks that a step reads are not free before the next: it writes others to the host first.
+        self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
+        self.step = Step()
+        return self.step
+
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for its first num_tokens tokens. False, and nothing done, if too few are free."""
-        missing = cdiv(num_tokens, self.block_size) - len(seq.block_table)
-        if missing > len(self.free_queue):
+        """Give the sequence blocks for its first num_tokens tokens, those that will be written its own. False, and
+        nothing done, if too few are free."""
+        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_held_tokens)  # of the first token to write
+        first = position // self.block_size
+        is_shared = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
+        missing = cdiv(num_tokens, self.block_size) - len(table)
+        if missing + is_shared > len(self.free_queue):
             return False
+        if is_shared:  # copy-on-write
+            copy = self._take()
+            self.step.copies.append((table[first], copy))
+            self.ref_counts[table[first]] -= 1
+            table[first] = copy
+            seq.num_sent_blocks = min(seq.num_sent_blocks, first)
         for _ in range(missing):
-            seq.block_table.append(self._take())
+            table.append(self._take())
         return True
+
+    def slide(self, seq: Sequence) -> None:
+        """Free the blocks that have fallen out of the sliding window of the sequence's next token."""
+        for i in range(seq.num_null_blocks, self._num_unseen(seq.num_computed_tokens)):
+            self._release(seq.block_table[i])
+            seq.block_table[i] = NULL
+            seq.num_null_blocks = i + 1
+
+    def _num_unseen(self, position: int) -> int:
+        """How many leading blocks lie before the window of the token at this position."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def _take(self) -> int:
         """The block that has been free for longest. Whatever it held is forgotten."""
@@ -147,49 +207,104 @@ class BlockManager:
         if key is not None:
             del self.cached[key]
 
-    def free(self, seq: Sequence) -> None:
-        """Take the sequence's blocks back: its tail becomes reusable before its head, which others more likely share."""
-        for block in reversed(seq.block_table):
+    def _hold(self, block: int) -> None:
+        if block != NULL:
+            if self.ref_counts[block] == 0:
+                del self.free_queue[block]
+            self.ref_counts[block] += 1
+
+    def _release(self, block: int) -> None:
+        if block != NULL:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
-        seq.block_table = []
-        seq.num_computed_tokens = seq.num_registered_blocks = seq.num_sent_blocks = 0
+
+    def free(self, seq: Sequence) -> None:
+        """Take the sequence's blocks back: its tail becomes reusable before its head, which others more likely share."""
+        for block in reversed(seq.block_table):
+            self._release(block)
+        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
+        seq.block_table, seq.host_table = [], []
+        seq.num_computed_tokens = seq.num_registered_blocks = seq.num_sent_blocks = seq.num_null_blocks = 0
         seq.identity = ROOT
 
-    def find_prefix(self, seq: Sequence) -> tuple[list[int], int]:
-        """The longest run of cached full blocks that the sequence begins with, and the identity of its tokens."""
-        blocks, identity = [], ROOT
+    def swap_out(self, seq: Sequence) -> bool:
+        """Move the sequence's blocks to the host. False, and nothing done, if there is not enough room for them."""
+        computed, table = seq.num_computed_tokens, seq.block_table
+        if not computed or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
+            return False
+        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
+        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
+        self.free(seq)
+        seq.host_table, seq.num_computed_tokens = host_table, computed
+        return True
+
+    def find_prefix(self, seq: Sequence) -> tuple[list[int], int, int]:
+        """Blocks that hold the sequence's first tokens already: how many tokens, and the identity of the full blocks."""
+        blocks, identity, size = [], ROOT, self.block_size
         if self.enable_prefix_caching:
-            for end in range(self.block_size, len(seq.token_ids) + 1, self.block_size):
-                found = self.cached.get((identity, tuple(seq.token_ids[end - self.block_size:end])))
+            for end in range(size, len(seq.token_ids) + 1, size):
+                found = self.cached.get((identity, tuple(seq.token_ids[end - size:end])))
                 if found is None:
                     break
                 block, identity = found
                 blocks.append(block)
-        return blocks, identity
+        # A sibling that has the prompt shares its last block, too, though it is not full. Not with who has generated
+        # tokens already: it would have to copy that block before this step, which may only now compute it.
+        num_tokens = seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
+        for other in seq.siblings:
+            if (len(blocks) * size < num_tokens <= other.num_computed_tokens and other.status is Status.RUNNING
+                    and other.num_null_blocks <= self._num_unseen(num_tokens - 1)):
+                return other.block_table[:cdiv(num_tokens, size)], num_tokens, ROOT
+        return blocks, len(blocks) * size, identity
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the sequence's table with the cached blocks it can share. False, and nothing done, if the pool has too
-        few free blocks for the rest of its tokens."""
+        """Start the sequence's table with the blocks it can share and those that wait for it on the host. False, and
+        nothing done, if the pool has too few free blocks for the rest of its tokens."""
         if self.num_free_blocks < seq.min_free_blocks:  # as last time: do not look its prompt up again
             return False
-        blocks, identity = self.find_prefix(seq)
+        blocks, num_tokens, identity = self.find_prefix(seq)
+        num_held_tokens = max(num_tokens, seq.num_computed_tokens)  # it has computed some if it was swapped
+        # If everything is cached, the last token is still computed, for its logits; its K and V are not written again.
+        num_computed_tokens = min(num_held_tokens, seq.num_tokens - 1)
+        unseen = self._num_unseen(num_computed_tokens)
+        blocks[:unseen] = [NULL] * len(blocks[:unseen])
+        swapped, not_needed = seq.host_table[len(blocks):], seq.host_table[:len(blocks)]
         # A shared block that nobody holds at the moment lies in the free queue and has to leave it too.
-        needed = cdiv(seq.num_tokens, self.block_size) - sum(self.ref_counts[block] > 0 for block in blocks)
+        needed = cdiv(seq.num_tokens, self.block_size) - sum(block == NULL or self.ref_counts[block] > 0 for block in blocks)
+        needed -= swapped.count(NULL)
+        needed = min(needed, self.most_blocks)  # with a window, a text longer than the pool slides through it
         if needed > self.num_free_blocks:
             seq.min_free_blocks = needed
             return False
         for block in blocks:
-            if self.ref_counts[block] == 0:
-                del self.free_queue[block]
-            self.ref_counts[block] += 1
+            self._hold(block)
         seq.min_free_blocks = 0
-        seq.block_table, seq.num_registered_blocks, seq.identity = blocks, len(blocks), identity
-        seq.num_cached_tokens = len(blocks) * self.block_size
-        # If everything is cached, the last token is still computed, for its logits; its K and V are not written again.
-        seq.num_computed_tokens = min(seq.num_cached_tokens, seq.num_tokens - 1)
+        seq.num_held_tokens, seq.num_computed_tokens = num_held_tokens, num_computed_tokens
+        seq.block_table, seq.identity = blocks, identity
+        seq.num_registered_blocks = len(blocks) if identity != ROOT else 0
+        for host_block in swapped:
+            seq.block_table.append(NULL if host_block == NULL else self._take())
+            if host_block != NULL:
+                self.step.swaps_in.append((host_block, seq.block_table[-1]))
+        self.free_host_blocks += [block for block in not_needed if block != NULL]
+        seq.host_table, seq.num_null_blocks = [], 0
+        while seq.num_null_blocks < len(seq.block_table) and seq.block_table[seq.num_null_blocks] == NULL:
+            seq.num_null_blocks += 1
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = min(num_tokens, seq.num_prompt_tokens)
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += seq.num_cached_tokens
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child go on where the parent is, with the same blocks; who writes first will copy."""
+        for block in parent.block_table:
+            self._hold(block)
+        child.block_table = list(parent.block_table)
+        child.num_computed_tokens = child.num_held_tokens = parent.num_computed_tokens
+        child.num_registered_blocks, child.identity = parent.num_registered_blocks, parent.identity
+        child.num_null_blocks, child.num_cached_tokens = parent.num_null_blocks, parent.num_cached_tokens
 
     def register(self, seq: Sequence) -> None:
         """Offer the sequence's newly filled blocks for sharing. This happens when a step is scheduled, before K and V
@@ -201,30 +316,31 @@ class BlockManager:
             key = (seq.identity, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.cached:  # else another block holds the same tokens already, and ours stays private
                 block = seq.block_table[index]
+                if block == NULL:  # gone, and what follows it can only be found through it
+                    return
+                self._forget(block)  # by an identity whose predecessor has left the window
                 self.cached[key] = block, next(self.identities)
                 self.keys[block] = key
-                self.registered_this_step.append(block)
+                self.step.registered.append(block)
             seq.identity = self.cached[key][1]
             seq.num_registered_blocks = index + 1
 
-    def undo_registration(self) -> None:
+    def undo_registration(self, step: Step) -> None:
         """The step failed: what it was to write was not written."""
-        for block in self.registered_this_step:
+        for block in step.registered:
             self._forget(block)
+
+    def check_idle(self) -> None:
+        """With no request under way every block must be free. RuntimeError otherwise: a mistake in this file."""
+        self.begin_step()
+        held, held_on_host = self.num_blocks - len(self.free_queue), self.num_host_blocks - len(self.free_host_blocks)
+        if held or held_on_host or any(self.ref_counts):
+            raise RuntimeError(f"the engine is idle, yet {held} blocks and {held_on_host} host blocks are held: please report this")
 
 
 # --------------------------------------------------------------------------------------------------
 # Scheduler
 # --------------------------------------------------------------------------------------------------
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """What one step computes: for each scheduled sequence, how many tokens; and which of them sample a token."""
-    seqs: list[Sequence] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
 
 def by_order(seq: Sequence) -> tuple:
     return seq.order
@@ -236,7 +352,12 @@ class Scheduler:
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: list[Sequence] = []
+        self.max_chunk = max_num_batched_tokens  # tokens that one step computes of one sequence at most
+        if block_manager.window:  # window and chunk have to fit the pool, and may begin within a block
+            size, window = block_manager.block_size, block_manager.window
+            self.max_chunk = min(self.max_chunk, (block_manager.num_blocks - 1) * size - window)
+            block_manager.most_blocks = cdiv(window + self.max_chunk, size) + 1
+        self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
 
@@ -245,8 +366,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Give out the step's token budget from the front of the order."""
-        step, budget = Step(), self.max_num_batched_tokens
-        self.block_manager.registered_this_step = []
+        step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
             if may_admit and self.waiting and (turn == len(self.running)
@@ -257,9 +377,11 @@ class Scheduler:
                 break
             seq = self.running[turn]
             # Nothing follows a sequence's last possible token, so its K and V are never needed.
-            num_tokens = min(seq.num_tokens, seq.max_tokens - 1) - seq.num_computed_tokens
-            num_tokens = min(num_tokens, budget)
+            known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
+            num_tokens = min(known, seq.max_tokens - 1) - seq.num_computed_tokens
+            num_tokens = min(num_tokens, budget, self.max_chunk)
             if num_tokens > 0:
+                self.block_manager.slide(seq)
                 if not self._make_room(seq, num_tokens, step):
                     break
                 self._compute(seq, num_tokens, step)
@@ -270,14 +392,19 @@ class Scheduler:
     def _admit(self, turn: int, step: Step) -> bool:
         """Let the first waiting sequence run, if there is a seat and the blocks: who comes after it in the order gives way."""
         seq = self.waiting[0]
+        if seq in step.preempted:  # not before the next step: the token it sampled last may not be known here yet
+            return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
                 return False
             self._preempt(step)
         del self.waiting[0]
-        seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
-        self.running.insert(turn, seq)
+        self._seat(seq)
         return True
+
+    def _seat(self, seq: Sequence) -> None:
+        seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
+        insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Blocks for the sequence's next tokens, taken from the end of the order if need be; itself, when it is last."""
@@ -287,12 +414,15 @@ class Scheduler:
         return True
 
     def _preempt(self, step: Step) -> Sequence:
-        """Preemption by recompute: the last running sequence gives its blocks back and waits to start over. Its tokens
-        are kept, and often its blocks are still in the prefix cache when it comes back."""
+        """The last running sequence gives its blocks back. They are moved to the host, if there is room, and otherwise
+        computed again when it returns (preemption by swapping, by recompute); its tokens are kept."""
         seq = self.running[-1]
-        self._remove(seq)
-        seq.status = Status.WAITING
-        insort(self.waiting, seq, key=by_order)
+        is_swapped = self.block_manager.swap_out(seq)
+        self._unseat(seq)
+        if not is_swapped:
+            self.block_manager.free(seq)
+        seq.status = Status.SWAPPED if is_swapped else Status.WAITING
+        self.add(seq)
         step.preempted.append(seq)
         return seq
 
@@ -303,16 +433,51 @@ class Scheduler:
         if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples its next token
             seq.num_pending += 1
             step.sampled.append(seq)
+            seq.candidates = None if seq.candidates is None else []
         self.block_manager.register(seq)
 
-    def update(self, step: Step, tokens: list[int]) -> None:
-        """Take the tokens that a launched step sampled, in the order of step.sampled."""
-        for seq, token in zip(step.sampled, tokens, strict=True):
+    def update(self, step: Step, tokens: list[int], candidates: list | None = None) -> None:
+        """Take the tokens that a launched step sampled, in the order of step.sampled; for beams, what they may go on with."""
+        for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             seq.num_pending -= 1
-            if seq.status is not Status.FINISHED:  # it may have been aborted meanwhile
-                seq.append(token)
-                if seq.status is Status.FINISHED:
-                    self._remove(seq)
+            if seq.status is Status.FINISHED:  # it was aborted meanwhile
+                continue
+            if seq.candidates is not None:
+                seq.candidates = candidates[i]
+                continue
+            seq.append(token)
+            if seq.status is Status.FINISHED:
+                self._remove(seq)
+
+    def branch(self, beams: list[Sequence], spares: list[Sequence], origins: list[tuple[int, int]]) -> list[Sequence]:
+        """A step of beam search: for each (index of a beam, token) a sequence that continues this beam with this token. A
+        beam's first continuation is itself, others fork; beams without one die and are spares for the next time."""
+        parents = [beams[index] for index, _ in origins]
+        for beam in beams:
+            if beam not in parents:
+                self.retire(beam)
+                spares.append(beam)
+        children = [spares.pop() if parent in parents[:i] else parent for i, parent in enumerate(parents)]
+        for parent, child in zip(parents, children):
+            if child is not parent:
+                child.token_ids, child.status = list(parent.token_ids), Status.WAITING
+                if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+                    self.block_manager.fork(parent, child)
+                    self._seat(child)
+                else:  # its tokens are computed again, as after a preemption
+                    self.add(child)
+        for child, (_, token) in zip(children, origins):
+            child.token_ids.append(token)
+            child.candidates = []
+            if child.status is Status.FINISHED:  # it had been retired
+                child.status = Status.WAITING
+                self.add(child)
+        return children
+
+    def retire(self, seq: Sequence) -> None:
+        """Take a sequence out, for now or for good; its blocks are free at once."""
+        self._remove(seq)
+        seq.status = Status.FINISHED
 
     def abort(self, seq: Sequence) -> None:
         """Stop a sequence wherever it is; its blocks are free at once."""
@@ -322,16 +487,19 @@ class Scheduler:
 
     def undo(self, step: Step) -> None:
         """The step failed: forget what it promised, and let its sequences start over."""
-        self.block_manager.undo_registration()
+        self.block_manager.undo_registration(step)
         for seq in step.sampled:
             seq.num_pending -= 1
-        for seq in reversed(step.seqs):
+        for seq in step.preempted[::-1] + step.seqs[::-1]:  # what was to be swapped out has not been, either
             self._remove(seq)
             seq.status = Status.WAITING
             self.add(seq)
 
     def _remove(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
+        self._unseat(seq)
+
+    def _unseat(self, seq: Sequence) -> None:
         for queue in (self.running, self.waiting):
             index = bisect_left(queue, seq.order, key=by_order)
             if index < len(queue) and queue[index] is seq:
@@ -348,7 +516,8 @@ class Scheduler:
 class LLM:
     """A model and its engine. Names and defaults are vLLM's.
 
-    model: "shakespeare" (bundled) or a checkpoint directory in Hugging Face layout
+    model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
+    revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
     dtype: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "float16" or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
@@ -358,6 +527,8 @@ class LLM:
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
+    kv_cache_dtype: "auto" (as dtype), or "fp8": e4m3, half the memory of a token, so twice the blocks
+    swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
@@ -365,19 +536,22 @@ class LLM:
     Raises ValueError or FileNotFoundError, one sentence, for anything it cannot use.
     """
 
-    def __init__(self, model: str = "shakespeare", *, dtype: str = "auto", device: str = "auto",
+    def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
                  attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
+                 kv_cache_dtype: str = "auto", swap_space: float = 0, scheduling_policy: str = "fcfs",
+                 enforce_eager: bool = False, seed: int = 0):
         check_choice("load_format", load_format, ("auto", "dummy"))
+        check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
         check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         check_sizes(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens)
         check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
                      "a number above 0 and at most 1")
+        check_number("swap_space", swap_space, (int, float), lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none")
         check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
-        path = find_checkpoint(model)
+        path = find_checkpoint(model, revision)
         self.config = ModelConfig.from_hf(read_config(path))
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
@@ -391,13 +565,16 @@ class LLM:
         self.runner = Runner(
             self.config, None if load_format == "dummy" else read_tensors(path), dtype=dtype, device=device,
             attention=attention, seed=seed, block_size=block_size, max_model_len=max_model_len or limit,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, enforce_eager=enforce_eager)
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+            enforce_eager=enforce_eager)
         num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
-        if max_model_len is not None and num_blocks * block_size < max_model_len:
+        window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0  # else of no use
+        if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
             raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
                              f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
-        self.max_model_len = max_model_len or min(limit, num_blocks * block_size)
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching),
+        self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
+        num_host_blocks = self.runner.allocate_host_pool(swap_space)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks),
                                    max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
@@ -425,6 +602,8 @@ class LLM:
             Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j),
                      min(len(token_ids) + params.max_tokens, self.max_model_len), stop, wrap_int64(seed + j), str(arrival))
             for j in range(params.n)]
+        for seq in sequences:
+            seq.siblings = sequences
         request = Request(str(arrival), text, token_ids, sequences, self.tokenizer)
         self.requests[request.request_id] = request
         for seq in sequences:
@@ -462,6 +641,11 @@ class LLM:
                 while self.launched:
                     self._update()
                 raise
+        else:
+            self.scheduler.undo(step)  # blocks that it took back it will not move out
+            if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
+                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
+                    self.scheduler.retire(seq)
         if len(self.launched) > self.lookahead or not step.seqs:
             return self._update()
         return []
@@ -471,14 +655,16 @@ class LLM:
         if not self.launched:
             return []
         step, read_tokens = self.launched[0]
-        tokens = read_tokens()  # waits for the GPU; who is interrupted here can come back
+        tokens, candidates = read_tokens()  # waits for the GPU; who is interrupted here can come back
         self.launched.popleft()
-        self.scheduler.update(step, tokens)
+        self.scheduler.update(step, tokens, candidates)
         touched = dict.fromkeys(seq.request_id for seq in step.sampled)
         requests = [self.requests[request_id] for request_id in touched if request_id in self.requests]
         for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
+        if not (self.launched or self.scheduler.running or self.scheduler.waiting):
+            self.scheduler.block_manager.check_idle()
         return requests
 
     # ---- conveniences
@@ -504,6 +690,32 @@ class LLM:
             for request in requests:
                 self.abort_request(request.request_id)
         return [request.output() for request in requests]
+
+    def beam_search(self, prompts, params: BeamSearchParams) -> list[RequestOutput]:
+        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
+        says what a score is. Beams share the blocks of what they have in common."""
+        searches = []
+        try:
+            for prompt in as_list(prompts):
+                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+                arrival, max_len = next(self.arrivals), min(len(token_ids) + params.max_tokens, self.max_model_len)
+                group = BeamGroup(params, self.eos_token_ids, max_len - len(token_ids))
+                num_candidates = min(group.num_candidates, self.config.vocab_size)
+                first, *spares = [
+                    Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len + 1, request_id=f"beam {arrival}",
+                             waits_for_token=True, num_candidates=num_candidates, candidates=[]) for j in range(params.beam_width)]
+                searches.append((text, token_ids, group, [first], spares))
+                self.scheduler.add(first)
+            while not all(group.done for _, _, group, _, _ in searches):
+                self._step()
+                for _, _, group, beams, spares in searches:
+                    if beams and all(beam.candidates for beam in beams):
+                        beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
+        finally:
+            for *_, beams, _ in searches:
+                for beam in beams:
+                    self.scheduler.retire(beam)
+        return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""

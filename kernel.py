@@ -59,8 +59,11 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
     class tl:
         constexpr = int
 
-# num_splits changes from step to step; specialising on its value would compile the kernel again in the midst of serving
-jit = triton.jit(do_not_specialize=["num_splits"]) if triton else lambda function: function
+# Triton compiles a kernel again for other values of an integer (1, multiples of 16) and other alignments of a pointer. These
+# change from step to step, and nobody wants to wait for a compiler in the midst of serving.
+UNSTEADY = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
+jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=UNSTEADY) if triton
+       else lambda function: function)
 
 # A context is cut into pieces of a sixteenth of its tokens, but of 128 to 512, and never into more than 32 pieces:
 # smaller ones cost more in merging than they gain.

@@ -73,6 +73,11 @@ class ModelConfig:
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's
     transposed: bool = False  # GPT-2 stores its matrices [in, out]
 
+    @property
+    def window(self) -> int:
+        """How many tokens the next one sees, itself included, in the layer that sees most; 0: all."""
+        return max(self.sliding_windows) if self.sliding_windows and all(self.sliding_windows) else 0
+
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """From a checkpoint's config.json. ValueError: an architecture or a setting that is not supported."""
@@ -129,14 +134,14 @@ class Transformer(nn.Module):
             x = x + self.embed_positions(batch.positions + self.config.position_offset)
             rotation = None
         else:
-            rotation = self.rope_table[batch.positions]  # [T, head_dim]
-        residual = None
+            rotation = self.rope_table.index_select(0, batch.positions)  # [T, head_dim]
+        x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache):
             x, residual = layer(x, residual, rotation, batch, k_cache, v_cache, kernels)
         if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
             return x.new_empty(0, self.config.vocab_size)
         if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
-            x, residual = x[batch.logits_indices], residual[batch.logits_indices]
+            x, residual = x.index_select(0, batch.logits_indices), residual.index_select(0, batch.logits_indices)
         x, _ = self.norm(x, residual)
         return self.matrix_product(x, self.head.weight)
 
@@ -236,16 +241,15 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if config.norm == "layer" else None
         self.add_norm = add_norm
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        function = add_norm if residual is None else self.add_norm  # the first norm has nothing to add: not worth compiling
-        return function(x, residual, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.add_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 # The functions between the matrix products only move memory: on a GPU each is worth a kernel of its own, see `fuse`.
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm, or layer norm where there is a bias, of x + residual; and the sum itself."""
-    residual = x if residual is None else x + residual
+    residual = x + residual
     if bias is None:
         return rms_norm(residual, weight, eps), residual
     return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual

@@ -4,10 +4,12 @@ On a machine without a GPU the kernel runs in Triton's interpreter, in float32 a
 run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed by Hugging Face transformers
 (nanopaged/golden/make_models.py).
 """
+import json
+import os
 import random
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -16,10 +18,10 @@ import pytest
 import torch
 
 import kernel
-from engine import LLM, BlockManager, Scheduler, Sequence, Status
+from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import ModelConfig, rope_frequencies
-from nanopaged import SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
@@ -229,28 +231,42 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
 ARRIVALS = count()
 
 
-def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0):
+def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
     return Sequence(list(token_ids), GREEDY, (priority, next(ARRIVALS), 0),
-                    min(len(token_ids) + max_new, max_model_len))
+                    min(len(token_ids) + max_new, max_model_len), **fields)
+
+
+def siblings(n, *args, **kwargs):
+    """n samples of one prompt."""
+    seqs = [sequence(*args, **kwargs) for _ in range(n)]
+    for seq in seqs:
+        seq.siblings = seqs
+    return seqs
 
 
 def check_books(scheduler):
     """What the block manager promises, after every step."""
-    manager, holders = scheduler.block_manager, {}
+    manager, num_holders = scheduler.block_manager, Counter()
+    host_blocks = list(manager.free_host_blocks) + [host_block for host_block, _ in manager.step.swaps_in]
     for seq in scheduler.running + scheduler.waiting:
-        for block in seq.block_table:
-            holders.setdefault(block, []).append(seq)
-        assert len(set(seq.block_table)) == len(seq.block_table)
-        assert seq.status is Status.RUNNING or not seq.block_table
+        held = [block for block in seq.block_table if block != NULL]
+        assert len(set(held)) == len(held) and len(held) <= manager.most_blocks
+        assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL
+        assert not held or seq.status is Status.RUNNING
+        assert bool(seq.host_table) == (seq.status is Status.SWAPPED)
+        num_holders.update(held)
+        host_blocks += [block for block in seq.host_table if block != NULL]
+    assert sorted(host_blocks) == list(range(manager.num_host_blocks))
     for block in range(manager.num_blocks):
-        assert manager.ref_counts[block] == len(holders.get(block, []))
+        assert manager.ref_counts[block] == num_holders[block]
         assert (block in manager.free_queue) == (manager.ref_counts[block] == 0)
     for key, (block, _) in manager.cached.items():
         assert manager.keys[block] == key
     assert len(manager.cached) == len(manager.keys)
     assert len(scheduler.running) <= scheduler.max_num_seqs
-    assert [s.order for s in scheduler.running] == sorted(s.order for s in scheduler.running)
-    assert [s.order for s in scheduler.waiting] == sorted(s.order for s in scheduler.waiting)
+    assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
+    for queue in (scheduler.running, scheduler.waiting):
+        assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
 
 
 class FakeModel:
@@ -258,13 +274,24 @@ class FakeModel:
     every block can be checked, and a block that is overwritten, shared wrongly or found by mistake shows."""
 
     def __init__(self, scheduler, lookahead=0):
-        self.scheduler, self.slots, self.num_computed = scheduler, {}, 0
+        self.scheduler, self.slots, self.host, self.num_computed = scheduler, {}, {}, 0
+        self.events = Counter()
         self.lookahead, self.launched = lookahead, deque()
         self.unread = {}  # sequence -> tokens that were sampled and not told to the scheduler yet
 
     def slot(self, seq, position):
         size = self.scheduler.block_manager.block_size
+        assert seq.block_table[position // size] != NULL
         return seq.block_table[position // size] * size + position % size
+
+    def move_blocks(self, step):
+        """Out to the host, copies, in from the host, as the runner does it."""
+        size = self.scheduler.block_manager.block_size
+        for source, target, moves in ((self.slots, self.host, step.swaps_out), (self.slots, self.slots, step.copies),
+                                      (self.host, self.slots, step.swaps_in)):
+            contents = [[source.get(block * size + i) for i in range(size)] for block, _ in moves]
+            for (_, block), content in zip(moves, contents):
+                target.update((block * size + i, value) for i, value in enumerate(content))
 
     def tokens(self, seq):
         return seq.token_ids + self.unread.get(seq, [])
@@ -279,6 +306,11 @@ class FakeModel:
             return step
         if step.seqs:
             self.launch(step)
+        else:  # as LLM does it
+            self.scheduler.undo(step)
+            if not self.launched:
+                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
+                    self.scheduler.retire(seq)
         if len(self.launched) > self.lookahead or not step.seqs:
             self.update()
         return step
@@ -286,17 +318,21 @@ class FakeModel:
     def launch(self, step):
         self.num_computed += sum(step.num_tokens)
         manager = self.scheduler.block_manager
+        self.events.update(copies=len(step.copies), swaps_in=len(step.swaps_in), swaps_out=len(step.swaps_out),
+                           preempted=len(step.preempted), nulls=sum(seq.num_null_blocks for seq in step.seqs))
+        self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
-                if position >= seq.num_cached_tokens:
+                if position >= seq.num_held_tokens:
                     block = seq.block_table[position // manager.block_size]
                     # Others may list the block already, if they were admitted in this step: then they want just this.
                     assert manager.ref_counts[block] == 1 or any(
                         block in other.block_table and other in step.seqs for other in self.scheduler.running if other is not seq)
                     self.slots[self.slot(seq, position)] = tuple(self.tokens(seq)[:position + 1])
-        for seq in step.seqs:
-            for position in range(seq.num_computed_tokens):
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
+            oldest = max(0, seq.num_computed_tokens - num_tokens - manager.window + 1) if manager.window else 0
+            for position in range(oldest, seq.num_computed_tokens):
                 assert self.slots[self.slot(seq, position)] == tuple(self.tokens(seq)[:position + 1])
         # A small vocabulary, so that different sequences often generate the same text.
         sampled = [sum(self.tokens(seq)) * 31 % 3 for seq in step.sampled]
@@ -309,7 +345,7 @@ class FakeModel:
             step, sampled = self.launched.popleft()
             for seq in step.sampled:
                 self.unread[seq].pop(0)
-            self.scheduler.update(step, sampled)
+            self.scheduler.update(step, sampled, [[(token, 0.0)] for token in sampled])
 
     def run(self, *seqs, limit=10_000):
         for seq in seqs:
@@ -322,8 +358,10 @@ class FakeModel:
         raise AssertionError("the scheduler makes no progress")
 
 
-def fake(num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True, lookahead=0):
-    return FakeModel(Scheduler(BlockManager(num_blocks, block_size, caching), max_num_seqs, max_num_batched_tokens), lookahead)
+def fake(num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True, lookahead=0, window=0,
+         num_host_blocks=0):
+    manager = BlockManager(num_blocks, block_size, caching, window, num_host_blocks)
+    return FakeModel(Scheduler(manager, max_num_seqs, max_num_batched_tokens), lookahead)
 
 
 def test_a_sequence_runs_to_its_end_and_gives_everything_back():
@@ -507,33 +545,167 @@ def test_block_operations_do_not_depend_on_the_pool():
         assert [block for seq in step.seqs for block in seq.block_table] == list(range(12))
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("seed", range(8))
-def test_random_operations_keep_every_promise(seed, lookahead):
-    """Adds, steps, failing steps and aborts at random, on tiny pools; prompts are cut from few texts, so prefixes are
-    shared, evicted and generated all the time. FakeModel checks every slot, check_books the rest."""
-    rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 3, 4, 8])
-    max_len = rng.choice([20, 40])
-    num_blocks = cdiv(max_len, block_size) + rng.randint(0, 20)
-    model = fake(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]), caching=rng.random() < 0.8, lookahead=lookahead)
+def test_samples_of_a_prompt_compute_it_once_and_copy_the_block_that_they_write():
+    for caching in (True, False):
+        model = fake(caching=caching)
+        seqs = siblings(3, range(10), max_new=5)
+        for seq in seqs:
+            model.scheduler.add(seq)
+        step = model.step()
+        assert step.num_tokens == [10, 1, 1]  # the others want the last token's logits, and write nothing
+        assert seqs[0].block_table == seqs[1].block_table == seqs[2].block_table
+        last = seqs[0].block_table[2]
+        step = model.step()  # two write into a copy, the last one into the original
+        assert [block for block, _ in step.copies] == [last, last]
+        assert seqs[2].block_table[2] == last and len({seq.block_table[2] for seq in seqs}) == 3
+        assert seqs[0].block_table[:2] == seqs[1].block_table[:2] == seqs[2].block_table[:2]
+        model.run()
+        assert model.num_computed == 10 + 2 + 3 * 4
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copy():
+    model = fake()
+    for seq in siblings(4, range(8), max_new=3):
+        model.scheduler.add(seq)
+    model.run()
+    assert model.events["copies"] == 0
+
+
+def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
+    model = fake(num_blocks=6, num_host_blocks=20, caching=False)
+    seqs = [sequence([i] * 7, max_new=13) for i in range(3)]
+    model.run(*seqs)
+    assert model.events["swaps_out"] == model.events["swaps_in"] > 0
+    assert model.num_computed == 3 * 19  # every token once
+    short = fake(num_blocks=6, num_host_blocks=1)  # no room there: recompute
+    short.run(*[sequence([i] * 7, max_new=13) for i in range(3)])
+    assert short.events["preempted"] > 0 and short.events["swaps_out"] == 0 and short.num_computed > 3 * 19
+
+
+def test_a_swapped_sequence_takes_from_the_cache_what_is_still_there():
+    model = fake(num_blocks=6, num_host_blocks=20)
+    seqs = [sequence([i] * 8, max_new=12) for i in range(3)]
+    model.run(*seqs)
+    assert 0 < model.events["swaps_in"] < model.events["swaps_out"]
+
+
+@pytest.mark.parametrize("block_size, window, chunk", [(1, 5, 3), (4, 8, 8192), (4, 7, 3), (16, 5, 20)])
+def test_a_window_bounds_the_blocks_of_a_sequence_of_any_length(block_size, window, chunk):
+    num_blocks = cdiv(window + min(chunk, 40), block_size) + 1
+    model = fake(num_blocks, block_size, max_num_batched_tokens=chunk, window=window)
+    seq = sequence([i % 3 for i in range(200)], max_new=50)  # far more than the pool holds
+    model.scheduler.add(seq)
+    while seq.status is not Status.FINISHED:
+        step = model.step()
+        check_books(model.scheduler)
+        held = sum(block != NULL for block in seq.block_table)
+        assert held <= cdiv(window + sum(step.num_tokens), block_size) + 1
+    assert len(seq.token_ids) == 250 and model.scheduler.block_manager.num_free_blocks == num_blocks
+
+
+def test_the_cache_counts_what_it_saves():
+    model = fake()
+    model.run(sequence(range(10), max_new=1))
+    model.run(sequence(range(10), max_new=1), sequence([7] * 10, max_new=1))
+    manager = model.scheduler.block_manager
+    assert (manager.num_prompt_tokens, manager.num_cached_tokens) == (30, 8)
+
+
+@pytest.mark.parametrize("shortage", [dict(max_num_seqs=4), dict(num_blocks=14), dict(num_blocks=14, num_host_blocks=9)], ids=str)
+def test_a_flood_of_low_priority_never_delays_an_urgent_request_by_more_than_a_step(shortage):
+    model = fake(**shortage)
+    for i in range(30):
+        model.scheduler.add(sequence([i] * 8, max_new=8, priority=5))
+    for round in range(10):
+        model.step()
+        urgent = sequence([40 + round] * 8, max_new=2, priority=0)
+        model.scheduler.add(urgent)
+        assert urgent in model.step().seqs
+        model.step()
+        assert urgent.status is Status.FINISHED
+
+
+def test_an_idle_engine_checks_its_books():
+    model = fake()
+    model.run(sequence(range(9)))
+    model.scheduler.block_manager.check_idle()
+    model.scheduler.block_manager.ref_counts[3] += 1
+    with pytest.raises(RuntimeError, match="idle"):
+        model.scheduler.block_manager.check_idle()
+
+
+class FakeBeams:
+    """Beams that go on at random: what beam search does to the pool, whatever the model says."""
+
+    def __init__(self, model, prompt, width, max_len, rng):
+        first, *self.spares = [sequence(prompt, max_len, waits_for_token=True, candidates=[], num_candidates=1) for _ in range(width)]
+        self.scheduler, self.beams, self.width, self.max_len, self.rng = model.scheduler, [first], width, max_len, rng
+        self.scheduler.add(first)
+
+    def advance(self):
+        """Branch, if every beam's candidates are there. Ends at max_len tokens."""
+        if self.beams and all(beam.candidates for beam in self.beams):
+            count = self.width if len(self.beams[0].token_ids) < self.max_len - 1 else 0
+            origins = [(self.rng.randrange(len(self.beams)), self.rng.randint(0, 2)) for _ in range(count)]
+            self.beams = self.scheduler.branch(self.beams, self.spares, origins)
+            assert len(self.beams) + len(self.spares) == self.width
+
+    def stop(self):
+        for beam in self.beams:
+            self.scheduler.retire(beam)
+        self.beams = []
+
+
+NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))  # the long mode: as many as you have time for
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_keep_every_promise(seed):
+    """Adds, steps, failing steps, samples, beams, priorities and aborts in every state, on tiny pools with and without a
+    host pool and a window; prompts are cut from few texts, so prefixes are shared, evicted and generated all the time.
+    FakeModel checks every slot, check_books the rest."""
+    rng, events = random.Random(seed), Counter()
+    for _ in range(NUM_RANDOM_OPERATIONS // 4 // 250):
+        random_operations(250, rng, events)
+    assert all(events[name] > 0 for name in ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches")), events
+
+
+def random_operations(count, rng, events):
+    block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
+    window = rng.choice([0, 0, 1, 5, 11])
+    num_blocks = cdiv(window or max_len, block_size) + 2 + rng.randint(0, 20)
+    model = fake(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]), rng.random() < 0.8, rng.choice([0, 1]), window,
+                 rng.choice([0, 5, 50]))
     texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
-    scheduler, alive, finished = model.scheduler, [], 0
-    for _ in range(500):
+    scheduler, alive, searches = model.scheduler, [], []
+    for _ in range(count):
         action = rng.random()
-        if action < 0.35 and len(alive) < 20:
-            seq = sequence(rng.choice(texts)[:rng.randint(1, max_len - 1)], rng.randint(1, 20), max_len, rng.choice([0, 0, 1]))
-            alive.append(seq)
-            scheduler.add(seq)
-        elif action < 0.40 and alive:
+        prompt = rng.choice(texts)[:rng.randint(1, max_len - 1)]
+        if action < 0.30 and len(alive) < 20:
+            priority, new = rng.choice([0, 0, 1]), rng.randint(1, 20)
+            for seq in siblings(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority):
+                alive.append(seq)
+                scheduler.add(seq)
+        elif action < 0.33 and len(searches) < 3:
+            searches.append(FakeBeams(model, prompt, rng.randint(1, 4), max_len, rng))
+        elif action < 0.37 and alive:
             scheduler.abort(rng.choice(alive))
+        elif action < 0.38 and searches:
+            searches.pop(rng.randrange(len(searches))).stop()
         else:
             model.step(fail=action > 0.97)
+            for search in searches:
+                search.advance()
+                events["branches"] += bool(search.beams)
         check_books(scheduler)
-        finished += sum(seq.status is Status.FINISHED for seq in alive)
+        events["finished"] += sum(seq.status is Status.FINISHED for seq in alive)
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
+        searches = [search for search in searches if search.beams]
+    for search in searches:
+        search.stop()
     model.run()
-    assert finished > 5 and scheduler.block_manager.num_free_blocks == num_blocks
+    scheduler.block_manager.check_idle()
+    events.update(model.events)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -621,7 +793,7 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     prompts = [prompt.tolist() for prompt in prompts] * 2
     assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
     assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
-    if "num_blocks" in options:  # such a pool holds little more than the longest sequence
+    if "num_blocks" in options and not llm.scheduler.block_manager.window:  # such a pool holds little more than the longest sequence
         assert len(preemptions) >= 3
 
 
@@ -673,6 +845,93 @@ def test_n_samples_are_requests_with_seeds_of_their_own():
     for j, sample in enumerate(samples):
         assert sample.token_ids == tokens_of(llm.generate("KING:", SamplingParams(seed=5 + j, max_tokens=12)))[0]
     assert len({sample.text for sample in samples}) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# What a paged pool makes possible, with real models
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [{}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
+                                     dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
+def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
+    prompt = list(range(40, 51))
+    alone = [tokens_of(load().generate(prompt, SamplingParams(temperature=0.9, seed=7 + j, max_tokens=20)))[0] for j in range(6)]
+    output = load(**options).generate(prompt, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
+    assert [sample.token_ids for sample in output.outputs] == alone
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2"])
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
+def test_swapping_changes_no_output(variant, caching):
+    prompts, continuations, _ = expectations(variant)
+    prompts = [prompt.tolist() for prompt in prompts] * 3
+    swapped = 0
+    llm = load(variant, num_blocks=max(cdiv(len(p) + len(c), 4) for p, c in zip(prompts, continuations)) + 3, block_size=4,
+               swap_space=0.05, enable_prefix_caching=caching)
+    launch = llm.runner.launch
+
+    def count(step):
+        nonlocal swapped
+        swapped += len(step.swaps_in)
+        return launch(step)
+
+    llm.runner.launch = count
+    params = SamplingParams(temperature=0, max_tokens=len(continuations[0]), ignore_eos=True)
+    assert tokens_of(llm.generate(prompts, params)) == [c.tolist() for c in continuations] * 3
+    assert swapped > 0 or llm.scheduler.block_manager.window
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_a_window_lets_a_text_be_longer_than_the_pool():
+    """The mistral golden's window is 8 tokens; with room for every token as reference."""
+    prompt = [i * 7 % 200 for i in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = tokens_of(load("mistral").generate(prompt, params))
+    for options in (dict(num_blocks=5, block_size=4), dict(num_blocks=12, block_size=1), dict(num_blocks=3, block_size=16)):
+        llm = load("mistral", **options)
+        assert llm.max_model_len > options["num_blocks"] * options["block_size"]
+        assert tokens_of(llm.generate([prompt, prompt], params)) == expected * 2
+
+
+BEAM_CASES = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("model", sorted({case["model"] for case in BEAM_CASES}))
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_size=4, swap_space=0.01, max_num_seqs=2),
+                                     dict(enable_prefix_caching=False, max_num_batched_tokens=5)], ids=str)
+def test_beam_search_equals_transformers(model, options):
+    cases = [case for case in BEAM_CASES if case["model"] == model]
+    if "num_blocks" in options:
+        longest = max(len(case["prompt_token_ids"]) + case["max_tokens"] for case in cases)
+        options = options | dict(num_blocks=cdiv(longest, 4) + 2)
+    llm = load(model, **options)
+    for case in cases:
+        llm.eos_token_ids = frozenset(case["eos_token_ids"])
+        params = BeamSearchParams(**{name: case[name] for name in ("beam_width", "max_tokens", "length_penalty", "early_stopping")})
+        outputs = llm.beam_search([case["prompt_token_ids"]] * 2, params)
+        for output in outputs:
+            assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
+            for beam, expected in zip(output.outputs, case["expected"]):
+                assert beam.score == pytest.approx(expected["score"], abs=1e-4)
+                assert beam.cumulative_logprob == pytest.approx(expected["cumulative_logprob"], abs=1e-4)
+                assert beam.finish_reason == expected["finish_reason"]
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_beams_share_what_they_have_in_common():
+    llm = load(block_size=4, num_blocks=200)
+    manager, most = llm.scheduler.block_manager, 0
+    branch = llm.scheduler.branch
+
+    def watch(*args):
+        nonlocal most
+        beams = branch(*args)
+        most = max(most, manager.num_blocks - manager.num_free_blocks)
+        return beams
+
+    llm.scheduler.branch = watch
+    llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
+    assert most < 20 + 4 * 7  # the prompt's 20 blocks once; apart from it each beam has at most 24 tokens of its own
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None  # "stop" | "length" | "abort", None while it runs
     stop_reason: int | None = None  # the stop token that ended it, where it was one of stop_token_ids
+    cumulative_logprob: float | None = None  # the sum of its tokens' log probabilities, from beam search
+    score: float | None = None  # what beam search ranks it by
 
 
 @dataclass
@@ -50,5 +52,15 @@ class Request:
                 if seq.finish_reason:
                     self.texts[j] += self.detokenizers[j].finish()
             outputs.append(CompletionOutput(j, self.texts[j], token_ids, seq.finish_reason, seq.stop_reason))
-        cached = min(self.sequences[0].num_cached_tokens, len(self.prompt_token_ids))
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
+                             self.sequences[0].num_cached_tokens or 0)
+
+
+def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenizer) -> RequestOutput:
+    """What a beam.BeamGroup has found, best first."""
+    outputs = []
+    for index, beam in enumerate(group.results()):
+        visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+        text = tokenizer.decode(visible) if tokenizer else ""
+        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, None, beam.cumulative_logprob, beam.score))
+    return RequestOutput("", prompt, prompt_token_ids, outputs, group.done)

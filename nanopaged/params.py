@@ -1,51 +1,145 @@
 """How a request wants its tokens chosen, and when it wants to stop."""
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 from nanopaged.inputs import check_number
 
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
+LARGEST_BIAS = 100.0
 
 
 @dataclass
 class SamplingParams:
-    """Sampling settings of one request; names and defaults are vLLM's.
+    """Sampling settings of one request; names, order and defaults are vLLM's.
 
     n: how many samples; sample j of a request with seed s equals a request of its own with seed s + j
+    presence_penalty, frequency_penalty: taken off the logit of a token that has been generated: once, and as often as
+        it has been; from -2 to 2
+    repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
+        where it is negative; from 1e-6 to 1e6
     temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
     top_p, top_k, min_p: keep the smallest set of best tokens with total probability top_p; the top_k best
         (0 or -1: all); those with at least min_p times the best one's probability. All at once: the intersection
     seed: draws the same random numbers in any batch; None takes one from the engine's own seed
-    max_tokens: new tokens at most
+    stop: a string, or several, that end the text. It is cut before the one that is complete first
     stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
     ignore_eos: go on after end-of-sequence tokens
+    max_tokens: new tokens at most; None: as many as the model has positions for
+    min_tokens: so many new tokens before an end-of-sequence token, a stop token or a stop string can end the text
+    logprobs, prompt_logprobs: give the log probability of each generated token, or of each prompt token, and of so many
+        of the best tokens in its place beside it (0: none beside it, -1: all). Those of the model: before penalties,
+        biases, filters and temperature
+    skip_special_tokens: leave special tokens out of the text
+    include_stop_str_in_output: cut the text after the stop string, not before it
+    logit_bias: token id -> number that is added to its logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
+        written as strings, as they are in JSON
+    allowed_token_ids: no other tokens are drawn
+    bad_words: texts that are not generated: the token that would complete one is not drawn
+    logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, one after another, after
+        logit_bias and before the penalties. A batch with one is computed step by step, without lookahead
 
     Raises ValueError, one sentence, for a value out of range.
     """
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: list[Callable] | None = None
 
     def __post_init__(self):
         check_number("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
+        check_number("repetition_penalty", self.repetition_penalty, Real, lambda x: 1e-6 <= x <= 1e6,
+                     "a number from 1e-6 to 1e6")
         check_number("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
         check_number("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
         check_number("top_k", self.top_k, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
         check_number("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-        check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         if self.seed is not None:
             check_number("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
-        check_number("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        self._check_lengths()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), Integral, lambda x: x >= -1,
+                             "an integer of at least 0, or -1 for all tokens")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            check_number(name, getattr(self, name), bool, lambda x: True, "True or False")
+        self._check_lists()
+
+    def _check_lengths(self):
+        if self.max_tokens is not None:
+            check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1, or None")
+        check_number("min_tokens", self.min_tokens, Integral, lambda x: x >= 0, "an integer of at least 0")
+        if self.max_tokens is not None:
+            check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
+                         f"at most max_tokens {self.max_tokens}")
+
+    def _check_lists(self):
+        are_texts = lambda texts: all(isinstance(text, str) and text for text in texts)
+        if self.stop is not None:
+            check_number("stop", self.stop, (str, list, tuple), lambda x: x if isinstance(x, str) else are_texts(x),
+                         "a string that is not empty, or a list of them")
+        if self.bad_words is not None:
+            check_number("bad_words", self.bad_words, (list, tuple), are_texts, "a list of strings that are not empty")
         if self.stop_token_ids is not None:
-            check_number("stop_token_ids", self.stop_token_ids, (list, tuple, set, frozenset), lambda x: True, "a list of token ids")
-        for token in self.stop_token_ids or ():
-            check_number("stop_token_ids", token, Integral, lambda x: x >= 0, "a list of token ids")
+            _check_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if self.allowed_token_ids is not None:
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids, "a list of at least one token id", smallest=1)
+        if self.logit_bias is not None:
+            self.logit_bias = _read_bias(self.logit_bias)
+        if self.logits_processors is not None:
+            check_number("logits_processors", self.logits_processors, (list, tuple), lambda x: all(map(callable, x)),
+                         "a list of functions (token_ids, logits) -> logits")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ValueError if logit_bias or allowed_token_ids names a token that the model does not have."""
+        for name in ("logit_bias", "allowed_token_ids"):
+            token = max(getattr(self, name) or (), default=0)
+            if token >= vocab_size:
+                raise ValueError(f"{name} has token id {token}; the model's ids are 0 to {vocab_size - 1}")
+
+    @classmethod
+    def from_generation_config(cls, config: dict, **given) -> "SamplingParams":
+        """What a checkpoint's generation_config.json recommends, with `given` settings before it.
+
+        The keys read are vLLM's: repetition_penalty, temperature, top_k, top_p, min_p and max_new_tokens. Beyond them,
+        "do_sample": false is greedy decoding unless a temperature is given, as it is in transformers; where do_sample
+        is missing it is taken for true, as in vLLM.
+        """
+        keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+        read = {key: config[key] for key in keys if config.get(key) is not None}
+        if "max_new_tokens" in read:
+            read["max_tokens"] = read.pop("max_new_tokens")
+        if config.get("do_sample") is False:
+            read["temperature"] = 0.0
+        try:
+            cls(**read)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json cannot be used: {error}") from None
+        return cls(**read | given)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:
@@ -55,3 +149,61 @@ class SamplingParams:
     def has_filter(self) -> bool:
         """Some tokens are never drawn: top_k, top_p or min_p is set."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """The logits are changed before sampling (nanopaged/logits.py), be it by no logits processor."""
+        return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+def _check_token_ids(name: str, tokens, expected: str, smallest: int = 0) -> None:
+    """ValueError unless it is a collection of token ids, at least so many."""
+    check_number(name, tokens, (list, tuple, set, frozenset), lambda x: len(x) >= smallest, expected)
+    for token in tokens:
+        check_number(name, token, Integral, lambda x: x >= 0, expected)
+
+
+def _read_bias(bias: dict) -> dict[int, float]:
+    """logit_bias with integer ids and clamped numbers."""
+    expected = "a dict from token ids to numbers"
+    check_number("logit_bias", bias, dict, lambda x: True, expected)
+    result = {}
+    for token, value in bias.items():
+        token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
+        check_number("logit_bias", token, Integral, lambda x: x >= 0, expected)
+        check_number("logit_bias", value, Real, lambda x: x == x, expected)
+        result[token] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
+    return result
+
+
+@dataclass
+class BeamSearchParams:
+    """Settings of a beam search; nanopaged/beam.py says how it goes. Names are vLLM's; early_stopping is transformers'.
+
+    beam_width: beams that are followed at once, and results; 1 is greedy decoding
+    max_tokens: new tokens at most
+    length_penalty: results are ranked by cumulative log probability / length ** length_penalty, the length being that
+        of the generated tokens, end-of-sequence token included. Above 0 it favours longer texts, below 0 shorter ones
+    ignore_eos: go on after end-of-sequence tokens; then all results have max_tokens tokens
+    early_stopping: the search ends, once beam_width texts have ended, at once (True), when the best text under way does
+        not score higher as it stands (False), or when no text under way can score higher any more ("never")
+
+    Raises ValueError, one sentence, for a value out of range.
+    """
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    ignore_eos: bool = False
+    early_stopping: bool | str = False
+
+    def __post_init__(self):
+        check_number("beam_width", self.beam_width, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("length_penalty", self.length_penalty, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
+        check_number("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        if self.early_stopping != "never":
+            check_number("early_stopping", self.early_stopping, bool, lambda x: True, "True, False or 'never'")

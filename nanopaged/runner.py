@@ -7,6 +7,7 @@ What makes it fast on a GPU:
 
 - **Rows.** While a sequence runs it has a row in tensors that stay on the device: its block table, its last token,
   its sampling settings. A step sends only what is new, as one message of integers.
+- **Blocks move in bulk.** Copy-on-write and swapping move all layers of a step's blocks with one gather and one copy.
 - **The sampled token stays on the device** and is the next step's input there. The host may therefore launch step
   n + 1 before it has read the tokens of step n (`launch` returns a function that reads them).
 - **CUDA graphs.** A decode step launches hundreds of small kernels, and a CPU cannot launch them as fast as the GPU
@@ -16,7 +17,7 @@ What makes it fast on a GPU:
 import gc
 import struct
 from array import array
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,13 +34,14 @@ class Runner:
 
     def __init__(self, config: ModelConfig, tensors: Iterable | None, *, dtype: str, device: str, attention: str,
                  seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 enforce_eager: bool):
+                 kv_cache_dtype: str, enforce_eager: bool):
         self.config, self.max_model_len = config, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = _pick_device(device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if self.device.type == "cuda" else 16)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
+        self.kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else self.dtype
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
         self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
@@ -51,7 +53,7 @@ class Runner:
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
         rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
         self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
-        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # batch size -> graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
@@ -64,7 +66,7 @@ class Runner:
     def block_bytes(self) -> int:
         """Bytes of one block: K and V of block_size tokens in every layer."""
         c = self.config
-        return 2 * c.num_layers * self.block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
+        return 2 * c.num_layers * self.block_size * c.num_kv_heads * c.head_dim * self.kv_dtype.itemsize
 
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
@@ -76,19 +78,33 @@ class Runner:
         c = self.config
         try:
             pool = torch.empty(c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
-                               dtype=self.dtype, device=self.device)
+                               dtype=self.kv_dtype, device=self.device)
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
                              f"{self.device} does not have; lower num_blocks") from None
         self.kv_cache = [(layer[0], layer[1]) for layer in pool]
+        self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks whatever they hold
         if self.use_graphs:
             self._capture_graphs()
+        return num_blocks
+
+    def allocate_host_pool(self, swap_space: float) -> int:
+        """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks. ValueError if
+        there is not so much."""
+        num_blocks = int(swap_space * GIB) // self.block_bytes
+        layers, kinds, _, *block = self.pool.shape
+        try:
+            self.host_pool = torch.empty(num_blocks, layers, kinds, *block, dtype=torch.uint8,
+                                         pin_memory=self.device.type == "cuda" and num_blocks > 0)
+        except RuntimeError:
+            raise ValueError(f"swap_space of {swap_space} GiB is more host memory than can be had; lower it") from None
         return num_blocks
 
     @torch.inference_mode()
     def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
-        one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.dtype,
+        gc.collect()  # an engine that is not used any more may hold most of the card until then
+        one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
                                 device=self.device)
         self.kv_cache = [(one_block, one_block)] * self.config.num_layers
         full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
@@ -133,8 +149,10 @@ class Runner:
     # ---- a step
 
     @torch.inference_mode()
-    def launch(self, step) -> Callable[[], list[int]]:
-        """Start computing an engine.Step; the function returned waits for it and gives the tokens of step.sampled."""
+    def launch(self, step) -> Callable[[], tuple[list[int], list | None]]:
+        """Start computing an engine.Step. The function returned waits for it and gives the tokens of step.sampled, and
+        for sequences with num_candidates that many of their best tokens, as (token, log probability)."""
+        self._move_blocks(step)
         self._update_rows(step)
         # Sequences with one new token first: the kernel computes those and the others in two launches. Among them the
         # longest first: what takes longest should not start last and run on alone.
@@ -144,16 +162,45 @@ class Runner:
         filters = any(seq.params.has_filter for seq in step.sampled)
         size = self._graph_size(len(work)) if work[-1][1] == 1 else None
         if size is not None:
-            tokens = self._replay(size, parts, greedy, filters)
+            tokens, logits = self._replay(size, parts, greedy, filters)
             sampled = [seq for seq, _ in work]
         else:
             sampling = set(step.sampled)
             sampled = [seq for seq, _ in work if seq in sampling]
-            tokens = self._run(work, parts, sampled, greedy, filters)
-        if sampled == step.sampled:
-            return _reader(tokens, None)
+            tokens, logits = self._run(work, parts, sampled, greedy, filters)
         place = {seq: i for i, seq in enumerate(sampled)}
-        return _reader(tokens, [place[seq] for seq in step.sampled])
+        order = [place[seq] for seq in step.sampled]
+        num_candidates = max((seq.num_candidates for seq in sampled), default=0)
+        if not num_candidates:
+            read = _reader(tokens)
+        else:
+            best = torch.log_softmax(logits.float(), dim=-1).topk(num_candidates, dim=-1)
+            read = _reader(tokens, best.indices, best.values)
+
+        def read_in_order():
+            tokens, *best = read()
+            return [tokens[i] for i in order], best and [list(zip(best[0][i], best[1][i])) for i in order]
+
+        return read_in_order
+
+    def _move_blocks(self, step) -> None:
+        """Blocks to the host, copies within the pool, and blocks from the host, before anything is written. In this order: a
+        block may be copied or moved out, be free, and be taken for one that comes in."""
+        most = max(1, MOST_BYTES_MOVED // self.block_bytes)  # at once: they are gathered in between
+        for start in range(0, len(step.swaps_out), most):
+            blocks, host_blocks = map(list, zip(*step.swaps_out[start:start + most]))
+            gathered = self.pool.index_select(2, self._send([blocks])[0]).movedim(2, 0).contiguous()
+            for i, host, count in _runs(host_blocks):
+                self.host_pool[host:host + count].copy_(gathered[i:i + count], non_blocking=True)
+        if step.copies:
+            sources, copies = self._send(list(map(list, zip(*step.copies))))
+            self.pool.index_copy_(2, copies.long(), self.pool.index_select(2, sources))
+        for start in range(0, len(step.swaps_in), most):
+            host_blocks, blocks = map(list, zip(*step.swaps_in[start:start + most]))
+            gathered = torch.empty(len(blocks), *self.host_pool.shape[1:], dtype=torch.uint8, device=self.device)
+            for i, host, count in _runs(host_blocks):
+                gathered[i:i + count].copy_(self.host_pool[host:host + count], non_blocking=True)
+            self.pool.index_copy_(2, self._send([blocks])[0].long(), gathered.movedim(0, 2))
 
     def _update_rows(self, step) -> None:
         """Tell the device what is new in the rows of this step's sequences: table entries, and settings of new ones."""
@@ -165,7 +212,7 @@ class Runner:
                     settings += _settings(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += seq.block_table[seq.num_sent_blocks:]
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
         if cells:
             cells, blocks, rows, settings = self._send([cells, blocks, rows, settings])
@@ -185,7 +232,7 @@ class Runner:
                 input_ids.append(known[position] if position < len(known) else -1)
                 positions.append(position)
                 # In a shared block a token's K and V are there already, and are not written again.
-                cached = position < seq.num_cached_tokens
+                cached = position < seq.num_held_tokens
                 slots.append(-1 if cached else seq.block_table[position // size] * size + position % size)
             else:
                 start = end - num_tokens
@@ -199,8 +246,8 @@ class Runner:
             rows.append(seq.row)
         return [input_ids, positions, slots, starts, lens, rows]
 
-    def _run(self, work, parts: list[list[int]], sampled, greedy: bool, filters: bool) -> Tensor:
-        """The step kernel by kernel; the tokens of `sampled`, [num_samples]."""
+    def _run(self, work, parts: list[list[int]], sampled, greedy: bool, filters: bool) -> tuple[Tensor, Tensor]:
+        """The step kernel by kernel; the tokens of `sampled`, [num_samples], and their logits."""
         sampling, query_lens = set(sampled), [num_tokens for _, num_tokens in work]
         indices = [i for i, (seq, _) in enumerate(work) if seq in sampling]
         message = self._send([*parts, indices])
@@ -209,28 +256,28 @@ class Runner:
                             self._query_tiles(query_lens, parts[4]))
         logits = self.model(batch, self.kv_cache, self.kernels)
         if not sampled:
-            return torch.empty(0, dtype=torch.int64)
-        return self._sample(logits, message[5][indices], batch.seq_lens[indices], greedy, filters)
+            return torch.empty(0, dtype=torch.int64), logits
+        return self._sample(logits, message[5][indices], batch.seq_lens[indices], greedy, filters), logits
 
     def _batch(self, message: list[Tensor], logits_indices: Tensor, max_query_len: int, max_seq_len: int,
                num_decodes: int, query_tiles: Tensor | None) -> Batch:
         input_ids, positions, slots, starts, lens, rows = message
         # Only sequences with one new token can have one that is not known on the host, and they come first.
         ones, rest = input_ids[:num_decodes], input_ids[num_decodes:]
-        ones = torch.where(ones < 0, self.last_tokens[rows[:num_decodes]], ones)
+        ones = torch.where(ones < 0, self.last_tokens.index_select(0, rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
-        return Batch(input_ids, positions, slots, self.block_tables[rows], lens, starts, logits_indices,
+        return Batch(input_ids, positions, slots, self.block_tables.index_select(0, rows), lens, starts, logits_indices,
                      max_query_len, max_seq_len, num_decodes, query_tiles)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, greedy: bool, filters: bool) -> Tensor:
         """One token for each row of logits, kept as its sequence's last one."""
-        settings = self.settings[rows]
-        floats = settings.view(torch.float32)
+        settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS]
+        temperature, top_p, min_p = settings[:, :3].T.contiguous().view(torch.float32)
         tokens = self.sampler(logits, SamplingBatch(
-            temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], top_k=settings[:, 3],
+            temperature=temperature, top_p=top_p, min_p=min_p, top_k=settings[:, 3],
             seed=settings[:, 4:6].contiguous().view(torch.int64)[:, 0], position=positions.long(),
             all_greedy=greedy, any_filter=filters))
-        self.last_tokens[rows] = tokens
+        self.last_tokens.index_copy_(0, rows.long(), tokens.int())
         return tokens
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor | None:
@@ -257,30 +304,29 @@ class Runner:
         """Record a decode step for each of some batch sizes. Larger ones are padded up to the next by an eighth at most."""
         largest = min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
         sizes = {largest} | {size for size in GRAPH_SIZES if size < largest}
+        # Recordings compute nothing: slot -1 writes nothing, and row and query length 0 are nobody's.
         self.graph_input = torch.zeros(6 * largest + 1, dtype=torch.int32, device=self.device)
         pool = None
         gc.collect()
         gc.freeze()  # torch collects garbage before each recording: what is here now need not be looked at every time
+        for size in {largest} | (sizes & {1, 2}):  # compile what is not yet: one row and few rows have kernels of their own
+            self._decode(size)
         for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
-            message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
-            self.graph_input.zero_()
-            message[2].fill_(-1)  # the recording writes nothing
-            message[5].fill_(self.max_num_seqs)
-            self._decode(message)  # once outside: compiles what is not compiled yet
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits, tokens = self._decode(message)
+                logits, tokens = self._decode(size)
             pool = pool or graph.pool()
             self.graphs[size] = graph, logits, tokens
         gc.unfreeze()
 
-    def _decode(self, message: list[Tensor]) -> tuple[Tensor, Tensor]:
-        size = len(message[0])
+    def _decode(self, size: int) -> tuple[Tensor, Tensor]:
+        """A decode step of `size` sequences as the graph input has it; their logits and tokens."""
+        message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
         batch = self._batch(message, torch.arange(size, device=self.device), 1, self.max_model_len, size, None)
         logits = self.model(batch, self.kv_cache, self.kernels)
         return logits, self._sample(logits, message[5], batch.seq_lens, False, False)
 
-    def _replay(self, size: int, parts: list[list[int]], greedy: bool, filters: bool) -> Tensor:
+    def _replay(self, size: int, parts: list[list[int]], greedy: bool, filters: bool) -> tuple[Tensor, Tensor]:
         """The step by its graph, padded with rows of no sequence: no query, no slot, no length."""
         num_seqs = len(parts[0])
         padding = size - num_seqs
@@ -293,12 +339,13 @@ class Runner:
         if filters:  # the graph draws from all tokens; draw again from those that the filters leave
             rows = self.graph_input[5 * size + 1:5 * size + 1 + num_seqs]
             lens = self.graph_input[4 * size + 1:4 * size + 1 + num_seqs]
-            return self._sample(logits[:num_seqs], rows, lens, greedy, filters)
-        return tokens[:num_seqs]
+            return self._sample(logits[:num_seqs], rows, lens, greedy, filters), logits[:num_seqs]
+        return tokens[:num_seqs], logits[:num_seqs]
 
 
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 SETTINGS_INTS = 6
+MOST_BYTES_MOVED = 2**28
 
 
 def _integers(parts: list[list[int]]) -> Tensor:
@@ -312,21 +359,28 @@ def _settings(seq) -> tuple[int, ...]:
     return struct.unpack("6i", struct.pack("fffiq", p.temperature, p.top_p, p.min_p, min(p.top_k, 2**31 - 1), seq.seed))
 
 
-def _reader(tokens: Tensor, order: list[int] | None) -> Callable[[], list[int]]:
-    """A function that waits for the tokens and returns them, in the given order."""
-    if tokens.device.type == "cuda":
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Stretches of consecutive numbers: (index, first number, count)."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield start, numbers[start], end - start
+            start = end
 
-    def read() -> list[int]:
-        if tokens.device.type == "cuda":
-            done.synchronize()
-            values = host.tolist()
-        else:
-            values = tokens.tolist()
-        return values if order is None else [values[i] for i in order]
+
+def _reader(*tensors: Tensor) -> Callable[[], list[list]]:
+    """A function that waits for the tensors and returns them as lists."""
+    if tensors[0].device.type != "cuda":
+        return lambda: [tensor.tolist() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors):
+        copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[list]:
+        done.synchronize()
+        return [copy.tolist() for copy in copies]
 
     return read
 

@@ -13,28 +13,57 @@ from nanopaged.params import SamplingParams
 ROOT = Path(__file__).parents[2]
 NO_INTEGER = ["1", "", b"1", 1.0, 1.5, math.nan, math.inf, -math.inf, 1j, True, False, [1], (1,), {}, object]
 NO_NUMBER = ["0.5", "", b"1", math.nan, math.inf, -math.inf, 0.5j, True, False, [0.5], (), {}, object, None]
-NO_IDS = [5, 0, 1.5, True, False, "", "12", b"12"]  # for stop_token_ids; the elements are tested apart
+NO_IDS = [5, 0, 1.5, True, False, "", "12", b"12", {1: 2}]  # the elements are tested apart
+NO_BOOL = [None, 0, 1, 1.0, math.nan, "yes", "", [], [True]]
+NO_PENALTY = [*NO_NUMBER, -2.0001, 2.0001, -3, 10**400, -10**400]
+NO_COUNT = [*NO_INTEGER, -2, -2**70]  # of log probabilities
 BAD = {
     "n": [*NO_INTEGER, None, 0, -1, -2**70],
+    "presence_penalty": NO_PENALTY,
+    "frequency_penalty": NO_PENALTY,
+    "repetition_penalty": [*NO_NUMBER, 0, 0.0, -0.0, -1, 1e-300, 1.1e6, 1e39, 10**400],
     "temperature": [*NO_NUMBER, -1, -0.1, -1e-300, 1.1e6, 1e39, 10**400, -10**400],
     "top_p": [*NO_NUMBER, 0, 0.0, -0.0, -0.1, 1.0000001, 2, 100],
     "top_k": [*NO_INTEGER, None, -2, -2**70, 2**63, 2**70],
     "min_p": [*NO_NUMBER, -1e-300, -0.1, 1.0000001, 2],
     "seed": [*NO_INTEGER, 2**63, -2**63 - 1, 2**64],
-    "max_tokens": [*NO_INTEGER, None, 0, -1, -2**70],
+    "stop": ["", b"x", 5, True, [""], ["x", ""], [5], [b"x"], [None], [["x"]], {"x"}, {"x": 1}, object],
     "stop_token_ids": NO_IDS,
-    "ignore_eos": [None, 0, 1, 1.0, math.nan, "yes", "", [], [True]],
+    "ignore_eos": NO_BOOL,
+    "max_tokens": [*NO_INTEGER, 0, -1, -2**70],
+    "min_tokens": [*NO_INTEGER, None, -1, -2**70, 17, 2**70],  # max_tokens is 16
+    "logprobs": NO_COUNT,
+    "prompt_logprobs": NO_COUNT,
+    "skip_special_tokens": NO_BOOL,
+    "include_stop_str_in_output": NO_BOOL,
+    "logit_bias": [5, True, "", "12", [], [(1, 2.0)], {1, 2}, object],  # what is in it is tested apart
+    "allowed_token_ids": [*NO_IDS, [], (), set()],
+    "bad_words": ["", "x", b"x", 5, True, [""], ["x", ""], [5], [b"x"], [None], {"x"}, object],
+    "logits_processors": [5, True, "", len, [5], [len, None], ["x"], {len}, object],
 }
 GOOD = {
     "n": [1, 2, 1000],
+    "presence_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
+    "frequency_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
+    "repetition_penalty": [1, 1.0, 1.1, 0.5, 1e-6, 10**6, Fraction(11, 10)],
     "temperature": [0, 0.0, -0.0, 1, 2, 1e-300, 1e-6, 100.0, 10**6, Fraction(1, 2)],
     "top_p": [1, 1.0, 0.5, 1e-300, math.nextafter(1, 0)],
     "top_k": [-1, 0, 1, 50, 10**9, 2**63 - 1],
     "min_p": [0, 0.0, 1, 1.0, 0.05, 1e-300],
     "seed": [None, 0, 1, -1, 2**63 - 1, -2**63],
-    "max_tokens": [1, 16, 10**9],
+    "stop": [None, "x", " ", "\n\n", [], ["x"], ("x", "yz"), ["\u4e16", "x"]],
     "stop_token_ids": [None, [], [0], [1, 2, 3], (4, 5), {6}, frozenset({7})],
     "ignore_eos": [True, False],
+    "max_tokens": [None, 1, 16, 10**9],
+    "min_tokens": [0, 1, 16],
+    "logprobs": [None, -1, 0, 1, 20, 10**9],
+    "prompt_logprobs": [None, -1, 0, 1, 20, 10**9],
+    "skip_special_tokens": [True, False],
+    "include_stop_str_in_output": [True, False],
+    "logit_bias": [None, {}, {0: 1}, {5: -100, 6: 100.0, 7: 0.5, 8: Fraction(1, 2)}],
+    "allowed_token_ids": [None, [0], [1, 2, 3], (4, 5), {6}, frozenset({7})],
+    "bad_words": [None, [], ["x"], ("x", " y z")],
+    "logits_processors": [None, [], [max], (max, lambda token_ids, logits: logits)],
 }
 
 
@@ -61,11 +90,108 @@ def test_a_wrong_value_is_refused_with_its_name(name, value):
     assert message.endswith(f", not {value!r}")
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
 @pytest.mark.parametrize("value", ["1", 1.0, 1.5, math.nan, True, None, [1], -1, -2**70], ids=repr)
 @pytest.mark.parametrize("before", [[], [0, 1]], ids=["first", "last"])
-def test_a_wrong_stop_token_is_refused(before, value):
-    message = refusal(stop_token_ids=[*before, value])
-    assert message.startswith("stop_token_ids must be ") and message.endswith(f", not {value!r}")
+def test_a_wrong_token_in_a_list_is_refused(name, before, value):
+    message = refusal(**{name: [*before, value]})
+    assert message.startswith(f"{name} must be ") and message.endswith(f", not {value!r}")
+
+
+@pytest.mark.parametrize("token, value, wrong", [
+    ("x", 1, "x"), ("", 1, ""), ("-1", 1, "-1"), ("1.0", 1, "1.0"), ("\u0663", 1, "\u0663"), (1.0, 1, 1.0),
+    (True, 1, True), (None, 1, None), (-1, 1, -1), (1, "1", "1"), (1, None, None), (1, True, True), (1, 1j, 1j),
+    (1, [1], [1]),
+], ids=repr)
+def test_a_wrong_entry_of_logit_bias_is_refused(token, value, wrong):
+    message = refusal(logit_bias={0: 0.5, token: value})
+    assert message == f"logit_bias must be a dict from token ids to numbers, not {wrong!r}"
+
+
+def test_a_bias_that_is_no_number_is_refused():
+    assert refusal(logit_bias={0: math.nan}).endswith("not nan")
+
+
+def test_logit_bias_is_clamped_and_takes_the_ids_of_json():
+    given = {1: 5, "2": -1.5, 3: 1000, 4: -math.inf, "05": math.inf}
+    params = SamplingParams(logit_bias=given)
+    assert params.logit_bias == {1: 5, 2: -1.5, 3: 100, 4: -100, 5: 100}
+    assert given["2"] == -1.5 and given[3] == 1000  # the caller's dict stays as it is
+
+
+def test_min_tokens_may_be_max_tokens_and_anything_without_one():
+    SamplingParams(max_tokens=40, min_tokens=40), SamplingParams(max_tokens=None, min_tokens=10**9)
+    assert refusal(max_tokens=40, min_tokens=41) == "min_tokens must be at most max_tokens 40, not 41"
+
+
+@pytest.mark.parametrize("name, value", [("logit_bias", {5: 1.0, 99: 1.0, 7: 1.0}), ("allowed_token_ids", [5, 99, 7])])
+def test_tokens_that_the_model_does_not_have_are_refused(name, value):
+    params = SamplingParams(**{name: value})
+    params.check_vocabulary(100)
+    with pytest.raises(ValueError, match=f"^{name} has token id 99; the model's ids are 0 to 98$"):
+        params.check_vocabulary(99)
+    SamplingParams(logit_bias={}).check_vocabulary(1)
+
+
+def test_stop_strings_are_a_list():
+    assert SamplingParams().stop_strings == [] == SamplingParams(stop=[]).stop_strings
+    assert SamplingParams(stop="ab").stop_strings == ["ab"]
+    assert SamplingParams(stop=("a", "b")).stop_strings == ["a", "b"]
+
+
+@pytest.mark.parametrize("settings", [
+    dict(presence_penalty=-1), dict(frequency_penalty=0.1), dict(repetition_penalty=1.1), dict(min_tokens=1),
+    dict(logit_bias={1: 1.0}), dict(allowed_token_ids=[0]), dict(bad_words=["x"])], ids=str)
+def test_what_edits_the_logits_says_so(settings):
+    assert SamplingParams(**settings).edits_logits
+    assert SamplingParams(**settings).has_penalty == any("penalty" in name for name in settings)
+
+
+def test_what_leaves_the_logits_alone_says_so():
+    params = SamplingParams(temperature=0.5, top_p=0.5, stop="x", logprobs=5, prompt_logprobs=2, logit_bias={},
+                            bad_words=[], repetition_penalty=1, stop_token_ids=[5], logits_processors=[max])
+    assert params.edits_logits is False and params.has_penalty is False
+
+
+# --------------------------------------------------------------------------------------------------
+# generation_config.json
+# --------------------------------------------------------------------------------------------------
+
+QWEN3 = dict(bos_token_id=151643, do_sample=True, eos_token_id=[151645, 151643], pad_token_id=151643, temperature=0.6,
+             top_k=20, top_p=0.95, transformers_version="4.51.0")
+
+
+def test_a_generation_config_gives_defaults():
+    assert SamplingParams.from_generation_config({}) == SamplingParams()
+    assert SamplingParams.from_generation_config(QWEN3) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    every = dict(repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1, max_new_tokens=200)
+    assert SamplingParams.from_generation_config(every | dict(num_beams=4, typical_p=0.5)) == SamplingParams(
+        repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1, max_tokens=200)
+
+
+def test_null_in_a_generation_config_is_nothing():
+    assert SamplingParams.from_generation_config(dict(temperature=None, top_k=None, do_sample=None)) == SamplingParams()
+
+
+def test_what_is_given_goes_before_the_generation_config():
+    config = QWEN3 | dict(max_new_tokens=9)
+    params = SamplingParams.from_generation_config(config, temperature=0, max_tokens=None, n=3, top_k=0)
+    assert params == SamplingParams(n=3, temperature=0, top_p=0.95, max_tokens=None)
+
+
+@pytest.mark.parametrize("config", [dict(do_sample=False), dict(do_sample=False, temperature=0.6, top_k=20)], ids=str)
+def test_a_model_that_is_not_to_be_sampled_is_decoded_greedily(config):
+    assert SamplingParams.from_generation_config(config).is_greedy
+    assert SamplingParams.from_generation_config(config, temperature=0.9).temperature == 0.9
+    assert not SamplingParams.from_generation_config(config | dict(do_sample=True)).is_greedy
+
+
+@pytest.mark.parametrize("config", [dict(top_p=1.5), dict(temperature="hot"), dict(max_new_tokens=0)], ids=str)
+def test_a_generation_config_out_of_range_is_blamed(config):
+    with pytest.raises(ValueError, match="^generation_config.json cannot be used: (top_p|temperature|max_tokens) must"):
+        SamplingParams.from_generation_config(config)
+    with pytest.raises(ValueError, match="^min_p must be "):
+        SamplingParams.from_generation_config(QWEN3, min_p=2)
 
 
 @pytest.mark.parametrize("name, value", cases(GOOD))
@@ -81,7 +207,10 @@ def test_stop_token_ids_that_can_be_read_only_once_are_refused():
 
 def test_the_defaults_are_valid_and_those_of_the_design():
     assert SamplingParams() == SamplingParams(
-        n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, stop_token_ids=None, ignore_eos=False)
+        n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, stop_token_ids=None,
+        ignore_eos=False, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, stop=None, min_tokens=0,
+        logprobs=None, prompt_logprobs=None, skip_special_tokens=True, include_stop_str_in_output=False,
+        logit_bias=None, allowed_token_ids=None, bad_words=None, logits_processors=None)
 
 
 def test_settings_are_checked_together():
