@@ -37,7 +37,7 @@ class SamplingParams:
     allowed_token_ids: no other tokens are drawn
     bad_words: texts that are not generated: the token that would complete one is not drawn
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, one after another, after
-        logit_bias and before the penalties. A batch with one is computed step by step, without lookahead
+        logit_bias and before the penalties. They need the last token on the host, so they cost the lookahead
 
     Raises ValueError, one sentence, for a value out of range.
     """
@@ -156,7 +156,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """The logits are changed before sampling (nanopaged/logits.py), be it by no logits processor."""
+        """The logits are changed before sampling, logits processors aside (nanopaged/logits.py)."""
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 

@@ -1,0 +1,561 @@
+"""Edited logits and log probabilities: every row as the plain loops below compute it, whatever else is in the batch.
+
+The editor is seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
+knows one sequence, as Python lists.
+"""
+import math
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanopaged import logits as logits_module
+from nanopaged.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
+from nanopaged.params import SamplingParams
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+VOCAB = 40
+INF = math.inf
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+def editor_for(device, num_rows=16, vocab_size=VOCAB, **options) -> LogitsEditor:
+    def send(parts):
+        values = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
+        if device.type == "cuda":
+            values = values.pin_memory().to(device, non_blocking=True)
+        return list(values.split([len(part) for part in parts]))
+    return LogitsEditor(num_rows, vocab_size, device, send, **options)
+
+
+def normal(*shape, seed=0, scale=3.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def bits(tensor: torch.Tensor) -> list:
+    return tensor.view(torch.int32).tolist()
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference: one sequence, Python's lists
+# --------------------------------------------------------------------------------------------------
+
+def edit(logits: list[float], start: Start) -> list[float]:
+    """The logits of the token after start.output_ids."""
+    p, output, result = start.params, start.output_ids, list(logits)
+    for token in range(len(result)):
+        if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
+            result[token] = -INF
+        if len(output) < p.min_tokens and token in start.stop_ids:
+            result[token] = -INF
+        for word in start.bad_words:
+            before = word[:-1]
+            if word[-1] == token and len(output) >= len(before) and output[len(output) - len(before):] == before:
+                result[token] = -INF
+        result[token] += (p.logit_bias or {}).get(token, 0)
+    for function in p.logits_processors or ():
+        result = function(output, torch.tensor(result)).tolist()
+    for token in range(len(result)):
+        if token in start.prompt_ids or token in output:
+            repetition = p.repetition_penalty
+            result[token] = result[token] / repetition if result[token] > 0 else result[token] * repetition
+        result[token] -= p.frequency_penalty * output.count(token)
+        result[token] -= p.presence_penalty * (token in output)
+    return result
+
+
+def rank_and_best(logits: list[float], chosen: int, k: int) -> tuple[float, int, list[int], list[float]]:
+    peak = max(logits)
+    norm = peak + math.log(math.fsum(math.exp(x - peak) for x in logits))
+    best = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:k]
+    rank = sum(x >= logits[chosen] for x in logits)
+    return logits[chosen] - norm, rank, best, [logits[token] - norm for token in best]
+
+
+# --------------------------------------------------------------------------------------------------
+# Sequences that come and go
+# --------------------------------------------------------------------------------------------------
+
+def keep_even(token_ids, logits):
+    """A processor that changes what it is given: no odd token behind an odd number of tokens."""
+    logits[1::2] -= 50.0 * (len(token_ids) % 2)
+    return logits
+
+
+def halve(token_ids, logits):
+    return logits / 2
+
+
+def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Start:
+    """Each setting with some probability, few tokens so that they repeat; every fourth sequence has no settings."""
+    def maybe(value, chance=0.35):
+        return value if rng.random() < chance else None
+    tokens = lambda k: rng.choices(range(VOCAB), k=k)
+    settings = dict(
+        presence_penalty=maybe(rng.uniform(-2, 2)), frequency_penalty=maybe(rng.uniform(-2, 2)),
+        repetition_penalty=maybe(rng.uniform(0.3, 3)), min_tokens=maybe(rng.randint(1, 12)),
+        logit_bias=maybe({token: rng.uniform(-9, 9) for token in tokens(rng.randint(1, 8))}),
+        allowed_token_ids=maybe(tokens(rng.randint(5, 20)), 0.2),
+        logits_processors=maybe(rng.choices([keep_even, halve], k=rng.randint(1, 3))) if processors else None)
+    settings = {name: value for name, value in settings.items() if value is not None and rng.random() > 0.1}
+    if rng.random() < 0.25:
+        settings = {}
+    bad = [tokens(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if settings and rng.random() < 0.4 else []
+    params = SamplingParams(max_tokens=None, **settings, **(dict(bad_words=["word"]) if bad else {}))
+    return Start(row, params, tokens(rng.randint(1, 30)), tokens(num_output), frozenset(tokens(rng.randrange(4))), bad)
+
+
+class Engine:
+    """What a runner does with an editor, with random tokens, and a list of each sequence beside it."""
+
+    def __init__(self, device, num_rows, seed, processors=False):
+        self.device, self.num_rows, self.processors = device, num_rows, processors
+        self.rng, self.editor, self.sequences = random.Random(seed), editor_for(device, num_rows), {}
+
+    def start(self, rows, **settings):
+        starts = [random_sequence(row, self.rng, self.processors, **settings) for row in rows]
+        self.sequences |= {start.row: start for start in starts}
+        self.editor.start(starts)
+
+    def sample(self, rows, logits) -> torch.Tensor:
+        on_device = torch.tensor(rows, device=self.device)
+        sequences = [self.sequences[row] for row in rows]
+        lengths = torch.tensor([len(s.prompt_ids) + len(s.output_ids) for s in sequences], dtype=torch.int32)
+        hooks = [(i, s.params.logits_processors or [], s.output_ids) for i, s in enumerate(sequences)]
+        hooks = [hook for hook in hooks if hook[1]]
+        return self.editor(logits.to(self.device), on_device, lengths.to(self.device), hooks)
+
+    def note(self, rows):
+        """Tokens that end some bad word more often than chance would."""
+        tokens = []
+        for row in rows:
+            words = self.sequences[row].bad_words
+            tokens.append(self.rng.choice(self.rng.choice(words)) if words else self.rng.randrange(VOCAB))
+            self.sequences[row].output_ids.append(tokens[-1])
+        self.editor.add(torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device))
+
+    def some_rows(self):
+        return self.rng.sample(sorted(self.sequences), self.rng.randint(1, len(self.sequences)))
+
+
+@pytest.mark.parametrize("processors", [False, True], ids=["", "processors"])
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_batches_equal_the_reference(device, seed, processors):
+    """Rows start and start over, with tokens generated already or without, and sample in any order."""
+    engine, num_edited = Engine(device, 10, seed, processors), 0
+    for step in range(40):
+        new = engine.rng.sample(range(10), engine.rng.randrange(4) if step else 5)
+        engine.start(new, num_output=engine.rng.choice([0, 0, 7]))
+        rows = engine.some_rows()
+        logits = normal(len(rows), VOCAB, seed=step)
+        edited = engine.sample(rows, logits)
+        assert edited.dtype == torch.float32
+        for row, given, result in zip(rows, logits.tolist(), edited.tolist()):
+            assert result == pytest.approx(edit(given, engine.sequences[row]), rel=1e-5, abs=1e-5)
+            num_edited += result != given
+        engine.note(rows)
+    assert num_edited > 80
+
+
+def test_a_row_in_a_batch_equals_the_row_alone(device):
+    """Bit for bit, in a batch whose other rows use everything, and in an editor that has never seen another row."""
+    engine = Engine(device, 12, seed=7, processors=True)
+    engine.start(range(12))
+    for step in range(8):
+        rows = engine.some_rows()
+        logits = normal(len(rows), VOCAB, seed=step)
+        together = engine.sample(rows, logits)
+        for i, row in enumerate(rows):
+            assert bits(engine.sample([row], logits[i:i + 1])[0]) == bits(together[i])
+            other = Engine(device, 1, seed=0)
+            other.sequences[0] = engine.sequences[row]._replace(row=0)
+            other.editor.start([other.sequences[0]])
+            assert bits(other.sample([0], logits[i:i + 1])[0]) == bits(together[i])
+        engine.note(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_without_settings_keeps_every_bit(device, dtype):
+    engine = Engine(device, 20, seed=3)
+    engine.start(range(20))
+    plain = [row for row in range(20) if not engine.sequences[row].params.edits_logits]
+    assert 3 <= len(plain) <= 10 and not engine.editor.edits(plain) and engine.editor.edits(range(20))
+    for step in range(6):
+        logits = normal(20, VOCAB, seed=step).to(dtype)
+        logits[:, :6] = torch.tensor([0.0, -0.0, INF, -INF, 1e-40, -1e-40])  # the last two are subnormal
+        edited = engine.sample(list(range(20)), logits)
+        assert bits(edited[plain].cpu()) == bits(logits[plain].float())
+        engine.note(range(20))
+
+
+def test_the_given_logits_stay_as_they_are(device):
+    engine = Engine(device, 20, seed=4, processors=True)
+    engine.start(range(20))
+    for step in range(3):
+        logits = normal(20, VOCAB, seed=step).to(device)
+        before = logits.clone()
+        engine.sample(list(range(20)), logits)
+        assert torch.equal(logits, before)
+        engine.note(range(20))
+
+
+def test_half_precision_logits_are_edited_as_their_float32_values(device):
+    engine = Engine(device, 20, seed=5, processors=True)
+    engine.start(range(20), num_output=5)
+    logits = normal(20, VOCAB).bfloat16()
+    assert bits(engine.sample(list(range(20)), logits)) == bits(engine.sample(list(range(20)), logits.float()))
+
+
+def test_a_row_is_forgotten_when_another_sequence_starts_in_it(device):
+    """And takes nothing over where the next one's settings are others."""
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 5.0}, min_tokens=5,
+                            allowed_token_ids=[1, 2, 3], bad_words=["x"])
+    everything, logits = Start(0, params, [1, 2], [3, 3], {2}, [[3, 1], [4]]), normal(1, VOCAB)
+    for settings in ({}, dict(presence_penalty=1), dict(logit_bias={7: 1}), dict(min_tokens=1),
+                     dict(allowed_token_ids=[5])):
+        engine = Engine(device, 2, seed=0)
+        engine.editor.start([everything])
+        engine.sequences[0] = Start(0, SamplingParams(**settings), [9, 8, 7], [], {6}, [])
+        engine.editor.start([engine.sequences[0]])
+        assert engine.sample([0], logits)[0].tolist() == pytest.approx(edit(logits[0].tolist(), engine.sequences[0]))
+        assert engine.editor.edits([0]) == bool(settings) and not engine.editor.edits([1])
+
+
+def test_rows_that_edit_nothing_need_no_tables(device):
+    editor = editor_for(device, num_rows=1000, vocab_size=1000)
+    editor.start([Start(row, SamplingParams(temperature=0.5, top_p=0.9), [1, 2], [], {0}, []) for row in range(1000)])
+    assert not editor.edits(range(1000))
+    assert sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t)) < 2000
+
+
+def test_tables_hold_the_rows_that_need_them(device):
+    """Room for twice as many at most, and never for more rows than the engine has."""
+    editor = editor_for(device, num_rows=10, vocab_size=1000)
+    size = lambda: sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t))
+    for num_rows in (1, 3, 5, 9, 10):
+        for _ in range(5):  # starting over needs no more
+            editor.start([Start(row, SamplingParams(logit_bias={1: 1.0}), [1], [], (), []) for row in range(num_rows)])
+        assert (num_rows + 1) * 1000 <= size() <= min(2 * num_rows, 11) * 1000 + 100
+    editor.start([Start(4, SamplingParams(presence_penalty=1.0), [1], [], (), [])])
+    assert 22_000 <= size() <= 22_100
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_every_table_has_room_for_every_row(device, order):
+    """Also for rows that need it not, and that come after those that made it."""
+    kinds = [dict(repetition_penalty=2), dict(logit_bias={1: 5}), dict(min_tokens=3), dict(allowed_token_ids=[1, 2])]
+    engine, kinds = Engine(device, 17, seed=0), kinds[order:] + kinds[:order]
+    for row in range(17):
+        engine.sequences[row] = Start(row, SamplingParams(**kinds[row // 4 % 4]), [row], [], (2, 3), [])
+        engine.editor.start([engine.sequences[row]])
+        logits = normal(row + 1, VOCAB, seed=row)
+        for i, result in enumerate(engine.sample(list(range(row + 1)), logits).tolist()):
+            assert result == pytest.approx(edit(logits[i].tolist(), engine.sequences[i]))
+        engine.note(list(range(row + 1)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Each setting
+# --------------------------------------------------------------------------------------------------
+
+def edit_one(device, logits, prompt=(1,), output=(), stop=(), bad_words=(), **settings) -> list[float]:
+    """One row's logits, noted token by token."""
+    engine = Engine(device, 1, seed=0)
+    params = SamplingParams(**settings, bad_words=["word"] if bad_words else None)
+    engine.sequences[0] = Start(0, params, list(prompt), [], stop, list(bad_words))
+    engine.editor.start([engine.sequences[0]])
+    for token in output:
+        engine.editor.add(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([token], device=device))
+        engine.sequences[0].output_ids.append(token)
+    result = engine.sample([0], torch.tensor([logits]))[0].tolist()
+    assert result == pytest.approx(edit(logits, engine.sequences[0]))
+    return result
+
+
+def padded(*logits: float) -> list[float]:
+    return [*logits, *[0.0] * (VOCAB - len(logits))]
+
+
+def test_repetition_penalty(device):
+    """Prompt and output; what is likely and what is unlikely both become less likely."""
+    logits = padded(4.0, 4.0, -4.0, -4.0, 4.0)
+    result = edit_one(device, logits, prompt=[0, 2, 2], output=[4, 4], repetition_penalty=2.0)
+    assert result[:5] == [2.0, 4.0, -8.0, -4.0, 2.0]
+
+
+def test_presence_and_frequency_penalty(device):
+    """The output only, and by how often."""
+    logits = padded(1.0, 1.0, 1.0)
+    for frequency, presence, expected in ((0, 0.5, [1, 0.5, 0.5]), (0.5, 0, [1, 0.5, -0.5]), (-0.5, 1.5, [1, 0, 1])):
+        settings = dict(frequency_penalty=frequency, presence_penalty=presence)
+        assert edit_one(device, logits, [0, 0], [1, 2, 2, 2], **settings)[:3] == expected
+
+
+def test_repetition_comes_before_the_other_penalties_and_after_the_bias(device):
+    settings = dict(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.25, logit_bias={0: 4.0, 1: -3.0})
+    assert edit_one(device, padded(2.0, 2.0), [5], [0, 1, 1], **settings)[:2] == [6 / 2 - 1.25, -1.0 * 2 - 1.5]
+
+
+def test_tokens_that_are_not_allowed_stay_so_whatever_their_bias(device):
+    result = edit_one(device, padded(9.0, 1.0, 1.0), allowed_token_ids=[1, 2, 2], logit_bias={0: 100.0, 2: 3.0},
+                      presence_penalty=-2.0, output=[0, 0])
+    assert result == [-INF, 1.0, 4.0, *[-INF] * (VOCAB - 3)]
+
+
+def test_min_tokens_counts_generated_tokens(device):
+    for num_output in range(6):
+        result = edit_one(device, padded(5.0, 5.0, 5.0), [1] * 9, [7] * num_output, stop={0, 2}, min_tokens=4)
+        assert result[:3] == ([-INF, 5.0, -INF] if num_output < 4 else [5.0] * 3)
+
+
+def test_min_tokens_goes_on_after_a_preemption(device):
+    """The sequence starts over with what it has generated, which is no prompt."""
+    for num_output, expected in ((3, -INF), (4, 0.0)):
+        start = Start(0, SamplingParams(min_tokens=4), [1, 1], [1] * num_output, {2}, [])
+        editor = editor_for(device, 1)
+        editor.start([start])
+        length = torch.tensor([2 + num_output], device=device)
+        assert editor(torch.zeros(1, VOCAB, device=device), torch.zeros_like(length), length)[0, 2] == expected
+
+
+def test_stop_tokens_and_bad_words_that_the_model_does_not_have(device):
+    """A tokenizer may have more tokens than the model, which therefore never draws them."""
+    result = edit_one(device, padded(1.0), stop={VOCAB, 3}, bad_words=[[1, VOCAB + 5], [VOCAB, 0], [2]], min_tokens=4)
+    assert [token for token, logit in enumerate(result) if logit == -INF] == [2, 3]
+
+
+@pytest.mark.parametrize("output, banned", [
+    ([], {9}), ([5], {6, 9}), ([5, 5], {6, 9}), ([5, 6], {7, 9}), ([4, 5, 6], {7, 8, 9}), ([6], {9}),
+    ([5, 6, 5], {6, 9}), ([4, 5, 6, 0], {9}), ([0, 0, 4, 5, 6], {7, 8, 9}), ([4, 5, 4, 5], {6, 9}),
+], ids=str)
+def test_bad_words(device, output, banned):
+    """Only the token that would complete a word is not drawn, and the prompt does not count."""
+    words = [[9], [5, 6], [5, 6, 7], [4, 5, 6, 8]]
+    result = edit_one(device, padded(1.0), prompt=[4, 5, 6, 5], output=output, bad_words=words)
+    assert {token for token, logit in enumerate(result) if logit == -INF} == banned
+
+
+def test_token_0_in_bad_words(device):
+    """It is not the filling of short words, nor of what has not been generated yet."""
+    result = [edit_one(device, padded(1.0), output=output, bad_words=[[0, 5], [0, 0, 6], [1, 0]])
+              for output in ([], [0], [0, 0], [1])]
+    assert [{token for token, logit in enumerate(row) if logit == -INF} for row in result] == [set(), {5}, {5, 6}, {0}]
+
+
+def test_a_longer_bad_word_later_does_not_disturb_the_rows_before(device):
+    engine = Engine(device, 3, seed=0)
+    for row, words in enumerate(([[1, 2]], [[1, 2, 3, 4, 5], [6]], [[3, 4, 5], [1], [2], [7, 8]])):
+        engine.sequences[row] = Start(row, SamplingParams(bad_words=["x"]), [0], [], (), words)
+        engine.editor.start([engine.sequences[row]])
+        for token in (1, 2, 3, 4):
+            rows = list(range(row + 1))
+            logits = normal(row + 1, VOCAB, seed=token)
+            for i, result in enumerate(engine.sample(rows, logits).tolist()):
+                assert result == pytest.approx(edit(logits[i].tolist(), engine.sequences[i]))
+            engine.editor.add(torch.tensor(rows, device=device), torch.tensor([token] * len(rows), device=device))
+            for i in rows:
+                engine.sequences[i].output_ids.append(token)
+
+
+def test_many_generated_tokens_are_counted_exactly(device):
+    """A model that is rewarded for repeating itself does: more often than 16 bits count."""
+    start = Start(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000, (), [])
+    editor = editor_for(device, 1)
+    editor.start([start])
+    result = editor(torch.zeros(1, VOCAB, device=device), torch.zeros(1, dtype=torch.int64, device=device),
+                    torch.tensor([70_001], device=device))
+    assert result[0, 0] == -35_000
+
+
+# --------------------------------------------------------------------------------------------------
+# Logits processors
+# --------------------------------------------------------------------------------------------------
+
+def test_processors_run_one_after_another_between_bias_and_penalties(device):
+    seen = []
+    def first(token_ids, logits):
+        seen.append((token_ids, logits.tolist()[:3], logits.shape, logits.dtype))
+        return logits + 1
+    def second(token_ids, logits):
+        return logits * 10
+    engine = Engine(device, 2, seed=0)
+    params = SamplingParams(logit_bias={0: 5.0}, allowed_token_ids=[0, 1], frequency_penalty=2.0,
+                            logits_processors=[first, second])
+    engine.sequences = {1: Start(1, params, [3], [0], (), [])}
+    engine.editor.start(list(engine.sequences.values()))
+    result = engine.sample([1], torch.ones(1, VOCAB))
+    assert seen == [([0], [6.0, 1.0, -INF], (VOCAB,), torch.float32)]
+    assert result[0, :3].tolist() == [70.0 - 2, 20.0, -INF]
+
+
+@pytest.mark.parametrize("settings", [{}, dict(logit_bias={0: 1.0})], ids=str)
+def test_a_processor_may_change_the_logits_in_place(device, settings):
+    engine = Engine(device, 3, seed=0)
+    def process(token_ids, logits):
+        return logits.fill_(7)
+    params = [SamplingParams(**settings, logits_processors=processors) for processors in (None, [process], None)]
+    engine.sequences = {row: Start(row, params[row], [3], [], (), []) for row in range(3)}
+    engine.editor.start(list(engine.sequences.values()))
+    logits = torch.zeros(3, VOCAB)
+    assert engine.sample([0, 1, 2], logits)[:, 5].tolist() == [0, 7, 0] and not logits.any()
+
+
+@pytest.mark.parametrize("result, given", [(None, "None"), (torch.zeros(3), r"one of shape \[3\]"), (0.5, "0.5")])
+def test_a_processor_that_returns_no_logits_is_refused(device, result, given):
+    editor, rows = editor_for(device), torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=rf"^a logits processor must return a tensor of shape \[40\], not {given}$"):
+        editor(torch.zeros(1, VOCAB, device=device), rows, rows, [(0, [lambda token_ids, logits: result], [])])
+
+
+# --------------------------------------------------------------------------------------------------
+# On a GPU's path
+# --------------------------------------------------------------------------------------------------
+
+class CountOperations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_the_work_does_not_depend_on_the_number_of_rows(device):
+    """The same operations for 2 rows and for 50, for one sequence that starts and for 20: no Python for each row."""
+    engine = Engine(device, 50, seed=6)
+    engine.start(range(50))
+    counts = []
+    for rows in ([3, 11], list(range(50))):
+        tensor, logits = torch.tensor(rows, device=device), normal(len(rows), VOCAB).to(device)
+        with CountOperations() as counter:
+            engine.editor(logits, tensor, tensor + 30)
+            engine.editor.add(tensor, tensor % VOCAB)
+        counts.append(counter.count)
+    assert counts[0] == counts[1] < 80
+    counts, editing = [], [start for start in engine.sequences.values() if start.params.edits_logits]
+    for num_starts in (2, 20):
+        with CountOperations() as counter:
+            engine.editor.start(editing[:num_starts])
+        counts.append(counter.count)
+    assert counts[0] == counts[1] < 80
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_host_does_not_wait_for_the_device():
+    engine = Engine(torch.device("cuda"), 10, seed=1)
+    rows, logits = torch.arange(10, device="cuda"), normal(10, VOCAB).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.start(range(10))
+        engine.editor(logits, rows, rows + 30)
+        engine.editor.add(rows, rows)
+        top_logprobs(logits, rows, 5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiled_arithmetic_gives_the_same():
+    device, engine = torch.device("cuda"), Engine(torch.device("cuda"), 20, seed=2)
+    fused = editor_for(device, 20, fused=True)
+    engine.start(range(20), num_output=5)
+    fused.start(list(engine.sequences.values()))
+    for rows in ([4], list(range(20)), [5, 6, 7]):
+        logits, index = normal(len(rows), VOCAB).cuda().bfloat16(), torch.tensor(rows, device=device)
+        expected = engine.editor(logits, index, index * 0 + 30)
+        torch.testing.assert_close(fused(logits, index, index * 0 + 30), expected, rtol=1e-6, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Log probabilities
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("k", [0, 1, 5, VOCAB])
+def test_logprobs_equal_the_reference(device, k):
+    logits, chosen = normal(30, VOCAB), torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(1))
+    logits[::3] = logits[::3].round()  # equal ones
+    logits[::4, ::3] = -INF
+    logprobs, ranks, ids, best = (t.tolist() for t in top_logprobs(logits.to(device), chosen.int().to(device), k))
+    for row in range(30):
+        expected = rank_and_best(logits[row].tolist(), chosen[row].item(), k)
+        assert (ranks[row], ids[row]) == expected[1:3]
+        assert [logprobs[row], *best[row]] == pytest.approx([expected[0], *expected[3]], abs=1e-5)
+
+
+def test_all_logprobs(device):
+    logits, chosen = normal(3, VOCAB).to(device), torch.arange(3, device=device)
+    for k in (-1, 10**12):
+        for given, expected in zip(top_logprobs(logits, chosen, k), top_logprobs(logits, chosen, VOCAB), strict=True):
+            assert torch.equal(given, expected)
+
+
+def test_no_rows_have_no_logprobs(device):
+    logits, chosen = torch.zeros(0, VOCAB, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    assert [result.shape for result in top_logprobs(logits, chosen, 3)] == [(0,), (0,), (0, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_of_a_row_are_those_of_the_row_alone(device, dtype, monkeypatch):
+    """With ties among bfloat16 logits, and in pieces of any size."""
+    logits, chosen = normal(40, 3000).to(device, dtype), torch.arange(40, device=device)
+    together = top_logprobs(logits, chosen, 20)
+    assert torch.equal(together[3], together[3].sort(descending=True).values)
+    alone = [top_logprobs(logits[i:i + 1], chosen[i:i + 1], 20) for i in range(40)]
+    monkeypatch.setattr(logits_module, "LOGPROBS_AT_ONCE", 7 * 3000 + 5)
+    pieces = top_logprobs(logits, chosen, 20)
+    for i in range(40):
+        for a, b, c in zip(together, alone[i], pieces):
+            assert torch.equal(a[i], b[0]) and torch.equal(a[i], c[i])
+
+
+def test_logprobs_of_broken_logits_have_ids_of_the_vocabulary(device):
+    logits = normal(3, VOCAB)
+    logits[0], logits[1, 5], logits[2, 7] = math.nan, INF, -math.nan
+    ids = top_logprobs(logits.to(device), torch.zeros(3, dtype=torch.int64, device=device), VOCAB)[2]
+    assert ids.sort().values.tolist() == [list(range(VOCAB))] * 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad words as texts
+# --------------------------------------------------------------------------------------------------
+
+class WordTokenizer:
+    """Known pieces of text, the longest first, and a token of its own for every other character."""
+    pieces = [" bad", "bad", " very", "very", "  ", " "]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        ids = []
+        while text:
+            piece = next((piece for piece in self.pieces if text.startswith(piece)), text[0])
+            ids.append(self.pieces.index(piece) if piece in self.pieces else 100 + ord(piece))
+            text = text[len(piece):]
+        return ids
+
+
+@pytest.mark.parametrize("words, expected", [
+    ([], []),
+    (["bad"], [[1], [0]]),
+    ([" bad"], [[1], [0]]),  # a space that is given makes no difference
+    (["very bad"], [[3, 0], [2, 0]]),
+    (["x"], [[100 + ord("x")]]),  # behind a space it is two tokens, and would begin with the space
+    (["bad", "very"], [[1], [0], [3], [2]]),
+], ids=str)
+def test_bad_words_are_banned_with_and_without_a_space_before(words, expected):
+    assert encode_bad_words(words, WordTokenizer()) == expected
+
+
+def test_a_tokenizer_for_which_the_space_makes_no_difference():
+    class Tokenizer(WordTokenizer):  # as Llama's, which puts a space before every text
+        def encode(self, text, add_special_tokens=True):
+            return super().encode(" " + text.lstrip(), add_special_tokens)
+    assert encode_bad_words(["bad", "x"], Tokenizer()) == [[0], [5, 100 + ord("x")]]
+
+
+def test_a_bad_word_of_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
+        encode_bad_words(["bad", " "], WordTokenizer())
