@@ -38,6 +38,7 @@ from typing import Callable, Iterator
 from kernel import cdiv
 from model import ModelConfig
 from nanopaged.beam import BeamGroup
+from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_tensors
 from nanopaged.inputs import as_list, check_choice, check_number, check_sizes, read_prompt, wrap_int64
 from nanopaged.outputs import Request, RequestOutput, beam_output
@@ -716,6 +717,27 @@ class LLM:
                 for beam in beams:
                     self.scheduler.retire(beam)
         return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
+
+    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
+             **template) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
+
+        template: see `chat_prompt`
+        """
+        several = bool(messages) and isinstance(messages[0], (list, tuple))
+        conversations = messages if several else [messages]
+        return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
+
+    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                    tools: list[dict] | None = None, add_generation_prompt: bool = True,
+                    continue_final_message: bool = False) -> dict:
+        """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
+        messages that it does not take. See nanopaged/chat.py."""
+        tokenizer, template = self.get_tokenizer(), load_chat_template(self.path, chat_template)
+        if template is None:
+            raise ValueError(NO_CHAT_TEMPLATE)
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, **(chat_template_kwargs or {}))
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""

@@ -26,6 +26,9 @@ were (Milakov and Gimelshein 2018; Dao et al. 2022). So one program needs only o
 at a time. The same rule merges sums of different programs, so a long context can be cut into
 **splits** that run side by side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
 
+**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, one factor each for a layer.
+Attention is linear enough for that: k_scale joins the scale of the scores, and v_scale multiplies the result.
+
 **What a program does.** The batch is flat: `q` holds every sequence's new tokens, one after another,
 `query_start_loc` says where each sequence begins. A program owns one kv head and one tile of queries
 of one sequence. The `group` query heads that share the kv head are rows of the same tile, so each tile
@@ -69,6 +72,7 @@ jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignme
 # smaller ones cost more in merging than they gain.
 MAX_SPLITS = 32
 MIN_SPLIT, MID_SPLIT = 128, 512
+FP8_MAX = 448.0  # the largest e4m3 number
 
 
 def cdiv(a: int, b: int) -> int:
@@ -81,7 +85,8 @@ def cdiv(a: int, b: int) -> int:
 # --------------------------------------------------------------------------------------------------
 
 def paged_attention_reference(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
-                              max_query_len=None, max_seq_len=None, sliding_window=0, out=None, plan=None, **_):
+                              max_query_len=None, max_seq_len=None, sliding_window=0, out=None, plan=None, k_scale=1.0,
+                              v_scale=1.0, **_):
     """What `paged_attention` computes, in plain torch; same arguments (those it has no use for are ignored).
 
     Sequences with the same number of new tokens are one rectangular problem. A decode step is therefore
@@ -96,8 +101,8 @@ def paged_attention_reference(q, k_cache, v_cache, block_tables, seq_lens, query
         plan[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1],
                                                 group, sliding_window, q.dtype))
     for rows, slots, mask in plan[sliding_window]:
-        out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale)
-    return out
+        out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale * k_scale)
+    return out if v_scale == 1 else out.mul_(v_scale)
 
 
 def _rectangles(block_tables, seq_lens, query_start_loc, block_size, group, sliding_window, dtype):
@@ -137,20 +142,27 @@ def _attend_rectangle(q, k_cache, v_cache, slots, mask, scale):
 
 
 def _read_slots(cache, slots, dtype):
-    picked = cache.flatten(0, 1).index_select(0, slots.flatten())  # flatten: a view of a pool whose blocks are contiguous
+    flat = _bytes(cache).flatten(0, 1)  # a view of a pool whose blocks are contiguous
+    picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
     return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
+
+
+def _bytes(cache):
+    """An fp8 cache as bytes, which torch can index on a CPU."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
 # --------------------------------------------------------------------------------------------------
 # Filling the cache
 # --------------------------------------------------------------------------------------------------
 
-def store_kv(k, v, k_cache, v_cache, slot_mapping):
+def store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
     """Write each new token's K and V into its slot.
 
     k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim];
     slot_mapping: [num_tokens], block_id * block_size + offset, or -1: this token's K and V are not written
-    (padding, or a token whose block is shared and already holds them).
+    (padding, or a token whose block is shared and already holds them). What is written is K / k_scale and V / v_scale;
+    an fp8 cache holds numbers of up to 448, and larger ones become that.
     """
     if k.device.type == "cpu":
         if slot_mapping.numel() and slot_mapping.min() < 0:
@@ -158,23 +170,27 @@ def store_kv(k, v, k_cache, v_cache, slot_mapping):
             k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
         block_size = k_cache.shape[1]
         place = slot_mapping // block_size, slot_mapping % block_size
-        k_cache[place] = k.to(k_cache.dtype)
-        v_cache[place] = v.to(v_cache.dtype)
+        _bytes(k_cache)[place] = _bytes(_scaled(k, k_scale, k_cache.dtype))
+        _bytes(v_cache)[place] = _bytes(_scaled(v, v_scale, v_cache.dtype))
     elif len(k):
-        launch_store_kv(k, v, k_cache, v_cache, slot_mapping)
+        launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def launch_store_kv(k, v, k_cache, v_cache, slot_mapping):
+def _scaled(x, scale, dtype):
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
+
+
+def launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
     """The kernel behind `store_kv`, by itself so that the interpreter can be asked for it on a CPU."""
     num_kv_heads, head_dim = k.shape[1:]
     store_kv_kernel[(len(k),)](
-        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        k, v, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEADS_PADDED=_next_power_of_2(num_kv_heads), DIM_PADDED=_next_power_of_2(head_dim))
 
 
 @jit
-def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_token, v_head,
+def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_factor, v_factor, k_token, k_head, v_token, v_head,
                     kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
                     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                     HEADS_PADDED: tl.constexpr, DIM_PADDED: tl.constexpr):
@@ -189,11 +205,20 @@ def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_tok
     valid = (head < HEADS) & (dim < HEAD_DIM)
     new_k = tl.load(k + token * k_token + head * k_head + dim, mask=valid, other=0.0)
     new_v = tl.load(v + token * v_token + head * v_head + dim, mask=valid, other=0.0)
-    tl.store(k_cache + block * kc_block + offset * kc_slot + head * kc_head + dim, new_k, mask=valid)
-    tl.store(v_cache + block * vc_block + offset * vc_slot + head * vc_head + dim, new_v, mask=valid)
+    _store(k_cache + block * kc_block + offset * kc_slot + head * kc_head + dim, new_k, k_factor, valid)
+    _store(v_cache + block * vc_block + offset * vc_slot + head * vc_head + dim, new_v, v_factor, valid)
 
 
-def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping):
+@jit
+def _store(at, x, factor, mask):
+    """x into the cache, scaled if that is fp8."""
+    if at.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -448.0), 448.0).to(tl.float8e4nv)
+    tl.store(at, x, mask=mask)
+
+
+def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_scale=1.0,
+                               v_scale=1.0):
     """What becomes of q, k and v between their projection and attention: norm, rotate, store k and v, return q.
 
     qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; returns q [num_tokens, num_heads, head_dim]
@@ -207,7 +232,7 @@ def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_
     if rotation is not None:
         qk = rotate(qk, rotation[:, None])
     q, k = qk.split([num_heads, num_kv_heads], dim=1)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 
@@ -229,14 +254,14 @@ def rotate(x, rotation):
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
 
 
-def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping):
+def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
     """`rotate_and_store_reference` in one launch; everything in float32 between the load and the store."""
     num_tokens, all_heads, head_dim = qkv.shape
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     num_kv_heads = k_cache.shape[2]
     rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, qkv.stride(0),
+        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
         KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=_next_power_of_2(num_heads),
         KV_PADDED=_next_power_of_2(num_kv_heads), HALF_PADDED=_next_power_of_2(head_dim // 2),
@@ -245,8 +270,8 @@ def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_c
 
 
 @jit
-def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, qkv_token,
-                            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor, v_factor,
+                            qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
                             ROTATE: tl.constexpr, NORM: tl.constexpr):
@@ -271,11 +296,11 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         v_a, v_b = tl.load(v, mask=wanted, other=0.0), tl.load(v + HALF, mask=wanted, other=0.0)
         k_a, k_b = _turned_halves(row + HEADS * 2 * HALF, kv_head, i, wanted, k_norm, rotation, eps, HALF, ROTATE, NORM)
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
-        tl.store(k_at, k_a, mask=wanted)
-        tl.store(k_at + HALF, k_b, mask=wanted)
+        _store(k_at, k_a, k_factor, wanted)
+        _store(k_at + HALF, k_b, k_factor, wanted)
         v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
-        tl.store(v_at, v_a, mask=wanted)
-        tl.store(v_at + HALF, v_b, mask=wanted)
+        _store(v_at, v_a, v_factor, wanted)
+        _store(v_at + HALF, v_b, v_factor, wanted)
 
 
 @jit
@@ -299,7 +324,7 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, end, position, scale,
+def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, end, position, scale,
                  kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                  HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
                  PRECISION: tl.constexpr):
@@ -310,8 +335,11 @@ def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, end, pos
     offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else token % BLOCK_SIZE
     k_at = k_base + dim[:, None] + (block * kc_block + offset * kc_slot)[None, :]  # transposed: [DIM_PADDED, TILE_N]
     v_at = v_base + dim[None, :] + (block * vc_block + offset * vc_slot)[:, None]
-    # Slots behind the last token hold garbage, and 0 * NaN = NaN: they must not even be loaded.
+    # Slots behind the last token hold garbage, and those before the window belong to others: 0 * NaN = NaN, so they must
+    # not even be loaded.
     exists = token < end
+    if WINDOW:
+        exists &= token >= oldest
     if MASKED:
         k = tl.load(k_at, mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
     elif HEAD_DIM < DIM_PADDED:
@@ -381,7 +409,7 @@ def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: 
 
 @jit
 def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           query_tiles, scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
+                           query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
@@ -415,10 +443,13 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
     start, end = 0, tl.minimum(first_position + TOKENS, seq_len)  # keys that any row sees
     if WINDOW:
         start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
+    oldest = start
     dim = tl.arange(0, DIM_PADDED)
     q_row = (q_start + query)[:, None]
     q_valid = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
     q_tile = tl.load(q + q_row * q_token + head[:, None] * q_head + dim[None, :], mask=q_valid, other=0.0)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        q_tile = q_tile.to(tl.float16)  # what hardware turns fp8 into
     out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
     k_base, v_base = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
@@ -434,7 +465,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
             this_block = block
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
             acc, row_max, row_sum = _attend_tile(
-                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
                 vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
             # At a split's end it is merged and the next begins; done for every tile and kept then, because a branch
             # would end the pipelining of loads.
@@ -445,7 +476,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
             total = tl.where(ends, new_total, total)
             acc, row_max = tl.where(ends, 0.0, acc), tl.where(ends, -float("inf"), row_max)
             row_sum = tl.where(ends, 0.0, row_sum)
-        tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None], mask=q_valid)
+        tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None] * v_scale, mask=q_valid)
     elif DECODE:  # this program and others take turns at the splits
         split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
         for split in range(start // split_len + tl.program_id(2), tl.cdiv(seq_len, split_len), tl.num_programs(2)):
@@ -457,7 +488,7 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                 this_block = block
                 block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
                 acc, row_max, row_sum = _attend_tile(
-                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, split_end, position, scale, kc_block,
+                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, split_end, position, scale, kc_block,
                     kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
             part, lse = _average(acc, row_max, row_sum)
             piece = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + head) * num_splits + split  # [sequence, head, split]
@@ -472,21 +503,21 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
                 this_block = block
                 block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
                 acc, row_max, row_sum = _attend_tile(
-                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
                     vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
             start = diagonal
         for tile in range(start, end, TILE_N):
             this_block = block
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
             acc, row_max, row_sum = _attend_tile(
-                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, end, position, scale, kc_block, kc_slot,
+                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
                 vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
         average, lse = _average(acc, row_max, row_sum)
-        tl.store(out_at, average, mask=q_valid)
+        tl.store(out_at, average * v_scale, mask=q_valid)
 
 
 @jit
-def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, out_token, out_head, num_splits,
+def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Program (sequence, head): the average of its splits' results."""
@@ -509,7 +540,7 @@ def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, ou
             part = tl.load(split_out + (piece + few + i)[:, None] * HEAD_DIM + dim,
                            mask=live[:, None] & (dim < HEAD_DIM), other=0.0)
             merged, peak, total = _merge(merged, peak, total, part, lse)
-    tl.store(out + q_start * out_token + head * out_head + dim, merged / total[:, None], mask=dim < HEAD_DIM)
+    tl.store(out + q_start * out_token + head * out_head + dim, merged / total[:, None] * v_scale, mask=dim < HEAD_DIM)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -517,7 +548,8 @@ def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, ou
 # --------------------------------------------------------------------------------------------------
 
 def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
-                    max_query_len, max_seq_len, sliding_window=0, out=None, num_decodes=None, query_tiles=None, **_):
+                    max_query_len, max_seq_len, sliding_window=0, out=None, num_decodes=None, query_tiles=None, k_scale=1.0,
+                    v_scale=1.0, **_):
     """Causal attention of every sequence's new tokens over its whole context in the paged cache.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
@@ -531,6 +563,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     num_decodes      sequences with one new token are all among the first so many (default: anywhere)
     query_tiles      the prefill's work list, [n, 2] int32, from `make_query_tiles` (default: built here, which
                      waits for the GPU)
+    k_scale, v_scale what the cache's K and V are to be multiplied by
     Returns out, like q. Sequences with no new token are padding and nothing is written for them.
     """
     out = torch.empty_like(q) if out is None else out
@@ -541,7 +574,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     if triton is None or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
                            "interpreter (pip install triton numpy); attention='torch' works everywhere")
-    scale_log2 = scale * math.log2(math.e)  # exp2 is the hardware's exponential
+    scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
     strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
     shape = kernel_constants(group, head_dim, block_size, sliding_window, q.dtype)
     shared_memory = _shared_memory(q.device)
@@ -553,7 +586,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles), num_kv_heads)](
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
-                scale_log2, 1, *strides, DECODE=False, ALONE=True, **shape, **config)
+                scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config)
     if num_decodes:
         config = tile_config("decode", group, head_dim, q.element_size(), shared_memory)
         num_splits = split_bound(max_seq_len)
@@ -564,11 +597,11 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
             split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
         paged_attention_kernel[(num_kv_heads, num_decodes, sharing)](
             out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
-            scale_log2, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
+            scale_log2, v_scale, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
         if sharing > 1:
             names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")
             merge_splits_kernel[(num_decodes, num_heads)](
-                out, split_out, split_lse, seq_lens, query_start_loc, *out.stride()[:2], num_splits,
+                out, split_out, split_lse, seq_lens, query_start_loc, v_scale, *out.stride()[:2], num_splits,
                 **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1)
     return out
 

@@ -127,8 +127,8 @@ class Transformer(nn.Module):
         self.head = (self.embed if config.tie_word_embeddings else
                      Linear(config.hidden_size, config.vocab_size, bias=False))
 
-    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]], kernels: Kernels) -> Tensor:
-        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache) and is written to."""
+    def forward(self, batch: Batch, kv_cache: list[tuple], kernels: Kernels) -> Tensor:
+        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache, k_scale, v_scale), and is written."""
         x = self.embed(batch.input_ids)  # [T, D]
         if self.config.learned_positions:
             x = x + self.embed_positions(batch.positions + self.config.position_offset)
@@ -136,8 +136,8 @@ class Transformer(nn.Module):
         else:
             rotation = self.rope_table.index_select(0, batch.positions)  # [T, head_dim]
         x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache):
-            x, residual = layer(x, residual, rotation, batch, k_cache, v_cache, kernels)
+        for layer, cache in zip(self.layers, kv_cache):
+            x, residual = layer(x, residual, rotation, batch, cache, kernels)
         if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
             return x.new_empty(0, self.config.vocab_size)
         if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
@@ -185,22 +185,23 @@ class Layer(nn.Module):
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
         self.activate = activate
 
-    def forward(self, x, residual, rotation, batch: Batch, k_cache, v_cache, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def forward(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """x [T, D], the last sublayer's output; residual [T, D], what it is still to be added to."""
         x, residual = self.attention_norm(x, residual)
-        x = self.attend(x, rotation, batch, k_cache, v_cache, kernels)
+        x = self.attend(x, rotation, batch, cache, kernels)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual
 
-    def attend(self, x, rotation, batch: Batch, k_cache, v_cache, kernels: Kernels) -> Tensor:
-        c = self.config
+    def attend(self, x, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> Tensor:
+        c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         qkv = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        q = kernels.rotate_and_store(qkv, c.num_heads, rotation, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping)
+        q = kernels.rotate_and_store(qkv, c.num_heads, rotation, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
+                                     k_scale, v_scale)
         o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
                               c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
                               sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
-                              plan=batch.plan)
+                              plan=batch.plan, k_scale=k_scale, v_scale=v_scale)
         return self.out(o.flatten(1))
 
     def mlp(self, x: Tensor) -> Tensor:

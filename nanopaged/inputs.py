@@ -34,11 +34,14 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
     """A prompt as (text or None, token ids). ValueError if it can never run: empty, too long, or with ids that the model
     does not have."""
     if isinstance(prompt, dict):
-        if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
-    text = prompt if isinstance(prompt, str) else None
-    if text is not None:
+        text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
+    else:
+        text = prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, str):
         token_ids = get_tokenizer().encode(text)
     elif isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
         token_ids = list(prompt)

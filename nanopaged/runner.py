@@ -15,6 +15,7 @@ What makes it fast on a GPU:
   sampling included. Steps with longer queries, and batches that no graph covers, are launched kernel by kernel.
 """
 import gc
+import math
 import struct
 from array import array
 from typing import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from model import Batch, ModelConfig, build_model
 from nanopaged.sampler import Sampler, SamplingBatch
 
 GIB = 2**30
+FP8 = torch.float8_e4m3fn
 
 
 class Runner:
@@ -41,7 +43,10 @@ class Runner:
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if self.device.type == "cuda" else 16)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
-        self.kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else self.dtype
+        self.kv_dtype = FP8 if kv_cache_dtype == "fp8" else self.dtype
+        if self.kv_dtype is FP8 and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or H100); "
+                             "use 'auto'")
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
         self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
@@ -49,7 +54,7 @@ class Runner:
         self.sampler = Sampler(fused=self.use_graphs)
         if self.use_graphs:
             self.model.fuse()
-        self.kv_cache: list[tuple[Tensor, Tensor]] = []
+        self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
         rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
         self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
@@ -82,11 +87,30 @@ class Runner:
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
                              f"{self.device} does not have; lower num_blocks") from None
-        self.kv_cache = [(layer[0], layer[1]) for layer in pool]
+        scales = self._choose_scales() if self.kv_dtype is FP8 else [(1.0, 1.0)] * c.num_layers
+        self.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks whatever they hold
         if self.use_graphs:
             self._capture_graphs()
         return num_blocks
+
+    @torch.inference_mode()
+    def _choose_scales(self) -> list[tuple[float, float]]:
+        """Scales of K and V for an fp8 cache, a power of two for each layer: such that the largest number that a random
+        text brings about is stored as one of at most 64. That leaves a factor of 7 for other texts before 448, where
+        numbers are cut off, and 2^12 below it before 2^-6, where they begin to lose digits."""
+        c, length = self.config, min(512, self.max_model_len)
+        num_blocks = cdiv(length, self.block_size)
+        cache = [torch.zeros(2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+                 for _ in range(c.num_layers)]
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(c.vocab_size, (length,), generator=generator).tolist()
+        message = self._send([ids, range(length), range(length), [0, length], [length], [self.max_num_seqs]])
+        batch = self._batch(message, torch.zeros(0, dtype=torch.int64, device=self.device), length, length, int(length == 1),
+                            self._query_tiles([length], [length]))
+        batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None]
+        self.model(batch, [(*layer, 1.0, 1.0) for layer in cache], self.kernels)
+        return [tuple(2.0 ** math.ceil(math.log2(max(part.abs().max().item(), 2.0**-20) / 64)) for part in layer) for layer in cache]
 
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks. ValueError if
@@ -106,7 +130,7 @@ class Runner:
         gc.collect()  # an engine that is not used any more may hold most of the card until then
         one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
                                 device=self.device)
-        self.kv_cache = [(one_block, one_block)] * self.config.num_layers
+        self.kv_cache = [(one_block, one_block, 1.0, 1.0)] * self.config.num_layers
         full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
         prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
         try:

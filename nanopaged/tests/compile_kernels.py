@@ -38,7 +38,7 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
 def _type_of(name: str, constants: dict, dtype: str) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("scale", "eps"):
+    if name in ("scale", "eps", "v_scale", "k_factor", "v_factor"):
         return "fp32"
     if name in INTEGERS:
         return "*i32"
