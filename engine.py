@@ -29,18 +29,22 @@ turns a step into tensors. The ideas are those of Kwon et al. 2023 (PagedAttenti
 import itertools
 import random
 import sys
+import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Callable, Iterator
 
+from torch import OutOfMemoryError
+
 from kernel import cdiv
 from model import ModelConfig
 from nanopaged.beam import BeamGroup
 from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
-from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_tensors
+from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.inputs import as_list, check_choice, check_number, check_sizes, read_prompt, wrap_int64
+from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import Request, RequestOutput, beam_output
 from nanopaged.params import BeamSearchParams, SamplingParams
 from nanopaged.runner import Runner
@@ -48,6 +52,7 @@ from nanopaged.tokenizer import load_tokenizer
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
+PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens at a time where the logits of all of them are needed
 NULL = -1  # in a block table: that block fell out of the sliding window and is somebody else's now
 
 
@@ -69,8 +74,11 @@ class Sequence:
     status: Status = Status.WAITING
     siblings: "list[Sequence]" = ()  # of the same prompt, itself included: they share its blocks
     waits_for_token: bool = False  # nothing more is computed of it before the host has seen the token it sampled last
-    num_candidates: int = 0  # a beam's: how many of its best next tokens the host wants to know
-    candidates: list | None = None  # these, (token, log probability) each; beam search, not the sampler, takes its pick
+    num_logprobs: int | None = None  # give the log probability of each sampled token and of so many of the best; -1: all
+    candidates: list | None = None  # a beam's best next tokens, (token, log probability); beam search takes its pick
+    logprobs: list[tuple] = field(default_factory=list)  # of the generated tokens, as the runner gives them
+    wants_prompt_logprobs: bool = False
+    bad_words: list[list[int]] = ()
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
     num_held_tokens: int = 0  # those of them that were there when it was admitted: never written by this sequence
     num_cached_tokens: int | None = None  # the same, when it was admitted first
@@ -84,7 +92,7 @@ class Sequence:
     host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
     min_free_blocks: int = 0  # it was not admitted because fewer were free
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -95,13 +103,15 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is the last one."""
+        if token < 0:
+            return self.finish("error", "the model's output is not a number or infinite, or no token is allowed")
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop", token if token in (self.params.stop_token_ids or ()) else None)
         elif len(self.token_ids) >= self.max_tokens:
             self.finish("length")
 
-    def finish(self, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
 
 
@@ -243,7 +253,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> tuple[list[int], int, int]:
         """Blocks that hold the sequence's first tokens already: how many tokens, and the identity of the full blocks."""
         blocks, identity, size = [], ROOT, self.block_size
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not seq.wants_prompt_logprobs:  # what is not computed has none
             for end in range(size, len(seq.token_ids) + 1, size):
                 found = self.cached.get((identity, tuple(seq.token_ids[end - size:end])))
                 if found is None:
@@ -380,7 +390,7 @@ class Scheduler:
             # Nothing follows a sequence's last possible token, so its K and V are never needed.
             known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
             num_tokens = min(known, seq.max_tokens - 1) - seq.num_computed_tokens
-            num_tokens = min(num_tokens, budget, self.max_chunk)
+            num_tokens = min(num_tokens, budget, PROMPT_LOGPROBS_CHUNK if seq.wants_prompt_logprobs else self.max_chunk)
             if num_tokens > 0:
                 self.block_manager.slide(seq)
                 if not self._make_room(seq, num_tokens, step):
@@ -437,15 +447,18 @@ class Scheduler:
             seq.candidates = None if seq.candidates is None else []
         self.block_manager.register(seq)
 
-    def update(self, step: Step, tokens: list[int], candidates: list | None = None) -> None:
-        """Take the tokens that a launched step sampled, in the order of step.sampled; for beams, what they may go on with."""
+    def update(self, step: Step, tokens: list[int], logprobs: list[tuple | None] | None = None) -> None:
+        """Take the tokens that a launched step sampled, in the order of step.sampled, with log probabilities (see
+        runner.Sampled) where they are wanted."""
         for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             seq.num_pending -= 1
             if seq.status is Status.FINISHED:  # it was aborted meanwhile
                 continue
-            if seq.candidates is not None:
-                seq.candidates = candidates[i]
+            if seq.candidates is not None:  # a beam waits for the others
+                seq.candidates = list(zip(*logprobs[i][2:]))
                 continue
+            if seq.num_logprobs is not None:
+                seq.logprobs.append(logprobs[i])
             seq.append(token)
             if seq.status is Status.FINISHED:
                 self._remove(seq)
@@ -530,9 +543,12 @@ class LLM:
     enable_prefix_caching: let sequences share the blocks of a common beginning
     kv_cache_dtype: "auto" (as dtype), or "fp8": e4m3, half the memory of a token, so twice the blocks
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
+    generation_config: "vllm", or "auto": `get_default_sampling_params` follows the checkpoint's generation_config.json
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
+
+    Threads may add and abort requests, stream and step at the same time: one step is computed at a time.
 
     Raises ValueError or FileNotFoundError, one sentence, for anything it cannot use.
     """
@@ -541,9 +557,10 @@ class LLM:
                  attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 kv_cache_dtype: str = "auto", swap_space: float = 0, scheduling_policy: str = "fcfs",
-                 enforce_eager: bool = False, seed: int = 0):
+                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "vllm",
+                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
         check_choice("load_format", load_format, ("auto", "dummy"))
+        check_choice("generation_config", generation_config, ("vllm", "auto"))
         check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
         check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         check_sizes(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
@@ -579,7 +596,10 @@ class LLM:
                                    max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
+        self.default_params = read_generation_config(path) if generation_config == "auto" else {}
         self.requests: dict[str, Request] = {}  # those under way
+        self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
+        self.lock = threading.RLock()  # held while a step is computed, and by who changes what it looks at
         # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
         # computes step n; a sequence that turns out finished has then wasted one token.
         self.launched: deque[tuple[Step, Callable[[], list[int]]]] = deque()
@@ -594,31 +614,46 @@ class LLM:
 
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
-        params = params or SamplingParams()
+        return self._add(prompt, params, priority, is_reported=True).request_id
+
+    def _add(self, prompt, params: SamplingParams | None, priority: int = 0, is_reported: bool = False) -> Request:
+        params = params or self.get_default_sampling_params()
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
-        arrival = next(self.arrivals)
-        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
+        params.check_vocabulary(self.config.vocab_size)
+        bad_words = encode_bad_words(params.bad_words, self.get_tokenizer()) if params.bad_words else []
+        if params.stop:
+            self.get_tokenizer()  # without one there is no text to find them in
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        sequences = [
-            Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j),
-                     min(len(token_ids) + params.max_tokens, self.max_model_len), stop, wrap_int64(seed + j), str(arrival))
-            for j in range(params.n)]
-        for seq in sequences:
-            seq.siblings = sequences
-        request = Request(str(arrival), text, token_ids, sequences, self.tokenizer)
-        self.requests[request.request_id] = request
-        for seq in sequences:
-            self.scheduler.add(seq)
-        return request.request_id
+        max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
+        with self.lock:
+            arrival = next(self.arrivals)
+            seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
+            sequences = [
+                Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j), max_len, stop,
+                         wrap_int64(seed + j), str(arrival), num_logprobs=params.logprobs, bad_words=bad_words,
+                         wants_prompt_logprobs=params.prompt_logprobs is not None and j == 0,
+                         waits_for_token=bool(params.logits_processors))
+                for j in range(params.n)]
+            request = Request(str(arrival), text, token_ids, params, sequences, self.tokenizer, is_reported)
+            self.requests[request.request_id] = request
+            for seq in sequences:
+                seq.siblings = sequences
+                self.scheduler.add(seq)
+        return request
 
     def abort_request(self, request_id: str) -> None:
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
-        request = self.requests.pop(request_id, None)
-        for seq in request.sequences if request else ():
-            self.scheduler.abort(seq)
+        with self.lock:
+            request = self.requests.pop(request_id, None)
+            for seq in request.sequences if request else ():
+                self.scheduler.abort(seq)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self.unreported)
+
+    def get_default_sampling_params(self, **given) -> SamplingParams:
+        """What a request gets that brings no settings; with `given` ones before it."""
+        return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self):
         """The checkpoint's tokenizer. ValueError if it has none that can be read."""
@@ -629,41 +664,67 @@ class LLM:
     # ---- the step
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; what came of it for every request that got a token. Finished requests are gone afterwards."""
-        return [request.output() for request in self._step()]
+        """Compute one step; what came of it for every request of `add_request` that got a token, and of such requests in
+        steps that others made meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
+        with self.lock:
+            self._step()
+            reports, self.unreported = self.unreported, {}
+            return [request.output() for request in reports.values()]
 
     def _step(self) -> list[Request]:
-        step = self.scheduler.schedule()
-        if step.seqs:
-            try:
-                self.launched.append((step, self.runner.launch(step)))
-            except BaseException:
-                self.scheduler.undo(step)
-                while self.launched:
-                    self._update()
-                raise
-        else:
-            self.scheduler.undo(step)  # blocks that it took back it will not move out
-            if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
-                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
-                    self.scheduler.retire(seq)
-        if len(self.launched) > self.lookahead or not step.seqs:
-            return self._update()
-        return []
+        """The step itself; the requests that got a token."""
+        with self.lock:
+            step = self.scheduler.schedule()
+            if step.seqs:
+                try:
+                    self.launched.append((step, self.runner.launch(step)))
+                except BaseException as error:
+                    self.scheduler.undo(step)
+                    while self.launched:
+                        self._update()
+                    if not self._can_do_with_less_memory(error):
+                        raise
+            else:
+                self.scheduler.undo(step)  # blocks that it took back it will not move out
+                if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
+                    for seq in [seq for seq in self.scheduler.running if seq.candidates]:
+                        self.scheduler.retire(seq)
+            if len(self.launched) > self.lookahead or not step.seqs:
+                return self._update()
+            return []
+
+    def _can_do_with_less_memory(self, error: BaseException) -> bool:
+        """After a step that ran out of the device's memory: go on with half the token budget, and say so."""
+        budget = self.scheduler.max_num_batched_tokens // 2
+        if not isinstance(error, OutOfMemoryError) or budget == 0:
+            return False
+        print(f"out of memory: steps compute at most {budget} tokens from now on; start with a lower "
+              "gpu_memory_utilization to leave room for more", file=sys.stderr)
+        self.scheduler.max_num_batched_tokens = budget
+        self.runner.release_memory()
+        return True
 
     def _update(self) -> list[Request]:
         """Read the tokens of the oldest launched step; the requests that got one."""
         if not self.launched:
             return []
-        step, read_tokens = self.launched[0]
-        tokens, candidates = read_tokens()  # waits for the GPU; who is interrupted here can come back
+        step, read = self.launched[0]
+        sampled = read()  # waits for the GPU; who is interrupted here can come back
         self.launched.popleft()
-        self.scheduler.update(step, tokens, candidates)
+        self.scheduler.update(step, sampled.tokens, sampled.logprobs)
         touched = dict.fromkeys(seq.request_id for seq in step.sampled)
         requests = [self.requests[request_id] for request_id in touched if request_id in self.requests]
+        for seq, position, logprobs in sampled.prompt_logprobs:
+            if seq.request_id in self.requests:
+                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
         for request in requests:
+            for seq, stop in request.find_stop_strings():
+                seq.finish("stop", stop)
+                self.scheduler.retire(seq)
             if request.finished:
                 del self.requests[request.request_id]
+            if request.is_reported:
+                self.unreported[request.request_id] = request
         if not (self.launched or self.scheduler.running or self.scheduler.waiting):
             self.scheduler.block_manager.check_idle()
         return requests
@@ -684,7 +745,7 @@ class LLM:
         requests = []
         try:
             for prompt, params in zip(prompts, sampling_params):
-                requests.append(self.requests[self.add_request(prompt, params)])
+                requests.append(self._add(prompt, params))
             while any(request.request_id in self.requests for request in reversed(requests)):
                 self._step()
         finally:  # an error, or Ctrl-C
@@ -704,7 +765,7 @@ class LLM:
                 num_candidates = min(group.num_candidates, self.config.vocab_size)
                 first, *spares = [
                     Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len + 1, request_id=f"beam {arrival}",
-                             waits_for_token=True, num_candidates=num_candidates, candidates=[]) for j in range(params.beam_width)]
+                             waits_for_token=True, num_logprobs=num_candidates, candidates=[]) for j in range(params.beam_width)]
                 searches.append((text, token_ids, group, [first], spares))
                 self.scheduler.add(first)
             while not all(group.done for _, _, group, _, _ in searches):
@@ -741,16 +802,16 @@ class LLM:
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""
-        request_id, length = self.add_request(prompt, params), 0
+        request, length = self._add(prompt, params), 0
         try:
-            while request_id in self.requests:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        text = output.outputs[0].text
-                        yield text[length:]
-                        length = len(text)
+            while request.request_id in self.requests:
+                self._step()
+                text = request.output().outputs[0].text
+                if len(text) > length:
+                    yield text[length:]
+                length = len(text)
         finally:
-            self.abort_request(request_id)
+            self.abort_request(request.request_id)
 
 
 if __name__ == "__main__":

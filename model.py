@@ -37,7 +37,7 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor  # [num_samples] rows of the T whose logits are wanted
+    logits_indices: Tensor | None  # [num_samples] rows of the T whose logits are wanted; None: all
     max_query_len: int
     max_seq_len: int
     num_decodes: int  # how many sequences have one new token
@@ -138,9 +138,9 @@ class Transformer(nn.Module):
         x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
         for layer, cache in zip(self.layers, kv_cache):
             x, residual = layer(x, residual, rotation, batch, cache, kernels)
-        if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
-            return x.new_empty(0, self.config.vocab_size)
-        if len(batch.logits_indices) < len(x):  # rows that sample nothing end here
+        if batch.logits_indices is not None:  # rows that sample nothing end here
+            if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
+                return x.new_empty(0, self.config.vocab_size)
             x, residual = x.index_select(0, batch.logits_indices), residual.index_select(0, batch.logits_indices)
         x, _ = self.norm(x, residual)
         return self.matrix_product(x, self.head.weight)

@@ -5,10 +5,13 @@ run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed
 (nanopaged/golden/make_models.py).
 """
 import json
+import math
 import os
 import random
+import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter, deque
 from importlib.util import find_spec
 from itertools import count
@@ -23,6 +26,7 @@ from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import ModelConfig, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
+from nanopaged.logits import encode_bad_words
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
@@ -345,7 +349,7 @@ class FakeModel:
             step, sampled = self.launched.popleft()
             for seq in step.sampled:
                 self.unread[seq].pop(0)
-            self.scheduler.update(step, sampled, [[(token, 0.0)] for token in sampled])
+            self.scheduler.update(step, sampled, [(0.0, 1, [token], [0.0]) for token in sampled])
 
     def run(self, *seqs, limit=10_000):
         for seq in seqs:
@@ -638,7 +642,7 @@ class FakeBeams:
     """Beams that go on at random: what beam search does to the pool, whatever the model says."""
 
     def __init__(self, model, prompt, width, max_len, rng):
-        first, *self.spares = [sequence(prompt, max_len, waits_for_token=True, candidates=[], num_candidates=1) for _ in range(width)]
+        first, *self.spares = [sequence(prompt, max_len, waits_for_token=True, candidates=[]) for _ in range(width)]
         self.scheduler, self.beams, self.width, self.max_len, self.rng = model.scheduler, [first], width, max_len, rng
         self.scheduler.add(first)
 
@@ -715,7 +719,7 @@ def random_operations(count, rng, events):
 def load(variant="shakespeare", **options):
     """An engine in float32, where outputs do not depend on batch and chunk sizes."""
     model = variant if variant == "shakespeare" else str(GOLDEN / variant)
-    return LLM(model, **dict(dtype="float32", block_size=16, num_blocks=4096 // options.get("block_size", 16)) | options)
+    return LLM(model, **dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16)) | options)
 
 
 def expectations(variant):
@@ -882,6 +886,50 @@ def test_swapping_changes_no_output(variant, caching):
     llm.scheduler.block_manager.check_idle()
 
 
+def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
+    """Of the bundled model, on texts that it writes itself, as the mean log probability of their tokens."""
+    prompts = [output.prompt_token_ids + output.outputs[0].token_ids for output in load().generate(
+        [[i] for i in range(40, 48)], SamplingParams(max_tokens=120, seed=3, ignore_eos=True))]
+    losses, outputs = {}, {}
+    for dtype in ("auto", "fp8"):
+        llm = load(kv_cache_dtype=dtype)
+        outputs[dtype] = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        tokens = [list(entry.values())[0].logprob for output in outputs[dtype] for entry in output.prompt_logprobs[1:]]
+        losses[dtype] = -sum(tokens) / len(tokens)
+    assert losses["fp8"] == pytest.approx(losses["auto"], rel=0.01) and losses["fp8"] != losses["auto"]
+    assert llm.runner.block_bytes * 4 == load().runner.block_bytes  # float32 here; half of bfloat16
+    assert all(k_scale > 0 and v_scale > 0 for _, _, k_scale, v_scale in llm.runner.kv_cache)
+
+
+@needs_kernel
+@pytest.mark.parametrize("case", ["decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk"])
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+def test_attention_over_an_fp8_cache(case):
+    """Both paths read the same numbers: the kernel against float64 over what the cache holds."""
+    (query_lens, seq_lens), options = ATTENTION_CASES[case]
+    options = dict(options)
+    window = options.pop("window", 0)
+    q, k_cache, v_cache, *rest = paged_problem(query_lens, seq_lens, dtype=torch.float16, **options)
+    k8, v8 = [(cache / scale).to(torch.float8_e4m3fn) for cache, scale in ((k_cache, 0.25), (v_cache, 2.0))]
+    expected = reference(q, k8.to(torch.float16) * 0.25, v8.to(torch.float16) * 2.0, *rest, q.shape[-1] ** -0.5, window)
+    for attention in (paged_attention, paged_attention_reference):
+        out = run_attention(attention, [q, k8, v8, *rest], window, k_scale=0.25, v_scale=2.0)
+        assert relative_error(out, expected) < 3e-3
+
+
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+def test_an_fp8_cache_is_filled_with_scaled_numbers_and_cut_off_at_448():
+    k, v = torch.randn(2, 5, 2, 16, device=DEVICE) * 3
+    k[0, 0, 0], v[1, 1, 1] = 1e6, -1e6
+    k_cache, v_cache = torch.zeros(2, 3, 4, 2, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    store_kv(k, v, k_cache, v_cache, torch.tensor([0, 3, -1, 7, 11], device=DEVICE), 0.5, 4.0)
+    for cache, new, scale in ((k_cache, k, 0.5), (v_cache, v, 4.0)):
+        stored = cache.float().flatten(0, 1)
+        expected = (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(stored[[0, 3, 7, 11]], expected[[0, 1, 3, 4]])
+        assert not stored[[1, 2, 4, 5, 6]].any()
+
+
 def test_a_window_lets_a_text_be_longer_than_the_pool():
     """The mistral golden's window is 8 tokens; with room for every token as reference."""
     prompt = [i * 7 % 200 for i in range(60)]
@@ -932,6 +980,145 @@ def test_beams_share_what_they_have_in_common():
     llm.scheduler.branch = watch
     llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
     assert most < 20 + 4 * 7  # the prompt's 20 blocks once; apart from it each beam has at most 24 tokens of its own
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings of a request, through the whole engine
+# --------------------------------------------------------------------------------------------------
+
+PROMPT = list(range(60, 75))
+MANY_SETTINGS = [
+    dict(), dict(temperature=0), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0, presence_penalty=0.5, temperature=0),
+    dict(logit_bias={5: 4.0, 7: -50.0}), dict(allowed_token_ids=[1, 2, 3, 9]), dict(min_tokens=10, stop_token_ids=list(range(0, 900))),
+    dict(bad_words=[" the", "and", "I am"]), dict(top_k=5), dict(top_p=0.8, repetition_penalty=1.2), dict(min_p=0.2),
+    dict(logits_processors=[lambda ids, logits: logits.index_fill(0, torch.tensor(ids[-1:], dtype=torch.long, device=logits.device), -1e9)]),
+    dict(logprobs=3), dict(temperature=0, logprobs=0), dict(stop=["e", "th"])]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(num_blocks=30, block_size=4), dict(num_blocks=30, block_size=4, swap_space=0.01),
+                                     dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
+def test_settings_mean_the_same_in_any_batch(options):
+    """All of them together, with preemptions and lookahead, give what each gives alone."""
+    params = [SamplingParams(**dict(max_tokens=24, seed=i, ignore_eos=True) | settings) for i, settings in enumerate(MANY_SETTINGS)]
+    reference = load()
+    alone = [reference.generate(PROMPT, p)[0].outputs[0] for p in params]
+    for lookahead in (0, 1):
+        llm = load(**options)
+        llm.lookahead = lookahead
+        together = [output.outputs[0] for output in llm.generate([PROMPT] * len(params), params)]
+        for one, other in zip(together, alone):
+            assert (one.token_ids, one.text, one.finish_reason, one.stop_reason) == (other.token_ids, other.text, other.finish_reason, other.stop_reason)
+            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def test_settings_do_what_they_say():
+    llm = load()
+
+    def run(**settings):
+        return llm.generate(PROMPT, SamplingParams(**dict(max_tokens=40, seed=1, ignore_eos=True) | settings))[0].outputs[0]
+
+    assert set(run(allowed_token_ids=[3, 4]).token_ids) <= {3, 4}
+    assert run(logit_bias={7: 100.0}, temperature=0).token_ids == [7] * 40
+    assert len(set(run(presence_penalty=2.0, temperature=0).token_ids)) > len(set(run(temperature=0).token_ids))
+    plain = run()
+    assert len(run(stop_token_ids=list(range(1000)), min_tokens=9).token_ids) == 10
+    assert run(stop_token_ids=list(range(1000))).token_ids == plain.token_ids[:1]
+    word = plain.text[10:14]
+    stopped = run(stop=[word])
+    assert stopped.text == plain.text[:plain.text.index(word)] and (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
+    assert run(stop=word, include_stop_str_in_output=True).text == plain.text[:plain.text.index(word) + len(word)]
+    words = {token: [llm.get_tokenizer().decode([token])] for token in plain.token_ids}
+    token = next(token for token in words if [token] in encode_bad_words(words[token], llm.get_tokenizer()))
+    assert token not in run(bad_words=words[token]).token_ids
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+def test_log_probabilities_equal_a_plain_log_softmax():
+    """Of the prompt and of what is generated, in chunks too, against one forward pass over the whole text."""
+    for options in (dict(), dict(max_num_batched_tokens=4), dict(num_blocks=8, block_size=8)):
+        llm = load(**options)
+        output = llm.generate([PROMPT, PROMPT], SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True))[1]
+        text = PROMPT + output.outputs[0].token_ids
+        logprobs = torch.log_softmax(prompt_logits(load(enable_prefix_caching=False), text).float(), -1)
+        assert output.prompt_logprobs[0] is None
+        for position, entry in list(enumerate(output.prompt_logprobs))[1:] + list(enumerate(output.outputs[0].logprobs, len(PROMPT))):
+            row, token = logprobs[position - 1], text[position]
+            best = row.topk(3 if position >= len(PROMPT) else 2).indices.tolist()
+            assert list(entry) == [token] + [i for i in best if i != token]
+            for i, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(row[i].item(), abs=1e-3)
+                assert logprob.rank == (row >= row[i]).sum()
+                assert logprob.decoded_token == llm.get_tokenizer().decode([i], skip_special_tokens=False)
+        total = sum(entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids))
+        assert output.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_broken_logits_end_that_request_and_not_the_batch():
+    llm = load()
+    broken = dict(logits_processors=[lambda ids, logits: logits * math.nan if len(ids) == 3 else logits])
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **settings) for settings in ({}, broken, {})]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 3, params)]
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].token_ids == outputs[0].token_ids[:3] and "not a number" in outputs[1].stop_reason
+    assert outputs[0].token_ids == outputs[2].token_ids
+    llm.runner.model.norm.weight.fill_(math.nan)  # bad weights: every request ends so, and the engine goes on
+    assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, params[0])] == ["error"] * 3
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
+    llm = load(max_num_batched_tokens=64)
+    expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
+    launch = llm.runner.launch
+
+    def small_card(step):
+        if sum(step.num_tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step)
+
+    llm.runner.launch = small_card
+    assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_requests_come_from_many_threads():
+    llm = load()
+    expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+    texts, failures = {}, []
+
+    def work(i):
+        try:
+            if i % 3 == 0:
+                texts[i] = "".join(llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=12)))
+            elif i % 3 == 1:
+                texts[i] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+            else:
+                llm.abort_request(llm.add_request(PROMPT, SamplingParams(max_tokens=500)))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    request_id, done = llm.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=30)), None
+    for thread in threads:
+        thread.start()
+    while llm.has_unfinished_requests():  # what others' steps compute of it is reported here
+        for output in llm.step():
+            done = output if output.request_id == request_id else done
+    for thread in threads:
+        thread.join()
+    assert not failures and done.finished and len(done.outputs[0].token_ids) == 30
+    assert texts == {i: expected for i in range(12) if i % 3 < 2}
+
+
+def test_defaults_come_from_the_checkpoint_on_request(tmp_path):
+    shutil.copytree(Path(__file__).parent / "nanopaged" / "shakespeare", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(do_sample=False, max_new_tokens=7, eos_token_id=0)))
+    llm = LLM(str(tmp_path / "model"), num_blocks=64, generation_config="auto")
+    assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
+    assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
+    assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
+    assert LLM(str(tmp_path / "model"), num_blocks=64).get_default_sampling_params() == SamplingParams()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -84,6 +84,11 @@ def eos_token_ids(path: Path) -> set[int]:
     return ids
 
 
+def read_generation_config(path: Path) -> dict:
+    """generation_config.json, empty if there is none."""
+    return _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> name of the file beside the index that holds it. ValueError if the index has no such map."""
     weight_map = _read_json(index).get("weight_map")

@@ -1,5 +1,19 @@
-"""What a caller gets back: a RequestOutput per request, with a CompletionOutput per sample. Names are vLLM's."""
+"""What a caller gets back: a RequestOutput per request, with a CompletionOutput per sample. Names are vLLM's.
+
+A Request is what stands behind them while it runs. It turns tokens into text as late as possible: when somebody asks,
+or at every step if stop strings have to be found in it.
+"""
 from dataclasses import dataclass
+
+from nanopaged.stop import StopChecker
+
+
+@dataclass
+class Logprob:
+    """How likely a token was: its log probability, and its rank among all tokens, 1 being the likeliest."""
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -8,9 +22,10 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop" | "length" | "abort", None while it runs
-    stop_reason: int | None = None  # the stop token that ended it, where it was one of stop_token_ids
-    cumulative_logprob: float | None = None  # the sum of its tokens' log probabilities, from beam search
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", None while it runs
+    stop_reason: int | str | None = None  # the stop token of stop_token_ids or the stop string that ended it; the error
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: its own and those of the best ones
+    cumulative_logprob: float | None = None  # the sum of its tokens' log probabilities, where these were wanted
     score: float | None = None  # what beam search ranks it by
 
 
@@ -23,37 +38,101 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each prompt token; None for the first, which nothing predicts
 
 
 class Request:
     """A prompt under way, with its n sequences and their texts as far as they have been decoded."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], sequences: list, tokenizer):
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params, sequences: list, tokenizer,
+                 is_reported: bool):
         self.request_id, self.prompt, self.prompt_token_ids, self.sequences = request_id, prompt, prompt_token_ids, sequences
-        self.detokenizers = [tokenizer.detokenizer() for _ in sequences] if tokenizer else []
-        self.texts = [""] * len(sequences)
-        self.num_decoded = [0] * len(sequences)  # generated tokens that are in the text already
+        self.params, self.tokenizer = params, tokenizer
+        self.is_reported = is_reported  # LLM.step tells of it
+        self.texts = [_Text(seq, params, tokenizer) for seq in sequences]
+        self.prompt_logprobs: list = [None] * len(prompt_token_ids)
 
     @property
     def finished(self) -> bool:
         return all(seq.finish_reason for seq in self.sequences)
 
+    def find_stop_strings(self) -> list[tuple]:
+        """(sequence, stop string) for each sequence in whose new text one is complete."""
+        if not self.params.stop:
+            return []
+        found = []
+        for seq, text in zip(self.sequences, self.texts):
+            if text.stop.matched is None and text.read() and text.stop.matched is not None:
+                found.append((seq, text.stop.matched))
+        return found
+
+    def take_prompt_logprobs(self, position: int, logprobs: list[tuple]) -> None:
+        """Those of the prompt tokens from `position` on, as the runner gives them."""
+        self.prompt_logprobs[position:position + len(logprobs)] = logprobs
+
     def output(self) -> RequestOutput:
-        """As it stands now. Texts are decoded here, and only what is new of them, so a step that nobody watches costs
-        no decoding."""
+        """As it stands now."""
         outputs = []
-        for j, seq in enumerate(self.sequences):
-            token_ids = seq.token_ids[seq.num_prompt_tokens:]
-            if self.detokenizers:
-                # The token that ended the text is not part of it.
-                visible = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-                self.texts[j] += self.detokenizers[j].add(visible[self.num_decoded[j]:])
-                self.num_decoded[j] = len(visible)
-                if seq.finish_reason:
-                    self.texts[j] += self.detokenizers[j].finish()
-            outputs.append(CompletionOutput(j, self.texts[j], token_ids, seq.finish_reason, seq.stop_reason))
+        for j, (seq, text) in enumerate(zip(self.sequences, self.texts)):
+            text.read()
+            logprobs = total = None
+            if self.params.logprobs is not None:
+                token_ids = seq.token_ids[seq.num_prompt_tokens:]
+                logprobs = [self._logprobs(token, found, self.params.logprobs) for token, found in zip(token_ids, seq.logprobs)]
+                total = sum(found[0] for found in seq.logprobs)
+            outputs.append(CompletionOutput(j, text.text, seq.token_ids[seq.num_prompt_tokens:], seq.finish_reason,
+                                            seq.stop_reason, logprobs, total))
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            prompt_logprobs = [found and self._logprobs(token, found, self.params.prompt_logprobs)
+                               for token, found in zip(self.prompt_token_ids, self.prompt_logprobs)]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0)
+                             self.sequences[0].num_cached_tokens or 0, prompt_logprobs)
+
+    def _logprobs(self, token: int, found: tuple, count: int) -> dict[int, Logprob]:
+        """The token's own, then those of the `count` best (-1: of all)."""
+        own, rank, ids, logprobs = found
+        count = len(ids) if count < 0 else count
+        result = {token: Logprob(own, rank, self._decode(token))}
+        for place, (best, logprob) in enumerate(zip(ids[:count], logprobs), 1):
+            result.setdefault(best, Logprob(logprob, place, self._decode(best)))
+        return result
+
+    def _decode(self, token: int) -> str | None:
+        return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
+
+
+class _Text:
+    """A sequence's tokens as text, as far as it has been read."""
+
+    def __init__(self, seq, params, tokenizer):
+        self.seq, self.text, self.num_read, self.is_complete = seq, "", 0, False
+        self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
+        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
+        self.min_tokens = params.min_tokens
+
+    def read(self) -> bool:
+        """Take up what is new of the sequence; True if there was something."""
+        seq, start = self.seq, self.num_read
+        if self.detokenizer is None or self.is_complete:
+            return False
+        token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
+        self.num_read += len(token_ids)
+        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str):
+            token_ids.pop()  # the token that ended the text is not part of it
+        if self.stop is None:
+            self.text += self.detokenizer.add(token_ids)
+        else:
+            for i, token in enumerate(token_ids, start + 1):
+                self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.min_tokens)
+                if self.stop.matched is not None:
+                    self.is_complete = True
+                    return True
+        if seq.finish_reason:
+            self.is_complete = True
+            rest = self.detokenizer.finish()
+            self.text += rest if self.stop is None else self.stop.add(rest) + self.stop.finish()
+        return True
 
 
 def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenizer) -> RequestOutput:
@@ -61,6 +140,6 @@ def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenize
     outputs = []
     for index, beam in enumerate(group.results()):
         visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-        text = tokenizer.decode(visible) if tokenizer else ""
-        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, None, beam.cumulative_logprob, beam.score))
+        outputs.append(CompletionOutput(index, tokenizer.decode(visible) if tokenizer else "", beam.token_ids, beam.finish_reason,
+                                        None, None, beam.cumulative_logprob, beam.score))
     return RequestOutput("", prompt, prompt_token_ids, outputs, group.done)

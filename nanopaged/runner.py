@@ -18,17 +18,39 @@ import gc
 import math
 import struct
 from array import array
-from typing import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernel import TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
+from nanopaged.logits import LogitsEditor, Start, top_logprobs
 from nanopaged.sampler import Sampler, SamplingBatch
 
 GIB = 2**30
 FP8 = torch.float8_e4m3fn
+
+
+class Sampled(NamedTuple):
+    """What a step computed. Log probabilities of a token: (its own, its rank, ids of the best tokens, theirs)."""
+    tokens: list[int]  # of step.sampled
+    logprobs: list[tuple | None] | None  # of each of them that wants some
+    prompt_logprobs: list[tuple]  # (sequence, position, those of the prompt tokens from there on)
+
+
+class _Needs:
+    """What a batch of sequences wants of the sampler: the most that any of them wants."""
+
+    def __init__(self, seqs=(), editor: LogitsEditor | None = None, greedy: bool = False, filters: bool = False):
+        self.greedy = all(seq.params.is_greedy for seq in seqs) if seqs else greedy
+        self.filters = any(seq.params.has_filter for seq in seqs) if seqs else filters
+        self.edits = bool(seqs) and editor.edits(seq.row for seq in seqs)
+        self.processors = [(i, seq.params.logits_processors, seq.token_ids[seq.num_prompt_tokens:])
+                           for i, seq in enumerate(seqs) if seq.params.logits_processors]
+        wanted = [seq.num_logprobs for seq in seqs if seq.num_logprobs is not None]
+        self.num_logprobs = -1 if -1 in wanted else max(wanted, default=0)
 
 
 class Runner:
@@ -60,6 +82,8 @@ class Runner:
         self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
+        self.owners: list = [None] * rows  # the sequence whose settings they are
+        self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # batch size -> graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if self.kernels is TRITON:
@@ -166,46 +190,56 @@ class Runner:
         message = self._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
         batch = self._batch(message, torch.arange(num_seqs, device=self.device), max(query_lens), self.max_model_len,
                             query_lens.count(1), self._query_tiles(query_lens, query_lens))
-        for greedy, filters in ((False, False), (False, True), (True, False)):
-            self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, greedy, filters)
+        for needs in (_Needs(), _Needs(filters=True), _Needs(greedy=True)):
+            self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, needs)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def release_memory(self) -> None:
+        """Give back what torch keeps for later allocations."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # ---- a step
 
     @torch.inference_mode()
-    def launch(self, step) -> Callable[[], tuple[list[int], list | None]]:
-        """Start computing an engine.Step. The function returned waits for it and gives the tokens of step.sampled, and
-        for sequences with num_candidates that many of their best tokens, as (token, log probability)."""
+    def launch(self, step) -> Callable[[], "Sampled"]:
+        """Start computing an engine.Step; the function returned waits for it and gives what came of it."""
         self._move_blocks(step)
         self._update_rows(step)
         # Sequences with one new token first: the kernel computes those and the others in two launches. Among them the
         # longest first: what takes longest should not start last and run on alone.
         work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: -pair[0].num_computed_tokens if pair[1] == 1 else 1)
         parts = self._flatten(work)
-        greedy = all(seq.params.is_greedy for seq in step.sampled)
-        filters = any(seq.params.has_filter for seq in step.sampled)
-        size = self._graph_size(len(work)) if work[-1][1] == 1 else None
+        prompts = list(_prompt_parts(work, parts[3]))
+        size = self._graph_size(len(work)) if work[-1][1] == 1 and not prompts else None
+        sampling = set(step.sampled)
+        sampled = [seq for seq, _ in work if size or seq in sampling]
+        needs = _Needs(sampled, self.editor)
         if size is not None:
-            tokens, logits = self._replay(size, parts, greedy, filters)
-            sampled = [seq for seq, _ in work]
+            tokens, logits = self._replay(size, parts, needs)
         else:
-            sampling = set(step.sampled)
-            sampled = [seq for seq, _ in work if seq in sampling]
-            tokens, logits = self._run(work, parts, sampled, greedy, filters)
+            tokens, logits = self._run(work, parts, sampled, prompts, needs)
         place = {seq: i for i, seq in enumerate(sampled)}
         order = [place[seq] for seq in step.sampled]
-        num_candidates = max((seq.num_candidates for seq in sampled), default=0)
-        if not num_candidates:
-            read = _reader(tokens)
-        else:
-            best = torch.log_softmax(logits.float(), dim=-1).topk(num_candidates, dim=-1)
-            read = _reader(tokens, best.indices, best.values)
+        # Log probabilities, of the rows that want some; mostly there are none.
+        rows, of_rows, of_prompts = [i for i in order if sampled[i].num_logprobs is not None], (), ()
+        if rows:
+            index = self._send([rows])[0]
+            of_rows = top_logprobs(logits.index_select(0, index), tokens.index_select(0, index).clamp(min=0), needs.num_logprobs)
+        if prompts:
+            ids = [token for part in prompts for token in part.seq.token_ids[part.first:part.first + part.count]]
+            wanted = [part.seq.params.prompt_logprobs for part in prompts]
+            of_prompts = top_logprobs(logits[len(sampled):], self._send([ids])[0], -1 if -1 in wanted else max(wanted))
+        read = _reader(tokens, *of_rows, *of_prompts)
 
-        def read_in_order():
-            tokens, *best = read()
-            return [tokens[i] for i in order], best and [list(zip(best[0][i], best[1][i])) for i in order]
+        def read_all() -> Sampled:
+            tokens, *lists = read()
+            logprobs = dict(zip(rows, zip(*lists[:4])))
+            prompt_logprobs = zip(*lists[-4:])
+            return Sampled([tokens[i] for i in order], [logprobs.get(i) for i in order] if rows else None,
+                           [(part.seq, part.first, list(islice(prompt_logprobs, part.count))) for part in prompts])
 
-        return read_in_order
+        return read_all
 
     def _move_blocks(self, step) -> None:
         """Blocks to the host, copies within the pool, and blocks from the host, before anything is written. In this order: a
@@ -228,16 +262,20 @@ class Runner:
 
     def _update_rows(self, step) -> None:
         """Tell the device what is new in the rows of this step's sequences: table entries, and settings of new ones."""
-        width, cells, blocks, rows, settings = self.block_tables.shape[1], [], [], [], []
+        width, cells, blocks, rows, settings, starts = self.block_tables.shape[1], [], [], [], [], []
         for seq in step.seqs:
             if seq.num_sent_blocks < len(seq.block_table):
-                if seq.num_sent_blocks == 0:
+                if self.owners[seq.row] is not seq:
+                    self.owners[seq.row] = seq
                     rows.append(seq.row)
                     settings += _settings(seq)
+                    n = seq.num_prompt_tokens
+                    starts.append(Start(seq.row, seq.params, seq.token_ids[:n], seq.token_ids[n:], seq.stop_token_ids, seq.bad_words))
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
+        self.editor.start(starts)
         if cells:
             cells, blocks, rows, settings = self._send([cells, blocks, rows, settings])
             self.block_tables.view(-1)[cells] = blocks
@@ -270,20 +308,23 @@ class Runner:
             rows.append(seq.row)
         return [input_ids, positions, slots, starts, lens, rows]
 
-    def _run(self, work, parts: list[list[int]], sampled, greedy: bool, filters: bool) -> tuple[Tensor, Tensor]:
-        """The step kernel by kernel; the tokens of `sampled`, [num_samples], and their logits."""
+    def _run(self, work, parts: list[list[int]], sampled, prompts: list[tuple], needs: "_Needs") -> tuple[Tensor, Tensor]:
+        """The step kernel by kernel; the tokens of `sampled`, [num_samples], and the logits of these and of the prompts."""
         sampling, query_lens = set(sampled), [num_tokens for _, num_tokens in work]
         indices = [i for i, (seq, _) in enumerate(work) if seq in sampling]
-        message = self._send([*parts, indices])
-        indices = message.pop()
-        batch = self._batch(message, message[3][1:][indices] - 1, max(query_lens), max(parts[4]), query_lens.count(1),
+        rows = [parts[3][i + 1] - 1 for i in indices]
+        for part in prompts:
+            rows += range(part.row, part.row + part.count)
+        *message, indices, rows = self._send([*parts, indices, rows])
+        batch = self._batch(message, rows, max(query_lens), max(parts[4]), query_lens.count(1),
                             self._query_tiles(query_lens, parts[4]))
         logits = self.model(batch, self.kv_cache, self.kernels)
         if not sampled:
-            return torch.empty(0, dtype=torch.int64), logits
-        return self._sample(logits, message[5][indices], batch.seq_lens[indices], greedy, filters), logits
+            return torch.empty(0, dtype=torch.int64, device=self.device), logits
+        return self._sample(logits[:len(sampled)], message[5].index_select(0, indices), batch.seq_lens.index_select(0, indices),
+                            needs), logits
 
-    def _batch(self, message: list[Tensor], logits_indices: Tensor, max_query_len: int, max_seq_len: int,
+    def _batch(self, message: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                num_decodes: int, query_tiles: Tensor | None) -> Batch:
         input_ids, positions, slots, starts, lens, rows = message
         # Only sequences with one new token can have one that is not known on the host, and they come first.
@@ -293,15 +334,21 @@ class Runner:
         return Batch(input_ids, positions, slots, self.block_tables.index_select(0, rows), lens, starts, logits_indices,
                      max_query_len, max_seq_len, num_decodes, query_tiles)
 
-    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, greedy: bool, filters: bool) -> Tensor:
-        """One token for each row of logits, kept as its sequence's last one."""
+    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: "_Needs") -> Tensor:
+        """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose from."""
+        edits = needs.edits or needs.processors
+        if edits:
+            logits = self.editor(logits, rows, positions, needs.processors)
         settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS]
         temperature, top_p, min_p = settings[:, :3].T.contiguous().view(torch.float32)
         tokens = self.sampler(logits, SamplingBatch(
             temperature=temperature, top_p=top_p, min_p=min_p, top_k=settings[:, 3],
             seed=settings[:, 4:6].contiguous().view(torch.int64)[:, 0], position=positions.long(),
-            all_greedy=greedy, any_filter=filters))
-        self.last_tokens.index_copy_(0, rows.long(), tokens.int())
+            all_greedy=needs.greedy, any_filter=needs.filters))
+        usable = tokens.clamp(min=0)
+        if edits:
+            self.editor.add(rows, usable)
+        self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor | None:
@@ -346,11 +393,11 @@ class Runner:
     def _decode(self, size: int) -> tuple[Tensor, Tensor]:
         """A decode step of `size` sequences as the graph input has it; their logits and tokens."""
         message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
-        batch = self._batch(message, torch.arange(size, device=self.device), 1, self.max_model_len, size, None)
+        batch = self._batch(message, None, 1, self.max_model_len, size, None)
         logits = self.model(batch, self.kv_cache, self.kernels)
-        return logits, self._sample(logits, message[5], batch.seq_lens, False, False)
+        return logits, self._sample(logits, message[5], batch.seq_lens, _Needs())
 
-    def _replay(self, size: int, parts: list[list[int]], greedy: bool, filters: bool) -> tuple[Tensor, Tensor]:
+    def _replay(self, size: int, parts: list[list[int]], needs: "_Needs") -> tuple[Tensor, Tensor]:
         """The step by its graph, padded with rows of no sequence: no query, no slot, no length."""
         num_seqs = len(parts[0])
         padding = size - num_seqs
@@ -360,10 +407,10 @@ class Runner:
         self.graph_input[:len(message)].copy_(message.pin_memory(), non_blocking=True)
         graph, logits, tokens = self.graphs[size]
         graph.replay()
-        if filters:  # the graph draws from all tokens; draw again from those that the filters leave
+        if needs.filters or needs.edits or needs.processors:  # the graph draws from the plain logits: draw again
             rows = self.graph_input[5 * size + 1:5 * size + 1 + num_seqs]
             lens = self.graph_input[4 * size + 1:4 * size + 1 + num_seqs]
-            return self._sample(logits[:num_seqs], rows, lens, greedy, filters), logits[:num_seqs]
+            return self._sample(logits[:num_seqs], rows, lens, needs), logits[:num_seqs]
         return tokens[:num_seqs], logits[:num_seqs]
 
 
@@ -381,6 +428,24 @@ def _settings(seq) -> tuple[int, ...]:
     """A sequence's sampling settings as SETTINGS_INTS 32-bit integers: three floats, top_k, and a 64-bit seed."""
     p = seq.params
     return struct.unpack("6i", struct.pack("fffiq", p.temperature, p.top_p, p.min_p, min(p.top_k, 2**31 - 1), seq.seed))
+
+
+class _PromptPart(NamedTuple):
+    """Prompt tokens whose log probabilities a step computes."""
+    seq: object
+    first: int  # position of the first
+    count: int
+    row: int  # of the step's tokens, the one that predicts the first
+
+
+def _prompt_parts(work, starts: list[int]) -> Iterator[_PromptPart]:
+    """For sequences that want them: the token at each position predicts the next one."""
+    for (seq, num_tokens), row in zip(work, starts):
+        if seq.wants_prompt_logprobs:
+            start = seq.num_computed_tokens - num_tokens
+            count = min(seq.num_computed_tokens, seq.num_prompt_tokens - 1) - start
+            if count > 0:
+                yield _PromptPart(seq, start + 1, count, row)
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -40,16 +40,19 @@ class Sampler:
         self.pick = compile_rows(pick, 4) if fused else pick
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """One token id per row: logits [R, vocab_size] of any float type -> [R] int64."""
+        """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. -1 where the largest logit is no
+        finite number: some are NaN or infinite, or all are -inf."""
         if batch.all_greedy:
-            return logits.argmax(-1)
+            largest, tokens = logits.max(-1)
+            return torch.where(largest.isfinite(), tokens, -1)
         if not batch.any_filter:
             return self.pick(logits, batch.temperature, batch.seed, batch.position)
         # The filtered logits are scaled already. Rows without a filter get what they get without the others.
         is_greedy = batch.temperature < SMALLEST_TEMPERATURE
         scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
-        scaled = scaled.masked_fill(~kept_tokens(scaled, batch), -math.inf)
-        return pick(scaled, batch.temperature.masked_fill(~is_greedy, 1.0), batch.seed, batch.position)
+        kept = scaled.masked_fill(~kept_tokens(scaled, batch), -math.inf)
+        tokens = pick(kept, batch.temperature.masked_fill(~is_greedy, 1.0), batch.seed, batch.position)
+        return torch.where(scaled.amax(-1).isfinite(), tokens, -1)
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
     temperature = temperature.masked_fill(is_greedy, 1.0)[:, None]
     peaks, sums = summarise(logits, temperature)  # [R, chunks] each
     drawn = draw(logits, temperature, peaks, sums, uniform(seed, position))
-    return torch.where(is_greedy, best(logits, peaks), drawn)
+    return torch.where(peaks.amax(-1).isfinite(), torch.where(is_greedy, best(logits, peaks), drawn), -1)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

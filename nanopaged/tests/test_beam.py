@@ -72,7 +72,7 @@ def log_probs(model, texts: list[list[int]]) -> torch.Tensor:
         block_tables=torch.arange(count).int()[:, None], seq_lens=torch.full((count,), length).int(),
         query_start_loc=starts.int(), logits_indices=starts[1:] - 1, max_query_len=length, max_seq_len=length,
         num_decodes=0)
-    return torch.log_softmax(model(batch, [(layer[0], layer[1]) for layer in pool], TORCH).float(), dim=-1)
+    return torch.log_softmax(model(batch, [(layer[0], layer[1], 1.0, 1.0) for layer in pool], TORCH).float(), dim=-1)
 
 
 def case_id(case: dict) -> str:

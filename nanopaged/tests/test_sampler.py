@@ -366,9 +366,9 @@ def test_tokens_of_probability_0_are_never_drawn_where_sums_round(settings):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("settings", [{}, dict(top_k=3), dict(top_p=0.5), dict(temperature=0)], ids=str)
-def test_a_row_without_probabilities_harms_nobody(bad, settings):
-    """NaN from a model that overflowed: some token of the vocabulary, and the other rows draw theirs. On the CPU only:
-    an index out of range ends a GPU's process, which the other tests need."""
+def test_a_row_without_probabilities_is_told_by_minus_one_and_harms_nobody(bad, settings):
+    """NaN from a model that overflowed: -1, and the other rows draw theirs. On the CPU only: an index out of range ends a
+    GPU's process, which the other tests need."""
     logits = normal(5, 50).cpu()
     batch = settings_batch([settings] * 5, range(5), range(5))
     batch = SamplingBatch(**{name: value.cpu() if torch.is_tensor(value) else value for name, value in vars(batch).items()})
@@ -376,8 +376,11 @@ def test_a_row_without_probabilities_harms_nobody(bad, settings):
     broken = logits.clone()
     broken[2] = bad
     tokens = sample(broken, batch).tolist()
-    assert 0 <= tokens[2] < 50
-    assert tokens[:2] + tokens[3:] == expected[:2] + expected[3:]
+    assert tokens == expected[:2] + [-1] + expected[3:]
+    if bad != -math.inf:  # one of them is enough
+        broken = logits.clone()
+        broken[2, 17] = bad
+        assert sample(broken, batch).tolist() == expected[:2] + [-1] + expected[3:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
