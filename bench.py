@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 import kernel
-from engine import LLM, BlockManager, Scheduler, Sequence
+from engine import LLM, BlockManager, Scheduler, Sequence, Step
 from kernel import cdiv, paged_attention
 from nanopaged import SamplingParams
 
@@ -131,6 +131,49 @@ def scheduler(quick: bool) -> None:
                 statistics.median(times) * 1000, "ms/step")
 
 
+def fragmentation(quick: bool) -> None:
+    """Workload "256" through the scheduler, without a model: of the slots that are held, how many hold a token; and how many
+    would if every sequence had room for max_model_len 4,096 tokens, as without paging."""
+    for block_size in (16, 64):
+        plan = Scheduler(BlockManager(100_000, block_size, enable_prefix_caching=False), 256, 8192)
+        prompts, params = workload_256()
+        for i, (prompt, wanted) in enumerate(zip(prompts, params)):
+            plan.add(Sequence(prompt, wanted, (0, i, 0), len(prompt) + wanted.max_tokens))
+        tokens = held = contiguous = 0
+        while plan.waiting or plan.running:
+            step = plan.schedule()
+            tokens += sum(seq.num_computed_tokens for seq in plan.running)
+            held += (plan.block_manager.num_blocks - plan.block_manager.num_free_blocks) * block_size
+            contiguous += len(plan.running) * 4096
+            plan.update(step, [1] * len(step.sampled))
+        row(f"held slots that hold a token, block_size {block_size}", 100 * tokens / held, "%")
+    row("  without paging, 4,096 slots per sequence", 100 * tokens / contiguous, "%")
+
+
+def prefix(quick: bool) -> None:
+    """64 chats with one system prompt, of 1,000 tokens on a GPU, and once more with other questions; then without caching."""
+    on_gpu = torch.cuda.is_available()
+    system, question = (1000, 40) if on_gpu else (208, 20)
+    for caching in (True, False):
+        llm = (random_llm("0.6B", max_model_len=2048, enable_prefix_caching=caching) if on_gpu else
+               LLM("shakespeare", max_num_seqs=64, enable_prefix_caching=caching))
+        rng, manager = random.Random(4), llm.scheduler.block_manager
+        shared = [rng.randrange(1000) for _ in range(system)]
+        llm.generate([[1, 2, 3] * 20] * 64, SamplingParams(max_tokens=2))  # warm up
+        for wave in ("first wave", "second wave") if caching else ("no caching",):
+            asked, cached = manager.num_prompt_tokens, manager.num_cached_tokens
+            started, first_tokens = time.perf_counter(), []
+            for _ in range(64):
+                llm.add_request(shared + [rng.randrange(1000) for _ in range(question)], SamplingParams(max_tokens=1))
+            while llm.has_unfinished_requests():
+                num_done = len(llm.step())
+                first_tokens += [time.perf_counter() - started] * num_done
+            asked, cached = manager.num_prompt_tokens - asked, manager.num_cached_tokens - cached
+            row(f"64 chats, {system} tokens shared, {wave}", 100 * (asked - cached) / asked, "% computed", peer=f"{cached} tokens, "
+                f"{cached // manager.block_size} blocks saved")
+            row("  time to first token", statistics.median(first_tokens) * 1000, "ms")
+
+
 # --------------------------------------------------------------------------------------------------
 # The kernel, on a CUDA device
 # --------------------------------------------------------------------------------------------------
@@ -173,14 +216,15 @@ class Limits:
         return products + attention
 
 
-def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True) -> float:
+def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True,
+                      dtype: torch.dtype = torch.bfloat16) -> float:
     """Time of paged_attention, as a graph over as many pools as do not fit the L2 cache, as a model's layers are."""
     num_blocks = [cdiv(n, block_size) for n in seq_lens]
     total, width = sum(num_blocks), max(num_blocks)
     copies = 1 + int(3e8 // (sum(seq_lens) * 4096))
     ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
     tables = torch.stack([torch.cat([x, torch.zeros(width - len(x), dtype=torch.int32)]) for x in ids]).cuda()
-    pools = [torch.randn(2, total, block_size, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    pools = [torch.randn(2, total, block_size, 8, 128, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
     q = torch.randn(len(seq_lens) * query_len, 16, 128, device="cuda", dtype=torch.bfloat16)
     lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
@@ -217,6 +261,29 @@ def attention(limits: Limits, quick: bool) -> None:
             limits.product / 1e12, f"FlashAttention-3 {peer}")
 
 
+def fp8(limits: Limits, quick: bool) -> None:
+    """Decode attention over an fp8 cache, beside the same over bfloat16; the limit is half, because half the bytes are read."""
+    for name in ("64 x 1k", "256 x 4k"):
+        seq_lens, _ = DECODE[name]
+        ratio = attention_seconds(1, seq_lens, dtype=torch.float8_e4m3fn) / attention_seconds(1, seq_lens)
+        row(f"attention, decode {name}, fp8 cache", ratio, "s / s of bf16", 0.5)
+
+
+def swapping(limits: Limits, quick: bool) -> None:
+    """What a preemption costs: moving blocks to the host and back, or computing them again."""
+    llm = random_llm("0.6B", max_model_len=17_000, num_blocks=1000, swap_space=4)
+    prompts = random.Random(5)
+    for tokens in (256, 1024, 4096, 16_384):
+        count, moves = cdiv(tokens, llm.runner.block_size), []
+        for kind in ("swaps_out", "swaps_in"):
+            step = Step(**{kind: [(i, i) for i in range(count)]})
+            with torch.inference_mode():
+                moves.append(gpu_seconds(lambda: llm.runner._move_blocks(step)) * 1000)
+        compute = min(1000 / rate(lambda: llm.generate(random_prompts(prompts, [tokens]), SamplingParams(max_tokens=1)), 1) for _ in range(3))
+        row(f"preempt {tokens:,} tokens: to the host and back", sum(moves), "ms", peer=f"out {moves[0]:.2f}, in {moves[1]:.2f}")
+        row(f"preempt {tokens:,} tokens: compute again", compute, "ms")
+
+
 def paging(limits: Limits, quick: bool) -> None:
     """The price of paging: the same attention over shuffled blocks of several sizes, and over contiguous K and V."""
     for block_size, label in ((1, "block_size 1"), (16, "block_size 16"), (64, "block_size 64"), (256, "block_size 256"),
@@ -235,7 +302,7 @@ def random_llm(shape: str, **options) -> LLM:
     gc.collect()  # the engine of the section before
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        return LLM(folder, load_format="dummy", enable_prefix_caching=False, **options)
+        return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
 
 
 def random_prompts(rng: random.Random, lengths) -> list[list[int]]:
@@ -274,11 +341,16 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
     return ms
 
 
-def workload(llm: LLM, num_prompts: int, seed: int = 0) -> tuple[float, int, int]:
-    """(output tokens/s, prompt tokens, output tokens) of the random workload that nano-vllm's benchmark defines."""
+def workload_256(num_prompts: int = 256, seed: int = 0) -> tuple[list, list]:
+    """Prompts and sampling parameters of the random workload that nano-vllm's benchmark defines."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_prompts)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_prompts)]
+    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_prompts)]
+
+
+def workload(llm: LLM, num_prompts: int, seed: int = 0) -> tuple[float, int, int]:
+    """(output tokens/s, prompt tokens, output tokens) of that workload."""
+    prompts, params = workload_256(num_prompts, seed)
     new = sum(p.max_tokens for p in params)
     return rate(lambda: llm.generate(prompts, params), new), sum(map(len, prompts)), new
 
@@ -405,9 +477,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-ANYWHERE = [scheduler, batching]
-ON_CUDA = [start, attention, paging, decode, throughput, latency, invariance, large]  # start first: it wants the card empty
-QUICK = {"scheduler", "batching", "attention", "decode"}
+ANYWHERE = [scheduler, fragmentation, prefix, batching]
+ON_CUDA = [start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large]  # start first: it wants the card empty
+QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
 
 
 def main() -> None:
