@@ -34,19 +34,18 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Callable, Iterator
+from typing import Callable
 
 from torch import OutOfMemoryError
 
 from kernel import cdiv
 from model import ModelConfig
-from nanopaged.beam import BeamGroup
-from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
-from nanopaged.inputs import as_list, check_choice, check_number, check_sizes, read_prompt, wrap_int64
+from nanopaged.frontend import Frontend
+from nanopaged.inputs import check_choice, check_number, check_sizes, read_prompt, wrap_int64
 from nanopaged.logits import encode_bad_words
-from nanopaged.outputs import Request, RequestOutput, beam_output
-from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.outputs import Request, RequestOutput
+from nanopaged.params import SamplingParams
 from nanopaged.runner import Runner
 from nanopaged.tokenizer import load_tokenizer
 
@@ -527,8 +526,9 @@ class Scheduler:
 # LLM
 # --------------------------------------------------------------------------------------------------
 
-class LLM:
-    """A model and its engine. Names and defaults are vLLM's.
+class LLM(Frontend):
+    """A model and its engine. Names and defaults are vLLM's. `generate`, `chat`, `stream` and `beam_search` are in
+    nanopaged/frontend.py; what they are made of is here: `add_request`, `step`, `abort_request`.
 
     model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
     revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
@@ -641,6 +641,17 @@ class LLM:
                 self.scheduler.add(seq)
         return request
 
+    def _add_beams(self, token_ids: list[int], width: int, group) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences for a beam search: the one that begins, and those that it will branch into."""
+        max_len, num_candidates = len(token_ids) + group.max_tokens + 1, min(group.num_candidates, self.config.vocab_size)
+        with self.lock:
+            arrival = next(self.arrivals)
+            first, *spares = [
+                Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len, request_id=f"beam {arrival}",
+                         waits_for_token=True, num_logprobs=num_candidates, candidates=[]) for j in range(width)]
+            self.scheduler.add(first)
+        return [first], spares
+
     def abort_request(self, request_id: str) -> None:
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
         with self.lock:
@@ -650,16 +661,6 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self.unreported)
-
-    def get_default_sampling_params(self, **given) -> SamplingParams:
-        """What a request gets that brings no settings; with `given` ones before it."""
-        return SamplingParams.from_generation_config(self.default_params, **given)
-
-    def get_tokenizer(self):
-        """The checkpoint's tokenizer. ValueError if it has none that can be read."""
-        if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("with load_format='dummy' there is no tokenizer; give prompts as token ids")
-        return self.tokenizer
 
     # ---- the step
 
@@ -728,90 +729,6 @@ class LLM:
         if not (self.launched or self.scheduler.running or self.scheduler.waiting):
             self.scheduler.block_manager.check_idle()
         return requests
-
-    # ---- conveniences
-
-    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[RequestOutput]:
-        """Run prompts to the end, together; outputs in their order.
-
-        prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
-        sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
-        """
-        prompts = as_list(prompts)
-        if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
-        requests = []
-        try:
-            for prompt, params in zip(prompts, sampling_params):
-                requests.append(self._add(prompt, params))
-            while any(request.request_id in self.requests for request in reversed(requests)):
-                self._step()
-        finally:  # an error, or Ctrl-C
-            for request in requests:
-                self.abort_request(request.request_id)
-        return [request.output() for request in requests]
-
-    def beam_search(self, prompts, params: BeamSearchParams) -> list[RequestOutput]:
-        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
-        says what a score is. Beams share the blocks of what they have in common."""
-        searches = []
-        try:
-            for prompt in as_list(prompts):
-                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
-                arrival, max_len = next(self.arrivals), min(len(token_ids) + params.max_tokens, self.max_model_len)
-                group = BeamGroup(params, self.eos_token_ids, max_len - len(token_ids))
-                num_candidates = min(group.num_candidates, self.config.vocab_size)
-                first, *spares = [
-                    Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len + 1, request_id=f"beam {arrival}",
-                             waits_for_token=True, num_logprobs=num_candidates, candidates=[]) for j in range(params.beam_width)]
-                searches.append((text, token_ids, group, [first], spares))
-                self.scheduler.add(first)
-            while not all(group.done for _, _, group, _, _ in searches):
-                self._step()
-                for _, _, group, beams, spares in searches:
-                    if beams and all(beam.candidates for beam in beams):
-                        beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
-        finally:
-            for *_, beams, _ in searches:
-                for beam in beams:
-                    self.scheduler.retire(beam)
-        return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
-
-    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             **template) -> list[RequestOutput]:
-        """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
-
-        template: see `chat_prompt`
-        """
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations = messages if several else [messages]
-        return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
-
-    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
-                    tools: list[dict] | None = None, add_generation_prompt: bool = True,
-                    continue_final_message: bool = False) -> dict:
-        """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
-        messages that it does not take. See nanopaged/chat.py."""
-        tokenizer, template = self.get_tokenizer(), load_chat_template(self.path, chat_template)
-        if template is None:
-            raise ValueError(NO_CHAT_TEMPLATE)
-        text = template.render(messages, tools, add_generation_prompt, continue_final_message, **(chat_template_kwargs or {}))
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-
-    def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""
-        request, length = self._add(prompt, params), 0
-        try:
-            while request.request_id in self.requests:
-                self._step()
-                text = request.output().outputs[0].text
-                if len(text) > length:
-                    yield text[length:]
-                length = len(text)
-        finally:
-            self.abort_request(request.request_id)
 
 
 if __name__ == "__main__":

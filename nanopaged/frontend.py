@@ -1,0 +1,103 @@
+"""What users call: whole runs, conversations, streams, beams. All of it is made of what engine.py's LLM has: requests are
+added, steps are computed until they are done, and whatever happens they are gone afterwards.
+"""
+from typing import Iterator
+
+from nanopaged.beam import BeamGroup
+from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
+from nanopaged.inputs import as_list, read_prompt
+from nanopaged.outputs import RequestOutput, beam_output
+from nanopaged.params import BeamSearchParams, SamplingParams
+
+
+class Frontend:
+    """The part of LLM that knows nothing about blocks."""
+
+    def get_default_sampling_params(self, **given) -> SamplingParams:
+        """What a request gets that brings no settings; with `given` ones before it."""
+        return SamplingParams.from_generation_config(self.default_params, **given)
+
+    def get_tokenizer(self):
+        """The checkpoint's tokenizer. ValueError if it has none that can be read."""
+        if self.tokenizer is None:
+            raise self.tokenizer_error or ValueError("with load_format='dummy' there is no tokenizer; give prompts as token ids")
+        return self.tokenizer
+
+    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[RequestOutput]:
+        """Run prompts to the end, together; outputs in their order.
+
+        prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
+        sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
+        """
+        prompts = as_list(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
+        requests = []
+        try:
+            for prompt, params in zip(prompts, sampling_params):
+                requests.append(self._add(prompt, params))
+            while any(request.request_id in self.requests for request in reversed(requests)):
+                self._step()
+        finally:  # an error, or Ctrl-C
+            for request in requests:
+                self.abort_request(request.request_id)
+        return [request.output() for request in requests]
+
+    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
+             **template) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
+
+        template: see `chat_prompt`
+        """
+        several = bool(messages) and isinstance(messages[0], (list, tuple))
+        conversations = messages if several else [messages]
+        return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
+
+    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                    tools: list[dict] | None = None, add_generation_prompt: bool = True,
+                    continue_final_message: bool = False) -> dict:
+        """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
+        messages that it does not take. See nanopaged/chat.py."""
+        tokenizer, template = self.get_tokenizer(), load_chat_template(self.path, chat_template)
+        if template is None:
+            raise ValueError(NO_CHAT_TEMPLATE)
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, **(chat_template_kwargs or {}))
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""
+        request, length = self._add(prompt, params), 0
+        try:
+            while request.request_id in self.requests:
+                with self.lock:
+                    self._step()
+                    text = request.output().outputs[0].text
+                if len(text) > length:
+                    yield text[length:]
+                length = len(text)
+        finally:
+            self.abort_request(request.request_id)
+
+    def beam_search(self, prompts, params: BeamSearchParams) -> list[RequestOutput]:
+        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
+        says what a score is. Beams share the blocks of what they have in common."""
+        searches = []
+        try:
+            for prompt in as_list(prompts):
+                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+                group = BeamGroup(params, self.eos_token_ids, min(params.max_tokens, self.max_model_len - len(token_ids)))
+                beams, spares = self._add_beams(token_ids, params.beam_width, group)
+                searches.append((text, token_ids, group, beams, spares))
+            while not all(group.done for _, _, group, _, _ in searches):
+                with self.lock:
+                    self._step()
+                    for _, _, group, beams, spares in searches:
+                        if beams and all(beam.candidates for beam in beams):
+                            beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
+        finally:
+            with self.lock:
+                for beam in [beam for *_, beams, _ in searches for beam in beams]:
+                    self.scheduler.retire(beam)
+        return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
