@@ -579,7 +579,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     shape = kernel_constants(group, head_dim, block_size, sliding_window, q.dtype)
     shared_memory = _shared_memory(q.device)
     if max_query_len > 1:
-        config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory)
+        config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory, k_cache.element_size())
         if query_tiles is None:
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(),
                                            tokens_per_tile(group, head_dim, q.dtype, q.device)).to(q.device)
@@ -588,7 +588,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
                 scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config)
     if num_decodes:
-        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory)
+        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size())
         num_splits = split_bound(max_seq_len)
         sharing = programs_per_context(num_decodes * num_kv_heads, num_splits)
         split_out = split_lse = out
@@ -635,13 +635,16 @@ def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window:
                 PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
-def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int) -> dict:
+def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int, cache_element_size: int = 0) -> dict:
     """Tile sizes, warps and pipeline stages of a launch. A small rule, because autotuning would time at start-up.
 
     shared_memory: bytes that the device gives a block. A tile of K and one of V wait in it for each stage, beside the
     queries; stages are given up first, then tile width. TILE_N also decides the order of additions, so a device
-    always uses the same one for a model.
+    always uses the same one for a model. An fp8 cache keeps the decode programs busy turning its numbers into float16,
+    so there are more and smaller ones of them.
     """
+    if phase == "decode" and cache_element_size == 1 and element_size == 2:
+        return dict(TILE_M=max(16, _next_power_of_2(group)), TILE_N=64, num_warps=2, num_stages=4 if head_dim <= 128 else 2)
     row = max(16, _next_power_of_2(head_dim)) * element_size  # bytes of one head of one token
     tile_m = max(16 if phase == "decode" else 64 if row <= 256 else 32, _next_power_of_2(group))
     for tile_n, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):

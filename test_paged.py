@@ -1152,7 +1152,7 @@ def test_step_by_step_with_aborts():
     keep = llm.add_request([5, 6, 7], GREEDY)
     drop = llm.add_request([5, 6, 8], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     waiting = llm.add_request(list(range(10, 60)), GREEDY)
-    outputs = llm.step()
+    outputs = llm.step() or llm.step()  # with lookahead the first step's tokens come with the second
     assert {output.request_id for output in outputs} <= {keep, drop, waiting} and len(outputs) >= 2
     assert all(len(output.outputs[0].token_ids) == 1 and not output.finished for output in outputs)
     llm.abort_request(drop)

@@ -24,10 +24,12 @@ FLOATS = ("split_out", "split_lse", "rotation")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3):
+def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3, fp8=False):
     """The compiled kernel, with pointers and strides that are multiples of 16, as an engine's are."""
     names = function.arg_names
     signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
+    if fp8:
+        signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name] not in ("constexpr", "fp32") and name != "num_splits"}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
@@ -49,12 +51,12 @@ def _type_of(name: str, constants: dict, dtype: str) -> str:
 
 
 def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
-              alone=True):
+              alone=True, fp8=False):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
-    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024)
+    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize)
     constants = kernel.kernel_constants(group, head_dim, block_size, window, dtype) | dict(
         DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
-    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"])
+    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
     return compiled, config
 
 
@@ -71,21 +73,21 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             HALF_PADDED=constants["DIM_PADDED"] // 2, **switches), dtype, capability)
 
 
-def check(capability: int, dtype: torch.dtype, head_dim: int) -> int:
+def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False) -> int:
     """Compile attention's three forms; how many of them are too large."""
     limit, too_large = SHARED_MEMORY[capability] * 1024, 0
     for phase, alone in (("decode", True), ("decode", False), ("prefill", True)):
-        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone)
+        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone, fp8=fp8)
         shared = compiled.metadata.shared
         too_large += shared > limit
-        print(f"sm_{capability} {phase:7} {TYPES[dtype]} head_dim {head_dim:3}: {shared / 1024:5.1f} of {limit // 1024} KiB  "
+        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: {shared / 1024:5.1f} of {limit // 1024} KiB  "
               f"{config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
     return too_large
 
 
 def main(capabilities: list[int], quick: bool) -> int:
     if quick:
-        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128)
+        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128) + check(89, torch.bfloat16, 128, fp8=True)
         list(others(90, torch.bfloat16, 128, window=100))
         return min(1, too_large)
     too_large = 0
@@ -93,6 +95,8 @@ def main(capabilities: list[int], quick: bool) -> int:
         for dtype in TYPES:
             if dtype is not torch.bfloat16 or capability >= 80:  # older cards have none: the engine uses float16 there
                 too_large += sum(check(capability, dtype, head_dim) for head_dim in (64, 128, 256))
+                if capability >= 89 and dtype is not torch.float32:
+                    too_large += sum(check(capability, dtype, head_dim, fp8=True) for head_dim in (64, 128, 256))
                 list(others(capability, dtype, 128))
     return min(1, too_large)
 

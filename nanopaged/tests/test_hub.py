@@ -103,8 +103,9 @@ class FakeHub:
     def route(self, request):
         if request.server is self.servers[1]:
             checksum, name = request.path.strip("/").split("/", 1)
-            data = next(files[name] for files in self.files.values() if sha256(files.get(name, b"")) == checksum)
-            return self.send(request, name, data, {"ETag": f'"{checksum}"'})
+            commit = next(commit for commit, files in self.files.items() if sha256(files.get(name, b"")) == checksum)
+            # Some versions of huggingface_hub follow a redirect on the same host before they look for the commit.
+            return self.send(request, name, self.files[commit][name], {"ETag": f'"{checksum}"', "X-Repo-Commit": commit})
         path = [unquote(part) for part in urlsplit(request.path).path.strip("/").split("/")]
         if path[:2] == ["api", "models"] and path[2:4] == ["org", "model"] and path[4] in ("revision", "tree"):
             commit = self.refs.get(path[5], path[5])
