@@ -606,6 +606,7 @@ class LLM(Frontend):
         self.default_params = read_generation_config(path) if generation_config == "auto" else {}
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
+        self.chat_templates: dict = {}  # those that were used, by their source
         self.lock = threading.RLock()  # held while a step is computed, and by who changes what it looks at
         # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
         # computes step n; a sequence that turns out finished has then wasted one token.
@@ -663,6 +664,7 @@ class LLM(Frontend):
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
         with self.lock:
             request = self.requests.pop(request_id, None)
+            self.unreported.pop(request_id, None)
             for seq in request.sequences if request else ():
                 self.scheduler.abort(seq)
 

@@ -1255,7 +1255,8 @@ def test_prompts_come_as_text_ids_or_dicts():
 @pytest.mark.parametrize("prompt, message", [
     ("", "the prompt is empty"), ([], "the prompt is empty"), ([1, -1], "token id -1"), ([10**6], "token id 1000000"),
     (5, "prompts are a string"), ([1.5], "a prompt is a string or a list of token ids"), ([[True]], "a list of token ids"),
-    ({"text": "a"}, "'prompt' or 'prompt_token_ids'"), ([None], "not None"), ("a" * 5000, "max_model_len"),
+    ({"text": "a"}, "'prompt' or 'prompt_token_ids'"), ({"prompt_token_ids": "abc"}, "a list of token ids, not 'abc'"),
+    ({"prompt": 5}, "a string, not 5"), ([None], "not None"), ("a" * 5000, "max_model_len"),
 ])
 def test_bad_prompts_get_a_sentence(prompt, message):
     llm = load()

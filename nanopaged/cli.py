@@ -1,83 +1,288 @@
-"""The command line behind `python engine.py`: prompts in, text on stdout, everything else on stderr."""
+"""The command line behind `python engine.py`: prompts in, text on stdout, everything else on stderr.
+
+    --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
+    --prompts FILE     many: see nanopaged/batch.py
+    --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+
+The exit code is 0; 1 if lines of a file were bad; 2 for bad input, with one sentence; 130 after Ctrl-C. But in a
+conversation Ctrl-C only stops the answer, which is kept as far as it got, and Ctrl-D leaves.
+"""
 import argparse
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
-from nanopaged.params import SamplingParams
+from nanopaged.batch import Batch, Meter, open_file, run_all
+from nanopaged.params import BeamSearchParams, SamplingParams
+
+HELP = """\
+usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
+
+PROMPTS: texts go to stdout, everything else to stderr
+  --prompt TEXT                continue this text; may be given several times
+  --prompts FILE               .txt: a prompt per line; .jsonl: {"prompt": "Hi", "n": 2, ..} or
+                               {"messages": [{"role": "user", "content": "Hi"}], ..}; - for stdin
+  --output FILE.jsonl          results of --prompts as they finish; once more, and it goes on
+  --chat                       a conversation: Ctrl-C stops an answer, Ctrl-D leaves; with --prompt,
+                               or stdin from a file: one answer
+  --system TEXT                system message of --chat
+  --chat-template FILE         in Jinja, in place of the checkpoint's
+  --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
+SAMPLING
+  --max-tokens N               new tokens at most [256; with --chat no limit]
+  --min-tokens N               new tokens before the text may end [0]
+  --temperature T              0 is greedy [0.8]
+  --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
+  --n N, --seed S              samples per prompt [1]; seed of draws and dummy weights [0]
+  --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
+  --repetition-penalty P       against repetition, above 1 [1]
+  --stop TEXT                  end before this; may be given several times
+  --include-stop-str-in-output                   end after it
+  --stop-token-ids ID,ID,..    end at one of these
+  --ignore-eos                 go on after end-of-sequence tokens
+  --no-skip-special-tokens     show special tokens
+  --bad-words TEXT             never generate this; may be given several times
+  --logit-bias JSON            {"token id": what to add, ..}
+  --allowed-token-ids ID,..    draw no others
+  --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
+  --generation-config auto     the checkpoint's own defaults in place of these [vllm]
+  --beam-width N               beam search instead of sampling: N texts with their scores
+  --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
+ENGINE
+  --model NAME, --revision R   bundled, a directory, or org/name on the Hub [shakespeare]
+  --dtype D, --device D        float32, float16, bfloat16 [auto]; cpu, cuda, cuda:N [auto]
+  --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
+  --block-size N, --num-blocks N                 token slots per block; blocks in all [what fits]
+  --gpu-memory-utilization X   share of the card to fill [0.9]
+  --max-model-len N            longest sequence, prompt included [the model's limit]
+  --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
+  --no-enable-prefix-caching   compute common beginnings every time
+  --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
+  --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
+  --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
+  --trace                      print each step: who computes what, in which blocks
+"""
 
 
 def main(llm_class, argv: list[str] | None = None) -> int:
-    """Run the command line with engine.py's LLM class; the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line with engine.py's LLM class; the exit code."""
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks, not a traceback
     try:
-        args = _parser().parse_args(argv)
-        params = SamplingParams(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
-                                min_p=args.min_p, seed=args.seed, max_tokens=args.max_tokens,
-                                ignore_eos=args.ignore_eos)
-        started = time.perf_counter()
-        llm = llm_class(args.model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
-        _say(f"{args.model} on {llm.runner.device} ({str(llm.runner.dtype).removeprefix('torch.')}), pool of "
-             f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
-             f"{time.perf_counter() - started:.1f} s")
-        if len(args.prompt) == 1 and args.n == 1:
-            _stream(llm, args.prompt[0], params)
-        else:
-            _print_all(llm, args.prompt, params)
-        return 0
+        return _run(llm_class, _read_arguments(argv))
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = open(os.devnull, "w")
         return 0
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as error:
+        _say(": ".join(["interrupted", *map(str, error.args)]))
         return 130
 
 
-ENGINE_OPTIONS = ("dtype", "device", "attention", "load_format", "block_size", "num_blocks", "gpu_memory_utilization",
-                  "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
-                  "scheduling_policy", "enforce_eager", "seed")
+def _run(llm_class, args) -> int:
+    # What can be refused is refused before the model is loaded.
+    params, is_batch, beams = _sampling_params(args), args.prompts is not None, None
+    if args.beam_width is not None:
+        options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
+        beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
+    template, variables = None, args.chat_template_kwargs
+    if args.chat_template is not None:
+        template = _read_template(args.chat_template)
+    if is_batch:
+        settings = Path(args.model).name, args.revision, params, args.generation_config, template, variables
+        batch = Batch(args.prompts, args.output, repr(settings))
+    llm = _load(llm_class, args)
+    params = _sampling_params(args, llm)
+
+    def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
+        try:
+            return llm.chat_prompt(messages, chat_template=template, chat_template_kwargs=variables, tools=tools)
+        except ValueError as error:  # what is a keyword of that method is an option here
+            raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
+
+    if is_batch:
+        return batch.run(llm, params, render, show_progress=not args.trace)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if args.prompt is None:
+        return _converse(llm, system, params, render)
+    prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
+    if len(prompts) == params.n == 1 and not beams:
+        _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
+        return 0
+    meter = Meter(llm)
+    if beams:
+        outputs = llm.beam_search(prompts, beams)
+    else:
+        requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
+        outputs = [output for _, output in sorted(run_all(llm, requests, meter, _raise), key=lambda pair: pair[0])]
+    _print_all(args.prompt, outputs, meter)
+    return 0
 
 
-def _stream(llm, prompt: str, params: SamplingParams) -> None:
-    """One prompt: its text as it comes, prompt first."""
-    started, first = time.perf_counter(), None
-    most_blocks, pool = 0, llm.scheduler.block_manager
-    request_id, shown, output = llm.add_request(prompt, params), 0, None
+def _sampling_params(args, llm=None) -> SamplingParams:
+    """What is given on the command line, before our defaults or the checkpoint's. These are known when the model is
+    loaded; without it this is to see whether what is given can be used."""
+    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, seed=0)
+    given = _given(args, SAMPLING)
+    if args.generation_config != "auto":
+        return SamplingParams(**ours | dict(temperature=0.8) | given)
+    if llm is None:
+        return SamplingParams(**dict(max_tokens=None) | given)
+    if llm.default_params.get("max_new_tokens") is not None:
+        del ours["max_tokens"]
+    return llm.get_default_sampling_params(**ours | given)
+
+
+def _load(llm_class, args):
+    started = time.perf_counter()
+    llm = llm_class(args.model, **_given(args, ENGINE))
+    _say(f"{args.model} on {llm.runner.device} ({str(llm.runner.dtype).removeprefix('torch.')}), pool of "
+         f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
+         f"{time.perf_counter() - started:.1f} s")
+    if args.trace:
+        from nanopaged.trace import Trace
+        Trace(llm)
+    return llm
+
+
+def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> None:
+    """Print one text as it comes, after the echo. Its pieces are in the list `said`, even after an interruption."""
+    meter, length, output = Meter(llm), 0, None
+    request_id = llm.add_request(prompt, params)
     try:
-        print(prompt, end="", flush=True)
-        while llm.has_unfinished_requests():
-            for output in llm.step():
-                first = first or time.perf_counter()
-                print(output.outputs[0].text[shown:], end="", flush=True)
-                shown = len(output.outputs[0].text)
-            most_blocks = max(most_blocks, pool.num_blocks - pool.num_free_blocks)
+        print(echo, end="", flush=True)
+        while output is None or not output.finished:
+            for output in (output for output in meter.step() if output.request_id == request_id):
+                said.append(output.outputs[0].text[length:])
+                length += len(said[-1])
+                print(said[-1], end="", flush=True)
     finally:
         llm.abort_request(request_id)
         print(flush=True)
-    new = len(output.outputs[0].token_ids)
-    _say(f"{len(output.prompt_token_ids)} prompt tokens, first token after {first - started:.2f} s, {new} new tokens at "
-         f"{(new - 1) / max(time.perf_counter() - first, 1e-9):.1f} tokens/s, at most {most_blocks} blocks in use, "
-         f"finished by {output.outputs[0].finish_reason}")
+    sample = output.outputs[0]
+    why = f": {sample.stop_reason}" if sample.finish_reason == "error" else ""
+    _say(f"{meter.report(after_first=True)}, finished by {sample.finish_reason}{why}")
 
 
-def _print_all(llm, prompts: list[str], params: SamplingParams) -> None:
-    """Several texts: each under its prompt, when all are done."""
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, params)
-    seconds = time.perf_counter() - started
-    for output in outputs:
-        for sample in output.outputs:
-            print(f"=== {output.prompt!r}" + (f" [{sample.index}]" if params.n > 1 else ""))
-            print(f"{sample.text}\n")
-    new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    _say(f"{len(prompts)} prompts, {new} new tokens in {seconds:.2f} s: {new / seconds:.1f} tokens/s")
+def _print_all(titles: list[str], outputs: list, meter: Meter) -> None:
+    """Several texts, each under its prompt."""
+    samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
+    for title, sample in samples:
+        number = f" [{sample.index}]" if len(samples) > len(titles) else ""
+        score = "" if sample.score is None else f" score {sample.score:.4f}"
+        print(f"=== {title!r}{number}{score}\n{sample.text}\n")
+        if sample.finish_reason == "error":
+            _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
+    meter.num_new_tokens = sum(len(sample.token_ids) for _, sample in samples)  # the steps of beams are not its own
+    _say(f"{len(titles)} prompts, {meter.report()}")
+
+
+def _raise(_, error: ValueError) -> None:
+    raise error
+
+
+def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
+    """Questions from the terminal, answers to stdout. A prompt is the whole conversation, but only its end has to be
+    computed: the blocks of the rest are in the pool."""
+    render(messages + [_user("Hello")])  # without a chat template say so now
+    try:
+        import readline  # noqa: F401  input() is a line editor with it
+    except ImportError:
+        pass
+    _say("Ctrl-C stops an answer, Ctrl-D leaves")
+    num_fixed = len(messages)
+    while True:
+        try:
+            text = _ask()
+        except EOFError:
+            _say("")
+            return 0
+        except KeyboardInterrupt:
+            _say("\nCtrl-D leaves")
+            continue
+        if not text.strip():
+            continue
+        asked, said = messages + [_user(text)], []
+        try:
+            prompt, room = render(asked), llm.max_model_len // 4  # at least, for the answer
+            while len(prompt["prompt_token_ids"]) > llm.max_model_len - room and len(asked) > num_fixed + 1:
+                _say("the conversation is too long, its oldest question and answer are forgotten")
+                del asked[num_fixed:num_fixed + 2]
+                prompt = render(asked)
+            _stream(llm, prompt, params, said)
+        except ValueError as error:
+            _say(f"error: {error}")
+        except KeyboardInterrupt:
+            _say("stopped")
+        if any(said):
+            messages = asked + [{"role": "assistant", "content": "".join(said)}]
+
+
+def _ask() -> str:
+    if sys.stdout.isatty():
+        return input("> ")  # the line editor has to know where the line begins
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _read_template(path: str) -> str:
+    with open_file("--chat-template", path, "rb") as file:
+        try:
+            return file.read().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--chat-template {path!r} is no text in UTF-8: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+# --------------------------------------------------------------------------------------------------
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected token ids as in 5,6,7, not {text!r}") from None
+
+
+def _object(text: str) -> dict:
+    try:
+        if isinstance(value := json.loads(text), dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r:.80}")
+
+
+# Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so. What is not
+# given is None, and the default is that of SamplingParams and LLM, or the one in _run.
+SAMPLING = dict(
+    max_tokens=int, min_tokens=int, temperature=float, top_k=int, top_p=float, min_p=float, n=int, seed=int,
+    presence_penalty=float, frequency_penalty=float, repetition_penalty=float, stop=list, stop_token_ids=_ids,
+    include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, bad_words=list, logit_bias=_object,
+    allowed_token_ids=_ids, logprobs=int, prompt_logprobs=int)
+ENGINE = dict(
+    revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
+    num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
+    enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
+    seed=int)
+OTHERS = dict(
+    prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
+    beam_width=int, length_penalty=float, model=str, trace=True)
+NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
+             system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
+EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
+                beam_width=[name for name in SAMPLING if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,33 +290,45 @@ class _Parser(argparse.ArgumentParser):
         """One sentence instead of the whole usage."""
         raise ValueError(f"{message} (python engine.py --help lists the options)")
 
+    def format_help(self):
+        return HELP
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="engine.py", description="Generate text with a paged-attention engine.", allow_abbrev=False,
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
-    parser.add_argument("--model", default="shakespeare", help="bundled name or checkpoint directory")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=256, help="new tokens at most")
-    sampling.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--top-k", type=int, default=0, help="0: all tokens")
-    sampling.add_argument("--min-p", type=float, default=0.0)
-    sampling.add_argument("--n", type=int, default=1, help="samples per prompt")
-    sampling.add_argument("--seed", type=int, default=0, help="of weights and draws")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    engine.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    engine.add_argument("--attention", default="auto", help="auto, triton, torch")
-    engine.add_argument("--load-format", default="auto", help="auto, dummy")
-    engine.add_argument("--block-size", type=int, help="token slots per block; 64 on CUDA, else 16, if not given")
-    engine.add_argument("--num-blocks", type=int, help="size of the pool; what fits, if not given")
-    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    engine.add_argument("--max-model-len", type=int, help="longest sequence, prompt included")
-    engine.add_argument("--max-num-seqs", type=int, default=256)
-    engine.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    engine.add_argument("--scheduling-policy", default="fcfs", help="fcfs, priority")
-    engine.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs, no compiling: starts sooner, runs slower")
-    return parser
+
+def _given(args, names) -> dict:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _option(name: str, kind=None) -> str:
+    return f"--{'no-' if kind is False else ''}{name.replace('_', '-')}"
+
+
+def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="engine.py", allow_abbrev=False)
+    for name, kind in (SAMPLING | ENGINE | OTHERS).items():
+        how = dict(action="append") if kind is list else dict(type=kind)
+        if isinstance(kind, bool):
+            how = dict(action="store_const", const=kind)
+        parser.add_argument(_option(name, kind), dest=name, **how)
+    args = parser.parse_args(argv)
+    args.model = "shakespeare" if args.model is None else args.model
+    _check_combination(args, talks := args.chat and args.prompt is None and args.prompts is None and sys.stdin.isatty())
+    if args.chat and args.prompt is None and not talks:
+        args.prompt = [sys.stdin.read().rstrip("\n")]
+        if not args.prompt[0]:
+            raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
+    return args
+
+
+def _check_combination(args, talks: bool) -> None:
+    """ValueError for options that do not go together. `talks`: it will be a conversation."""
+    has = set(_given(args, SAMPLING | OTHERS))
+    if not has & {"prompt", "prompts", "chat"}:
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
+    for name, others in NEEDS.items():
+        if name in has and has.isdisjoint(others):
+            raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")
+    for name, others in EXCLUDES.items():
+        if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
+            raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
+    if talks and ("beam_width" in has or args.n not in (None, 1)):
+        raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")

@@ -60,7 +60,10 @@ class Frontend:
                     continue_final_message: bool = False) -> dict:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
         messages that it does not take. See nanopaged/chat.py."""
-        tokenizer, template = self.get_tokenizer(), load_chat_template(self.path, chat_template)
+        tokenizer = self.get_tokenizer()
+        if chat_template not in self.chat_templates:
+            self.chat_templates[chat_template] = load_chat_template(self.path, chat_template)
+        template = self.chat_templates[chat_template]
         if template is None:
             raise ValueError(NO_CHAT_TEMPLATE)
         text = template.render(messages, tools, add_generation_prompt, continue_final_message, **(chat_template_kwargs or {}))

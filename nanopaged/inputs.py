@@ -39,6 +39,8 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
         text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
+        if isinstance(prompt, str) and text is None:
+            raise ValueError(f"the key 'prompt_token_ids' holds a list of token ids, not {prompt!r:.80}")
     else:
         text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, str):

@@ -51,6 +51,7 @@ class Request:
         self.is_reported = is_reported  # LLM.step tells of it
         self.texts = [_Text(seq, params, tokenizer) for seq in sequences]
         self.prompt_logprobs: list = [None] * len(prompt_token_ids)
+        self.logprobs: list[list] = [[] for _ in sequences]  # those of the generated tokens that have been asked for
 
     @property
     def finished(self) -> bool:
@@ -77,9 +78,11 @@ class Request:
             text.read()
             logprobs = total = None
             if self.params.logprobs is not None:
-                token_ids = seq.token_ids[seq.num_prompt_tokens:]
-                logprobs = [self._logprobs(token, found, self.params.logprobs) for token, found in zip(token_ids, seq.logprobs)]
-                total = sum(found[0] for found in seq.logprobs)
+                done = len(self.logprobs[j])
+                token_ids = seq.token_ids[seq.num_prompt_tokens + done:]
+                self.logprobs[j] += [self._logprobs(token, found, self.params.logprobs)
+                                     for token, found in zip(token_ids, seq.logprobs[done:])]
+                logprobs, total = list(self.logprobs[j]), sum(found[0] for found in seq.logprobs)
             outputs.append(CompletionOutput(j, text.text, seq.token_ids[seq.num_prompt_tokens:], seq.finish_reason,
                                             seq.stop_reason, logprobs, total))
         prompt_logprobs = None

@@ -1,16 +1,22 @@
 """The command line, mostly run inside this process: texts go to stdout, everything else to stderr, bad input gets one
 sentence and exit code 2."""
 import functools
+import io
+import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine import LLM
-from nanopaged import SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams, cli
 from nanopaged.cli import main
 from nanopaged.runner import Runner
 
@@ -114,8 +120,13 @@ def test_sampling_options_reach_the_sampler(capsys):
     ("--max-model-len", "100", dict(max_model_len=100)), ("--max-num-seqs", "3", dict(max_num_seqs=3)),
     ("--max-num-batched-tokens", "64", dict(max_num_batched_tokens=64)), ("--dtype", "float16", dict(dtype="float16")),
     ("--device", "cpu", dict(device="cpu")), ("--attention", "torch", dict(attention="torch")),
-    ("--load-format", "dummy", dict(load_format="dummy")), ("--gpu-memory-utilization", "0.5", dict(gpu_memory_utilization=0.5)),
+    ("--load-format", "dummy", dict(load_format="dummy")),
+    ("--gpu-memory-utilization", "0.5", dict(gpu_memory_utilization=0.5)),
     ("--no-enable-prefix-caching", None, dict(enable_prefix_caching=False)), ("--seed", "5", dict(seed=5)),
+    ("--revision", "main", dict(revision="main")), ("--kv-cache-dtype", "fp8", dict(kv_cache_dtype="fp8")),
+    ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
+    ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
+    ("--generation-config", "auto", dict(generation_config="auto")),
     ("--model", "my/model", dict(model="my/model"))])
 def test_engine_options_reach_the_engine(name, value, received):
     class Asked(Exception):
@@ -133,7 +144,7 @@ def test_engine_options_reach_the_engine(name, value, received):
     assert asked(name, *([value] if value is not None else [])) == plain | received != plain
 
 
-def test_the_defaults_of_the_command_line_are_those_of_the_engine():
+def test_what_is_not_given_is_left_to_the_engine():
     received = {}
 
     def engine(model, **options):
@@ -141,7 +152,108 @@ def test_the_defaults_of_the_command_line_are_those_of_the_engine():
         raise ValueError("seen enough")
 
     assert run("--prompt", "x", llm_class=engine) == 2
-    assert received == {name: LLM.__init__.__kwdefaults__.get(name, "shakespeare") for name in received}
+    assert received == dict(model="shakespeare")
+
+
+def asked_params(monkeypatch, *argv, **options) -> SamplingParams:
+    """The sampling parameters that a command line ends in."""
+    asked = []
+
+    def add_request(llm, prompt, params, priority=0):
+        asked.append(params)
+        raise ValueError("seen enough")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "add_request", add_request)
+        assert run(*argv, *POOL, **options) == 2
+    [params] = asked
+    return params
+
+
+SAMPLING_OPTIONS = {
+    "--max-tokens 7": dict(max_tokens=7), "--min-tokens 3": dict(min_tokens=3),
+    "--temperature 1.5": dict(temperature=1.5), "--top-k 5": dict(top_k=5), "--top-p 0.5": dict(top_p=0.5), "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2),
+    "--seed -3": dict(seed=-3), "--presence-penalty -1": dict(presence_penalty=-1),
+    "--frequency-penalty 0.5": dict(frequency_penalty=0.5), "--repetition-penalty 1.1": dict(repetition_penalty=1.1),
+    "--stop ACT --stop ' SCENE'": dict(stop=["ACT", " SCENE"]), "--stop-token-ids 5,6": dict(stop_token_ids=[5, 6]),
+    "--include-stop-str-in-output": dict(include_stop_str_in_output=True), "--ignore-eos": dict(ignore_eos=True),
+    "--no-skip-special-tokens": dict(skip_special_tokens=False), "--bad-words thou": dict(bad_words=["thou"]),
+    """--logit-bias '{"5": -1.5, "7": 3}'""": dict(logit_bias={5: -1.5, 7: 3}),
+    "--allowed-token-ids 3": dict(allowed_token_ids=[3])}
+
+
+@pytest.mark.parametrize("argv, fields", SAMPLING_OPTIONS.items(), ids=SAMPLING_OPTIONS)
+def test_sampling_options_become_sampling_parameters(monkeypatch, argv, fields):
+    ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
+    assert asked_params(monkeypatch, "--prompt", "x") == ours
+    assert asked_params(monkeypatch, "--prompt", "x", *shlex.split(argv)) == replace(ours, **fields) != ours
+
+
+def checkpoint(folder: Path, **generation_config) -> str:
+    """The bundled model with another generation_config.json."""
+    for file in (ROOT / "nanopaged/shakespeare").iterdir():
+        if file.name != "generation_config.json":
+            (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return str(folder)
+
+
+def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
+    """What is given on the command line goes before what the checkpoint recommends, and that before our defaults."""
+    model = checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20)
+    plain = "--prompt", "x", "--model", model
+    assert asked_params(monkeypatch, *plain) == SamplingParams(max_tokens=256, temperature=0.8, seed=0)
+    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == asked_params(monkeypatch, *plain)
+    auto = *plain, "--generation-config", "auto"
+    expected = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
+    assert asked_params(monkeypatch, *auto) == expected
+    more = "--top-k", "0", "--max-tokens", "5"
+    assert asked_params(monkeypatch, *auto, *more) == replace(expected, top_k=0, max_tokens=5)
+    monkeypatch.setattr(cli, "_load", lambda *_: engine)
+    engine = load(num_blocks=128, generation_config="auto")
+    monkeypatch.setattr(engine, "default_params", dict(do_sample=True))  # says nothing of it: as in transformers
+    assert asked_params(monkeypatch, *auto) == SamplingParams(max_tokens=256, temperature=1.0, seed=0)
+
+
+def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
+    argv = ["--prompt", "What news on the Rialto? " * 5, "--max-tokens", "4", *POOL]
+    statuses = []
+    for more in ([], [], ["--n", "2"]):
+        assert run(*argv, *more) == 0
+        statuses.append(capsys.readouterr().err.splitlines()[-1])
+    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%\), first token after \d+\.\d\d s, (\d+) new tokens "
+               r"at \d+\.\d tokens/s, at most (\d+) of 128 blocks in use")
+    first, second, third = (tuple(map(int, re.search(pattern, status).groups())) for status in statuses)
+    num_prompt = first[0]
+    assert first[1:3] == (0, 0) and first[3] == 4 and first[4] >= num_prompt // 16
+    assert second[1] == num_prompt // 16 * 16 and second[2] == round(100 * second[1] / num_prompt)
+    assert third[0] == 2 * num_prompt and third[3] == 8
+
+
+@pytest.mark.parametrize("more", [[], ["--n", "2"]], ids=["streaming", "n = 2"])
+def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
+    step = LLM.step
+
+    def broken(llm):
+        for output in (outputs := step(llm)):
+            for sample in output.outputs:
+                if output.finished:
+                    sample.finish_reason, sample.stop_reason = "error", "it is not a number"
+        return outputs
+
+    monkeypatch.setattr(LLM, "step", broken)
+    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 0
+    assert capsys.readouterr().err.count(": it is not a number") == (2 if more else 1)
+
+
+def test_a_trace_on_request(capsys):
+    """It goes to stderr, and the text is the same."""
+    argv = ["--prompt", ROMEO, "--max-tokens", "5", *POOL, "--enforce-eager", "--num-blocks", "20"]
+    assert run(*argv, llm_class=LLM) == 0
+    plain = capsys.readouterr()
+    assert run(*argv, "--trace", llm_class=LLM) == 0
+    traced = capsys.readouterr()
+    assert traced.out == plain.out and "step 1" in traced.err and "step 1" not in plain.err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,8 +295,11 @@ def test_greedy_texts_of_several_prompts_are_those_of_each_alone(capsys):
 # --------------------------------------------------------------------------------------------------
 
 INTEGER_OPTIONS = ["--max-tokens", "--top-k", "--n", "--seed", "--block-size", "--num-blocks", "--max-model-len", "--max-num-seqs",
-                   "--max-num-batched-tokens"]
-FLOAT_OPTIONS = ["--temperature", "--top-p", "--min-p", "--gpu-memory-utilization"]
+                   "--max-num-batched-tokens", "--min-tokens", "--logprobs", "--prompt-logprobs", "--beam-width"]
+FLOAT_OPTIONS = ["--temperature", "--top-p", "--min-p", "--gpu-memory-utilization", "--presence-penalty",
+                 "--frequency-penalty", "--repetition-penalty", "--length-penalty", "--swap-space"]
+LIST_OPTIONS = ["--stop-token-ids", "--allowed-token-ids"]
+OBJECT_OPTIONS = ["--logit-bias", "--chat-template-kwargs"]
 OUT_OF_RANGE = {
     "--max-tokens": ["0", "-1"], "--n": ["0", "-1"], "--top-k": ["-2", str(2**63)], "--seed": [str(2**63), str(-2**63 - 1)],
     "--temperature": ["-0.1", "nan", "inf"], "--top-p": ["0", "-0.1", "1.1", "nan", "inf"],
@@ -193,12 +308,19 @@ OUT_OF_RANGE = {
     "--max-num-seqs": ["0", "-1"], "--max-num-batched-tokens": ["0", "-1"],
     "--gpu-memory-utilization": ["0", "-0.5", "1.1", "nan", "inf"],
     "--dtype": ["int8", "", "Float32"], "--device": ["tpu", "", "cuda:99", "cuda:x"], "--attention": ["flash", ""],
-    "--load-format": ["gguf", ""]}
+    "--load-format": ["gguf", ""], "--min-tokens": ["-1", "2"], "--stop": [""], "--bad-words": [""],
+    "--presence-penalty": ["2.1", "-2.1", "nan"], "--frequency-penalty": ["2.1", "-2.1", "nan"],
+    "--repetition-penalty": ["0", "-1", "nan", "inf"], "--stop-token-ids": ["-1"],
+    "--allowed-token-ids": ["-1"], "--logit-bias": ['{"-1": 1}', '{"x": 1}', '{"5": "a"}', '{"5": NaN}'],
+    "--kv-cache-dtype": ["int4", ""], "--swap-space": ["-1", "nan", "inf"], "--scheduling-policy": ["lifo", ""],
+    "--generation-config": ["checkpoint", ""], "--beam-width": ["0", "-1"]}
 
 
 @pytest.mark.parametrize("name, value", [
     *((name, value) for name in INTEGER_OPTIONS for value in ("many", "1.5", "", "nan")),
-    *((name, value) for name in FLOAT_OPTIONS for value in ("warm", "", "1,5", "0.5x"))])
+    *((name, value) for name in FLOAT_OPTIONS for value in ("warm", "", "1,5", "0.5x")),
+    *((name, value) for name in LIST_OPTIONS for value in ("five", "", "5,", "5 6", "[5]", "1.5")),
+    *((name, value) for name in OBJECT_OPTIONS for value in ("five", "", "5", "[5]", "{", "{5: 1}"))])
 def test_a_wrong_type_is_refused(capsys, name, value):
     assert run("--prompt", "x", name, value) == 2
     assert_refused(capsys.readouterr(), name, repr(value))
@@ -210,7 +332,7 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
     assert run("--prompt", "x", "--max-tokens", "1", *pool, name, value, llm_class=LLM) == 2
     field = name.removeprefix("--").replace("-", "_")
     captured = capsys.readouterr()
-    assert_refused(captured, value)
+    assert_refused(captured, value if name != "--logit-bias" else "")
     assert name in captured.err or field in captured.err
 
 
@@ -219,12 +341,48 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
     (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
     (["--prompt", "x", "--max_tokens", "8"], "--max_tokens"), (["--prompt", "x", "-n", "2"], "-n"),
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
-    (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "--prompt"),
+    (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
     (["--prompt", "x", "--ignore-eos=1"], "--ignore-eos")], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     assert run(*argv) == 2
     assert_refused(capsys.readouterr(), word)
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--chat --prompts FILE.txt", ["--chat", "--prompts"]), ("--prompt x --prompts FILE.txt", ["--prompt", "--prompts"]),
+    ("--prompts FILE.txt --beam-width 2", ["--prompts", "--beam-width"]),
+    ("--prompts FILE.txt --system S", ["--system", "--chat"]), ("--prompt x --system S", ["--system", "--chat"]),
+    ("--prompt x --output OUT.jsonl", ["--output", "--prompts"]), ("--output OUT.jsonl", ["--prompts"]),
+    ("--chat --output OUT.jsonl", ["--output", "--prompts"]),
+    ("--prompts FILE.txt --output FILE.txt", ["--output", "FILE.txt"]),
+    ("--prompts FILE.txt --output ./FILE.txt", ["--output", "FILE.txt"]),
+    ("--prompt x --chat-template FILE.txt", ["--chat-template", "--chat", "--prompts"]),
+    ("--prompt x --chat-template-kwargs {}", ["--chat-template-kwargs", "--chat"]),
+    ("--chat --prompt x --chat-template nowhere.jinja", ["--chat-template", "nowhere.jinja", "No such file"]),
+    ("--chat --prompt x --chat-template .", ["--chat-template", "directory"]),
+    ("--chat --prompt x --chat-template latin.txt", ["--chat-template", "latin.txt", "UTF-8"]),
+    ("--prompt x --logprobs 2", ["--logprobs", "--output"]),
+    ("--prompts FILE.txt --prompt-logprobs 2", ["--prompt-logprobs", "--output"]),
+    ("--prompt x --length-penalty 2", ["--length-penalty", "--beam-width"]),
+    ("--prompt x --beam-width 2 --n 2", ["--n", "--beam-width"]),
+    ("--prompt x --beam-width 2 --temperature 0 --stop ACT", ["--temperature", "--stop", "--beam-width"]),
+    ("--prompt x --beam-width 2 --no-skip-special-tokens", ["--no-skip-special-tokens", "--beam-width"]),
+    ("--prompt x --beam-width 2 --length-penalty nan", ["length_penalty", "nan"]),
+    ("--prompt x --beam-width 2 --length-penalty 31", ["length_penalty", "31"]),
+    ("--prompt x --beam-width 2 --max-tokens 0", ["max_tokens", "0"]),
+    ("--prompt x --max-tokens 4 --min-tokens 5", ["min_tokens", "max_tokens 4", "5"]),
+    ("--prompt x --min-tokens 300", ["max_tokens 256"]),
+    ("--chat", ["stdin", "--prompt"])])  # the tests' stdin is empty
+def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
+    """Refused before anything is loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.txt").write_text("ROMEO:\n")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert run(*argv.split(), llm_class=lambda *args, **options: pytest.fail("it is loaded")) == 2
+    assert_refused(capsys.readouterr(), *words)
+    assert not (tmp_path / "OUT.jsonl").exists()
 
 
 @pytest.mark.parametrize("more", [[], ["--prompt", "y"]], ids=["one prompt", "two prompts"])
@@ -254,9 +412,11 @@ def test_a_damaged_checkpoint_is_refused(capsys, tmp_path, files, word):
     (["--prompt", ""], "empty"), (["--prompt", ROMEO, "--prompt", ""], "empty"), (["--prompt", "", "--n", "2"], "empty"),
     (["--prompt", "what light " * 2000], "max_model_len 1024"), (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
     (["--prompt", "what light through yonder window breaks", "--max-model-len", "4"], "max_model_len 4"),
-    (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--load-format", "dummy"], "tokenizer")],
+    (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--load-format", "dummy"], "tokenizer"),
+    (["--prompt", "", "--beam-width", "2"], "empty"), (["--prompt", "x", "--allowed-token-ids", "5,1024"], "1024"),
+    (["--prompt", "x", "--logit-bias", '{"99999": 1}'], "99999"), (["--prompt", "x", "--chat"], "--chat-template")],
     ids=["empty", "second is empty", "empty, n = 2", "too long", "second is too long", "longer than max_model_len",
-         "lone surrogate", "no tokenizer"])
+         "lone surrogate", "no tokenizer", "empty, beams", "no such token", "no such token either", "no chat template"])
 def test_prompts_that_can_never_run(capsys, argv, word):
     """The model is loaded by then, which stderr may say; the error comes last, and stdout stays empty."""
     assert run(*argv, *POOL) == 2
@@ -298,12 +458,34 @@ def test_any_text_is_a_prompt(capsys, prompt):
     assert capsys.readouterr().out == f"{prompt}{expected.outputs[0].text}\n"
 
 
-def test_help_names_every_option(capsys):
+def test_help_fits_a_screen_and_names_every_option(capsys):
     assert run("--help") == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
-    for name in ["--prompt", "--model", *INTEGER_OPTIONS, *FLOAT_OPTIONS, *OUT_OF_RANGE, "--ignore-eos", "--no-enable-prefix-caching"]:
-        assert name in captured.out
+    lines = captured.out.splitlines()
+    assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
+    named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
+    assert named == {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
+    assert named >= {*INTEGER_OPTIONS, *FLOAT_OPTIONS, *LIST_OPTIONS, *OBJECT_OPTIONS, *OUT_OF_RANGE}
+
+
+def test_help_tells_the_defaults():
+    """One default after each of these options, in brackets on its line."""
+    sampling, engine = SamplingParams(max_tokens=256, temperature=0.8, seed=0), LLM.__init__.__kwdefaults__
+    for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "presence_penalty",
+                 "frequency_penalty", "repetition_penalty"):
+        line = next(line for line in cli.HELP.splitlines() if cli._option(name) + " " in line)
+        assert re.search(rf"\[.*\b{getattr(sampling, name):g}\b.*\]", line), line
+    for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "swap_space", "scheduling_policy",
+                 "dtype", "device", "kv_cache_dtype", "attention", "load_format", "generation_config"):
+        line = next(line for line in cli.HELP.splitlines() if cli._option(name) + " " in line)
+        assert re.search(rf"\[.*\b{engine[name]}\b.*\]", line), line
+    assert BeamSearchParams(2).length_penalty == 1.0 and "shorter [1.0]" in cli.HELP
+
+
+def test_sampling_parameters_without_an_option():
+    """Functions have no place on a command line; everything else has."""
+    assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {"logits_processors"}
+    assert set(LLM.__init__.__kwdefaults__) == set(cli.ENGINE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,6 +532,253 @@ def test_an_interrupt_while_the_model_loads(capsys):
 
 
 # --------------------------------------------------------------------------------------------------
+# Beams
+# --------------------------------------------------------------------------------------------------
+
+def test_beams_with_their_scores(capsys):
+    argv = ["--prompt", ROMEO, "--prompt", JULIET, "--beam-width", "3", "--max-tokens", "6"]
+    assert run(*argv, "--length-penalty", "0.5", "--ignore-eos", *POOL) == 0
+    captured = capsys.readouterr()
+    params = BeamSearchParams(3, 6, length_penalty=0.5, ignore_eos=True)
+    outputs = load(num_blocks=128).beam_search([ROMEO, JULIET], params)
+    assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
+                                   for output in outputs for beam in output.outputs])
+    assert captured.out.count("===") == 6
+    assert "36 new tokens" in captured.err and "prompt tokens" in captured.err
+    assert run(*argv, *POOL) == 0
+    assert capsys.readouterr().out != captured.out
+
+
+def test_one_beam_is_greedy(capsys):
+    assert run("--prompt", ROMEO, "--beam-width", "1", "--max-tokens", "8", *POOL) == 0
+    [expected] = generate(ROMEO, temperature=0, max_tokens=8)
+    assert f"\n{expected.outputs[0].text}\n" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat
+# --------------------------------------------------------------------------------------------------
+
+TEMPLATE = """{% for message in messages %}{{ message.role | upper }}:
+{{ message.content }}
+
+{% endfor %}{% if add_generation_prompt %}{{ speaker or 'ASSISTANT' }}:
+{% endif %}"""
+
+
+@pytest.fixture
+def chat(tmp_path) -> list[str]:
+    """Options for a greedy chat with the bundled model, which has no chat template."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    return ["--chat", "--chat-template", str(tmp_path / "chat.jinja"), "--temperature", "0", *POOL]
+
+
+def answer_to(*turns: str, max_tokens: int = 12, **options) -> str:
+    """The model's to a conversation: user, assistant, user ..."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    llm = load(num_blocks=128)
+    prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, **options)
+    return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
+
+
+def test_chat_answers_a_message(capsys, chat):
+    """The answer alone streams to stdout."""
+    assert run(*chat, "--prompt", "Who is there?", "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    assert captured.out == answer_to("Who is there?") + "\n"
+    assert "12 new tokens" in captured.err and "Who" not in captured.err
+
+
+def test_chat_with_a_system_message_and_variables(capsys, chat):
+    more = "--system", "Brief!", "--chat-template-kwargs", '{"speaker": "JULIET"}'
+    assert run(*chat, "--prompt", "Hi", "--max-tokens", "12", *more) == 0
+    messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "Hi"}]
+    llm = load(num_blocks=128)
+    prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs={"speaker": "JULIET"})
+    assert prompt["prompt"] == "SYSTEM:\nBrief!\n\nUSER:\nHi\n\nJULIET:\n"
+    [expected] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12))
+    assert capsys.readouterr().out == expected.outputs[0].text + "\n"
+
+
+def test_several_messages_are_conversations_of_their_own(capsys, chat):
+    assert run(*chat, "--prompt", "Who is there?", "--prompt", "Hi", "--max-tokens", "12") == 0
+    assert_in_order(capsys.readouterr().out, [f"=== {text!r}\n{answer_to(text)}\n" for text in ("Who is there?", "Hi")])
+    assert run(*chat[:3], *POOL, "--prompt", "Hi", "--max-tokens", "12", "--beam-width", "2") == 0
+    assert "=== 'Hi' [1] score -" in capsys.readouterr().out
+
+
+def test_what_is_piped_in_is_one_message(capsys, chat, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who\nis there?\n"))
+    assert run(*chat, "--max-tokens", "12") == 0
+    assert capsys.readouterr().out == answer_to("Who\nis there?") + "\n"
+
+
+def test_an_answer_is_as_long_as_the_model_likes(monkeypatch, chat):
+    assert asked_params(monkeypatch, *chat, "--prompt", "Hi").max_tokens is None
+    assert asked_params(monkeypatch, *chat, "--prompt", "Hi", "--max-tokens", "3").max_tokens == 3
+
+
+def test_a_template_that_refuses(capsys, chat, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no questions') }}")
+    assert run(*chat, "--prompt", "Hi") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.splitlines()[-1].startswith("error: the chat template refuses")
+    (tmp_path / "chat.jinja").write_text("")
+    assert run(*chat, "--prompt", "Hi") == 2
+    assert "empty" in capsys.readouterr().err
+
+
+class Terminal:
+    """Takes the place of input(): gives the lines, raises what is to be raised, and ends with Ctrl-D."""
+
+    def __init__(self, monkeypatch, *lines):
+        self.lines, self.at_each = list(lines), []
+        monkeypatch.setattr("builtins.input", self.read)
+        monkeypatch.setattr(sys, "stdin", self)
+
+    def isatty(self) -> bool:
+        return True
+
+    def read(self, prompt: str = "") -> str:
+        line = self.lines.pop(0) if self.lines else EOFError
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+def cached_tokens(err: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) prompt tokens, (\d+) of them cached", err)]
+
+
+def test_a_conversation(capsys, chat, monkeypatch):
+    """Every question comes with what was said before, whose blocks are in the pool. Empty lines are no questions."""
+    Terminal(monkeypatch, "What is your name?", "", "  ", "Whence come you?", "And whither?")
+    assert run(*chat, "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    turns = []
+    for question in ("What is your name?", "Whence come you?", "And whither?"):
+        turns += [question, answer_to(*turns, question)]
+    assert captured.out == "".join(answer + "\n" for answer in turns[1::2])
+    (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
+    assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
+    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(load(num_blocks=128))
+
+
+def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch):
+    Terminal(monkeypatch, "Hi")
+    seen, step = [], LLM.step
+    monkeypatch.setattr(LLM, "step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
+    assert run(*chat, "--max-tokens", "9", "--system", "Be brief.") == 0
+    assert sum(piece != "" for piece in seen) > 4
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
+    """What was said until then is part of the conversation; a question without any answer is not."""
+    Terminal(monkeypatch, "Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
+    steps, step = [], LLM.step
+
+    def interrupted(llm):
+        steps.append(llm)
+        if len(steps) in (6, 7):  # after five tokens of the first answer, and before the second
+            raise KeyboardInterrupt
+        return step(llm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "step", interrupted)
+        assert run(*chat, "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    half = answer_to("Speak, speak!", max_tokens=5)
+    assert captured.out == f"{half}\n\n{answer_to('Speak, speak!', half, 'Go on.')}\n"
+    assert captured.err.count("stopped") == 2 and captured.err.count("Ctrl-D leaves") == 2
+    assert nothing_left(load(num_blocks=128))
+
+
+def test_a_bad_question_does_not_end_the_conversation(capsys, chat, monkeypatch):
+    Terminal(monkeypatch, "Who is there?", "la " * 2000, "broken \udce9 text", "Hi")
+    assert run(*chat, "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    first = answer_to("Who is there?")
+    assert captured.out == f"{first}\n{answer_to('Who is there?', first, 'Hi')}\n"
+    assert captured.err.count("error: ") == 2 and "max_model_len" in captured.err and "surrogate" in captured.err
+
+
+def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
+    """Its oldest part is forgotten, the system message is not."""
+    asked, prompt_of = [], LLM.chat_prompt
+    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
+        asked.append(messages) or prompt_of(llm, messages, **how)))
+    Terminal(monkeypatch, *(f"Question {i}, my lord?" for i in range(8)))
+    assert run(*chat, "--max-tokens", "12", "--system", "Brief!", "--max-model-len", "96") == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") >= 8 and "error" not in captured.err and captured.err.count("forgotten") >= 4
+    roles = ["system", *["user", "assistant"] * (len(asked[-1]) // 2 - 1), "user"]
+    assert [message["role"] for message in asked[-1]] == roles
+    assert asked[-1][0]["content"] == "Brief!" and asked[-1][-1]["content"] == "Question 7, my lord?"
+    assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
+
+
+@pytest.mark.parametrize("more, words", [
+    ("--n 2", ["--n", "conversation"]), ("--beam-width 2", ["--beam-width", "conversation"]),
+    ("--output OUT.jsonl", ["--output"])])
+def test_options_that_a_conversation_cannot_have(capsys, chat, monkeypatch, more, words):
+    Terminal(monkeypatch)
+    assert run(*chat[:3], *more.split()) == 2
+    assert_refused(capsys.readouterr(), *words)
+
+
+def test_no_template_no_conversation(capsys, monkeypatch):
+    """It is said before anything is asked."""
+    Terminal(monkeypatch, AssertionError("asked"))
+    assert run("--chat", *POOL) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "--chat-template" in captured.err
+
+
+def test_a_conversation_in_a_terminal(chat):
+    """With a real one: keys are typed, Ctrl-C and Ctrl-D among them."""
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    master, slave = os.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *chat, "--device", "cpu", "--ignore-eos"],
+                             stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,
+                             env=os.environ | {"TERM": "dumb", "PYTHONIOENCODING": "utf-8"})
+    os.close(slave)
+    shown = ""
+
+    def read_until(text: str, after: int = 0) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + 120
+        while text not in shown[after:]:
+            assert time.monotonic() < deadline, shown
+            shown += os.read(master, 10_000).decode("utf-8", "replace")
+
+    try:
+        read_until("> ")
+        os.write(master, b"What light?\n")
+        read_until("What light?")
+        start = len(shown)
+        while shown.count("\n", start) < 4:
+            read_until("\n", len(shown))
+        os.write(master, b"\x03")
+        read_until("stopped")
+        read_until("> ", shown.index("stopped"))
+        os.write(master, b"not asked\x03")
+        read_until("Ctrl-D leaves", shown.index("stopped"))
+        read_until("> ", shown.rindex("Ctrl-D leaves"))
+        os.write(master, b"\x04")
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert "Traceback" not in shown and "error" not in shown
+
+
+# --------------------------------------------------------------------------------------------------
 # As a program
 # --------------------------------------------------------------------------------------------------
 
@@ -379,7 +808,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours():
 
 
 @pytest.mark.parametrize("statement", ["import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
-                                       "import nanopaged.cli, nanopaged.params, nanopaged.outputs"])
+                                       "import nanopaged.cli, nanopaged.batch, nanopaged.params, nanopaged.outputs"])
 def test_importing_nanopaged_does_not_import_torch(statement):
     code = f"import sys; {statement}; print(*sys.modules.keys() & {{'torch', 'triton', 'numpy', 'tiktoken', 'engine'}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
