@@ -154,7 +154,9 @@ def prefix(quick: bool) -> None:
     """64 chats with one system prompt, of 1,000 tokens on a GPU, and once more with other questions; then without caching."""
     on_gpu = torch.cuda.is_available()
     system, question = (1000, 40) if on_gpu else (208, 20)
+    llm = None
     for caching in (True, False):
+        del llm  # else two engines would want the card
         llm = (random_llm("0.6B", max_model_len=2048, enable_prefix_caching=caching) if on_gpu else
                LLM("shakespeare", max_num_seqs=64, enable_prefix_caching=caching))
         rng, manager = random.Random(4), llm.scheduler.block_manager

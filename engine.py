@@ -180,6 +180,8 @@ class BlockManager:
         first = position // self.block_size
         is_shared = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
         missing = cdiv(num_tokens, self.block_size) - len(table)
+        if not (missing or is_shared):
+            return True
         if missing + is_shared > len(self.free_queue):
             return False
         if is_shared:  # copy-on-write
@@ -393,7 +395,8 @@ class Scheduler:
             if seq.wants_prompt_logprobs:
                 num_tokens = min(num_tokens, PROMPT_LOGPROBS_CHUNK)
             if num_tokens > 0:
-                self.block_manager.slide(seq)
+                if self.block_manager.window:
+                    self.block_manager.slide(seq)
                 if not self._make_room(seq, num_tokens, step):
                     break
                 self._compute(seq, num_tokens, step)

@@ -206,6 +206,8 @@ CASES = {  # engine options, prompts, sampling; and events that must come up
     "no caching": (dict(enable_prefix_caching=False), MANY, greedy(6), "taken"),
     "a window": (dict(model="mistral", num_blocks=7), [list(range(40)), [3, 4, 5]], greedy(30), "slid out", "evicted"),
     "samples, a window": (dict(model="mistral", num_blocks=12), [list(range(21))], greedy(30, n=3), "slid out"),
+    "samples, a window, few blocks": (dict(model="mistral", num_blocks=6, block_size=2), [list(range(9))],
+                                      greedy(5, n=3), "slid out", "evicted"),
     "lookahead": (dict(lookahead=1), TWO, greedy(8), "found"),
     "lookahead, swapping": (dict(lookahead=1, num_blocks=12, swap_space=0.001), MANY, greedy(12), "swapped in"),
     "one token a block": (dict(block_size=1, num_blocks=30), [[1, 2, 3, 4], [1, 2, 5]], greedy(10), "found"),
@@ -233,6 +235,7 @@ def test_beam_search():
         beams = texts(sections(lines)[0], "beam")
         assert beams[0].startswith("A0 goes on with ")
         assert options or re.fullmatch(r"A2 goes on with \d+, as a fork of A0: shares( \d+){4}", beams[1])
+        assert options or not any("retired" in line for line in lines)
         printed += lines
     for event in ("beam ends", "copied", "found", "waits for the other beams", "computes its tokens again"):
         assert any(event in line for line in printed), event
@@ -317,6 +320,19 @@ def test_priorities():
     assert texts(second, "A") == ["waits: it was preempted in this step"]
 
 
+def test_a_prompt_that_is_computed_again_is_told_from_one_that_goes_on():
+    options = dict(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=4, enable_prefix_caching=False)
+    lines = traced(llm := load(**options))
+    llm.add_request(list(range(10)), greedy(2), priority=1)
+    llm.step()
+    llm.add_request([4], greedy(1), priority=0)
+    while llm.has_unfinished_requests():
+        llm.step()
+    rows = [line.split("[")[0].split(" ", 4)[-1].strip() for line in lines if re.match(r"  A  .*\[", line)]
+    assert rows == ["prompt 0..3 of 10", "recompute 0..3", "prompt 4..7 of 10", "prompt 8..9 of 10 -> 10",
+                    "decode 10 -> 11"]
+
+
 def test_aborts_of_running_and_waiting_requests():
     lines = traced(llm := load(max_num_seqs=1))
     a, b = llm.add_request(COMMON, greedy()), llm.add_request([1, 2], greedy())
@@ -355,6 +371,8 @@ def test_lookahead_names_the_step_that_sampled():
     sampled = [line[14:].split(":")[0] for line in lines if line.startswith("  sampled")]
     assert sampled == [f"in step {i}, read only now" for i in range(3)]
     assert "sampled" not in "".join(sections(lines)[0])
+    llm.generate([[1, 2, 3], [4, 5, 6]], [greedy(1), greedy(3)])
+    assert any(line.startswith("  B           waits for its token ") for line in lines)
 
 
 def test_a_failed_step_is_undone():
@@ -437,7 +455,9 @@ def test_no_line_is_longer_than_100_columns():
     assert_lines_fit(lines)
     assert any("\u4f60\u597d" in line for line in lines) and any("\\x1b[31m" in line for line in lines)
     assert any(line.endswith("and 290 more") for line in lines)
-    assert max(len(section) for section in sections(lines)) < 50
+    for section in sections(lines):
+        rows = sum(bool(re.match(r" +\d+  [A-Za-z*._]{10} ", line)) for line in section)
+        assert rows <= 2 * 4 and len(section) < 50  # the pool after scheduling, and when sequences have finished
 
 
 def test_a_large_pool_shows_the_rows_that_are_held():
