@@ -279,8 +279,8 @@ class BlockManager:
         num_held_tokens = max(num_tokens, seq.num_computed_tokens)  # it has computed some if it was swapped
         # If everything is cached, the last token is still computed, for its logits; its K and V are not written again.
         num_computed_tokens = min(num_held_tokens, seq.num_tokens - 1)
-        unseen = self._num_unseen(num_computed_tokens)
-        blocks[:unseen] = [NULL] * len(blocks[:unseen])
+        num_found, unseen = len(blocks), self._num_unseen(num_computed_tokens)
+        blocks[:unseen] = [NULL] * min(unseen, max(num_found, len(seq.host_table)))  # no block for what it sees no more
         swapped, not_needed = seq.host_table[len(blocks):], seq.host_table[:len(blocks)]
         # A shared block that nobody holds at the moment lies in the free queue and has to leave it too.
         needed = cdiv(seq.num_tokens, self.block_size) - sum(block == NULL or self.ref_counts[block] > 0 for block in blocks)
@@ -294,7 +294,7 @@ class BlockManager:
         seq.min_free_blocks = 0
         seq.num_held_tokens, seq.num_computed_tokens = num_held_tokens, num_computed_tokens
         seq.block_table, seq.identity = blocks, identity
-        seq.num_registered_blocks = len(blocks) if identity != ROOT else 0
+        seq.num_registered_blocks = num_found if identity != ROOT else 0
         for host_block in swapped:
             seq.block_table.append(NULL if host_block == NULL else self._take())
             if host_block != NULL:

@@ -324,6 +324,8 @@ class FakeModel:
         manager = self.scheduler.block_manager
         self.events.update(copies=len(step.copies), swaps_in=len(step.swaps_in), swaps_out=len(step.swaps_out),
                            preempted=len(step.preempted), nulls=sum(seq.num_null_blocks for seq in step.seqs))
+        moved = [block for _, block in step.swaps_in + step.copies]
+        assert len(set(moved)) == len(moved)  # a GPU would write them in any order
         self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
