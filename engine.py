@@ -34,6 +34,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Callable
 
 from torch import OutOfMemoryError
@@ -42,7 +43,7 @@ from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
-from nanopaged.inputs import check_choice, check_number, check_sizes, read_prompt, wrap_int64
+from nanopaged.inputs import check_choice, check_number, check_sizes, check_vllm_options, read_prompt, wrap_int64
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import Request, RequestOutput
 from nanopaged.params import SamplingParams
@@ -553,7 +554,9 @@ class LLM(Frontend):
     enable_prefix_caching: let sequences share the blocks of a common beginning
     kv_cache_dtype: "auto" (as dtype), or "fp8": e4m3, half the memory of a token, so twice the blocks
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
-    generation_config: "vllm", or "auto": `get_default_sampling_params` follows the checkpoint's generation_config.json
+    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json, as they do in vLLM;
+        "vllm": nothing does. Otherwise only `get_default_sampling_params` does
+    tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
@@ -567,10 +570,14 @@ class LLM(Frontend):
                  attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "vllm",
-                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0):
+                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str | None = None,
+                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
+                 tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
+                 **vllm_options):
+        check_vllm_options(vllm_options)
+        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         check_choice("load_format", load_format, ("auto", "dummy"))
-        check_choice("generation_config", generation_config, ("vllm", "auto"))
+        check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
         check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
         check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         check_sizes(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
@@ -585,9 +592,12 @@ class LLM(Frontend):
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
         self.path, self.tokenizer, self.tokenizer_error = path, None, None
-        if load_format != "dummy":
+        self.tokenizer_path = path  # a tokenizer of its own needs no config.json beside it
+        if tokenizer is not None and tokenizer != model:
+            self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
+        if load_format != "dummy" and not skip_tokenizer_init:
             try:
-                self.tokenizer = load_tokenizer(path)
+                self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
                 self.tokenizer_error = error
         self.runner = Runner(
@@ -606,7 +616,8 @@ class LLM(Frontend):
                                    max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
-        self.default_params = read_generation_config(path) if generation_config == "auto" else {}
+        self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
+        self.defaults_for_all = generation_config == "auto"
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
         self.chat_templates: dict = {}  # those that were used, by their source
@@ -628,7 +639,7 @@ class LLM(Frontend):
         return self._add(prompt, params, priority, is_reported=True).request_id
 
     def _add(self, prompt, params: SamplingParams | None, priority: int = 0, is_reported: bool = False) -> Request:
-        params = params or self.get_default_sampling_params()
+        params = params or (self.get_default_sampling_params() if self.defaults_for_all else SamplingParams())
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
         bad_words = encode_bad_words(params.bad_words, self.get_tokenizer()) if params.bad_words else []

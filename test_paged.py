@@ -1120,7 +1120,9 @@ def test_defaults_come_from_the_checkpoint_on_request(tmp_path):
     assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
     assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
     assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
-    assert LLM(str(tmp_path / "model"), num_blocks=64).get_default_sampling_params() == SamplingParams()
+    plain = LLM(str(tmp_path / "model"), num_blocks=64)  # asked for, they are there; else requests get our own
+    assert plain.get_default_sampling_params().max_tokens == 7 and len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
+    assert LLM(str(tmp_path / "model"), num_blocks=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
 
 
 # --------------------------------------------------------------------------------------------------

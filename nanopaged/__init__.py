@@ -7,6 +7,7 @@ Importing this costs nothing: what a name stands for is loaded when the name is 
 from importlib import import_module
 
 _HOME = {"LLM": "engine", "SamplingParams": "nanopaged.params", "BeamSearchParams": "nanopaged.params",
+         "TextPrompt": "nanopaged.inputs", "TokensPrompt": "nanopaged.inputs",
          "RequestOutput": "nanopaged.outputs", "CompletionOutput": "nanopaged.outputs"}
 __all__ = list(_HOME)
 

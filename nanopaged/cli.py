@@ -47,7 +47,7 @@ SAMPLING
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
-  --generation-config auto     the checkpoint's own defaults in place of these [vllm]
+  --generation-config auto     the checkpoint's own defaults in place of these
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
 ENGINE
@@ -109,7 +109,7 @@ def _run(llm_class, args) -> int:
     if args.prompt is None:
         return _converse(llm, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
-    if len(prompts) == params.n == 1 and not beams:
+    if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
         _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
         return 0
     meter = Meter(llm)

@@ -20,24 +20,31 @@ class Frontend:
     def get_tokenizer(self):
         """The checkpoint's tokenizer. ValueError if it has none that can be read."""
         if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("with load_format='dummy' there is no tokenizer; give prompts as token ids")
+            raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no tokenizer; "
+                                                     "give prompts as token ids")
         return self.tokenizer
 
-    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
+                 priority: list[int] | None = None, use_tqdm: bool = False, lora_request=None) -> list[RequestOutput]:
         """Run prompts to the end, together; outputs in their order.
 
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
         sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
+        priority: one for each prompt, with scheduling_policy="priority"
+        use_tqdm: taken for vLLM's sake; there is no progress bar here but that of the command line
         """
+        _refuse_lora(lora_request)
         prompts = as_list(prompts)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with a priority for {len(priority)}; give one for each")
         requests = []
         try:
-            for prompt, params in zip(prompts, sampling_params):
-                requests.append(self._add(prompt, params))
+            for prompt, params, order in zip(prompts, sampling_params, priority or [0] * len(prompts)):
+                requests.append(self._add(prompt, params, order))
             while any(request.request_id in self.requests for request in reversed(requests)):
                 self._step()
         finally:  # an error, or Ctrl-C
@@ -45,12 +52,13 @@ class Frontend:
                 self.abort_request(request.request_id)
         return [request.output() for request in requests]
 
-    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             **template) -> list[RequestOutput]:
+    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = False,
+             lora_request=None, **template) -> list[RequestOutput]:
         """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
 
         template: see `chat_prompt`
         """
+        _refuse_lora(lora_request)
         several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages]
         return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
@@ -62,7 +70,7 @@ class Frontend:
         messages that it does not take. See nanopaged/chat.py."""
         tokenizer = self.get_tokenizer()
         if chat_template not in self.chat_templates:
-            self.chat_templates[chat_template] = load_chat_template(self.path, chat_template)
+            self.chat_templates[chat_template] = load_chat_template(self.tokenizer_path, chat_template)
         template = self.chat_templates[chat_template]
         if template is None:
             raise ValueError(NO_CHAT_TEMPLATE)
@@ -83,9 +91,11 @@ class Frontend:
         finally:
             self.abort_request(request.request_id)
 
-    def beam_search(self, prompts, params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts, params: BeamSearchParams, lora_request=None, use_tqdm: bool = False,
+                    concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
-        says what a score is. Beams share the blocks of what they have in common."""
+        says what a score is. Beams share the blocks of what they have in common. (concurrency_limit: as use_tqdm.)"""
+        _refuse_lora(lora_request)
         searches = []
         try:
             for prompt in as_list(prompts):
@@ -104,3 +114,8 @@ class Frontend:
                 for beam in [beam for *_, beams, _ in searches for beam in beams]:
                     self.scheduler.retire(beam)
         return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
+
+
+def _refuse_lora(lora_request) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request is given, and nanopaged has no LoRA; merge the adapter into the weights")

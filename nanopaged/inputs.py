@@ -1,5 +1,35 @@
 """What users hand in, checked: numbers, choices, prompts. Every complaint is one sentence that names what was given."""
-from typing import Callable
+from typing import Callable, TypedDict
+
+
+class TextPrompt(TypedDict):
+    """A prompt as vLLM's examples write it."""
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt of token ids, and the text that they came from, if somebody wants to see it in the output."""
+    prompt_token_ids: list[int]
+    prompt: str
+
+
+# Options of vLLM's LLM that mean nothing here, with the values that ask for nothing; None: any value.
+VLLM_OPTIONS = dict(
+    tensor_parallel_size=(1,), pipeline_parallel_size=(1,), data_parallel_size=(1,), quantization=(None,), enable_lora=(False, None),
+    speculative_config=(None,), cpu_offload_gb=(0,), tokenizer_mode=("auto",), tokenizer_revision=(None,), runner=("auto", "generate"),
+    task=("auto", "generate"), hf_overrides=(None, {}), enable_chunked_prefill=(True, None), trust_remote_code=None,
+    disable_log_stats=None, disable_custom_all_reduce=None, max_logprobs=None, download_dir=(None,), compilation_config=None,
+    served_model_name=None, async_scheduling=None, distributed_executor_backend=None, max_seq_len_to_capture=None)
+
+
+def check_vllm_options(options: dict) -> None:
+    """ValueError for what neither nanopaged nor vLLM knows, and for what vLLM does and nanopaged does not."""
+    for name, value in options.items():
+        if name not in VLLM_OPTIONS:
+            raise ValueError(f"LLM has no option {name!r}; help(nanopaged.LLM) lists those that it has")
+        harmless = VLLM_OPTIONS[name]
+        if harmless is not None and value not in harmless:
+            raise ValueError(f"nanopaged cannot do {name}={value!r}, which vLLM may; leave it out")
 
 
 def check_number(name: str, value, kind, in_range: Callable, expected: str) -> None:

@@ -30,6 +30,15 @@ class CompletionOutput:
 
 
 @dataclass
+class BeamSearchSequence:
+    """A beam as vLLM gives it: tokens and text begin with the prompt."""
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: str | None = None
+
+
+@dataclass
 class RequestOutput:
     """One request, finished or under way."""
     request_id: str
@@ -39,6 +48,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each prompt token; None for the first, which nothing predicts
+    sequences: list[BeamSearchSequence] | None = None  # of a beam search: outputs once more, with the prompt
 
 
 class Request:
@@ -110,9 +120,9 @@ class _Text:
 
     def __init__(self, seq, params, tokenizer):
         self.seq, self.text, self.num_read, self.is_complete = seq, "", 0, False
-        self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
+        self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer and params.detokenize else None
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
-        self.min_tokens = params.min_tokens
+        self.min_tokens, self.shows_stop = params.min_tokens, params.include_stop_str_in_output
 
     def read(self) -> bool:
         """Take up what is new of the sequence; True if there was something."""
@@ -121,7 +131,7 @@ class _Text:
             return False
         token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
         self.num_read += len(token_ids)
-        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str):
+        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not self.shows_stop:
             token_ids.pop()  # the token that ended the text is not part of it
         if self.stop is None:
             self.text += self.detokenizer.add(token_ids)
@@ -140,9 +150,12 @@ class _Text:
 
 def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenizer) -> RequestOutput:
     """What a beam.BeamGroup has found, best first."""
-    outputs = []
+    outputs, sequences = [], []
     for index, beam in enumerate(group.results()):
         visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
         outputs.append(CompletionOutput(index, tokenizer.decode(visible) if tokenizer else "", beam.token_ids, beam.finish_reason,
                                         None, None, beam.cumulative_logprob, beam.score))
-    return RequestOutput("", prompt, prompt_token_ids, outputs, group.done)
+        tokens = prompt_token_ids + beam.token_ids
+        sequences.append(BeamSearchSequence(tokens, tokenizer.decode(tokens) if tokenizer else "", beam.cumulative_logprob,
+                                            beam.finish_reason))
+    return RequestOutput("", prompt, prompt_token_ids, outputs, group.done, sequences=sequences)

@@ -30,6 +30,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: give the log probability of each generated token, or of each prompt token, and of so many
         of the best tokens in its place beside it (0: none beside it, -1: all). Those of the model: before penalties,
         biases, filters and temperature
+    detokenize: give texts; without, only token ids
     skip_special_tokens: leave special tokens out of the text
     include_stop_str_in_output: cut the text after the stop string, not before it
     logit_bias: token id -> number that is added to its logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
@@ -57,6 +58,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
@@ -81,9 +83,11 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), Integral, lambda x: x >= -1,
                              "an integer of at least 0, or -1 for all tokens")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_number(name, getattr(self, name), bool, lambda x: True, "True or False")
         self._check_lists()
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings are looked for in the text, so stop cannot be given with detokenize=False")
 
     def _check_lengths(self):
         if self.max_tokens is not None:
@@ -189,6 +193,7 @@ class BeamSearchParams:
     length_penalty: results are ranked by cumulative log probability / length ** length_penalty, the length being that
         of the generated tokens, end-of-sequence token included. Above 0 it favours longer texts, below 0 shorter ones
     ignore_eos: go on after end-of-sequence tokens; then all results have max_tokens tokens
+    temperature: 0, as in vLLM's examples
     early_stopping: the search ends, once beam_width texts have ended, at once (True), when the best text under way does
         not score higher as it stands (False), or when no text under way can score higher any more ("never")
 
@@ -199,11 +204,13 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     ignore_eos: bool = False
     early_stopping: bool | str = False
+    temperature: float = 0.0
 
     def __post_init__(self):
         check_number("beam_width", self.beam_width, Integral, lambda x: x >= 1, "an integer of at least 1")
         check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         check_number("length_penalty", self.length_penalty, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_number("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        check_number("temperature", self.temperature, Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
         if self.early_stopping != "never":
             check_number("early_stopping", self.early_stopping, bool, lambda x: True, "True, False or 'never'")

@@ -492,6 +492,8 @@ def _pick_device(device: str) -> torch.device:
 
 def _pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtype = str(dtype).removeprefix("torch.")
+    dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if dtype != "auto" and dtype not in names:
         raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, names))}, not {dtype!r}")
     if dtype != "auto":

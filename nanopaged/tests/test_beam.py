@@ -332,6 +332,7 @@ BAD = {
     "length_penalty": ["1", math.nan, math.inf, -math.inf, 1j, True, None, [1.0], 30.1, -31, 10**400],
     "ignore_eos": [None, 0, 1, "yes", []],
     "early_stopping": [None, 0, 1, 1.0, "", "Never", "always", [], [True]],
+    "temperature": [0.5, "0", None, math.nan, -1],
 }
 GOOD = {
     "beam_width": [1, 4, 1000],
@@ -339,6 +340,7 @@ GOOD = {
     "length_penalty": [0, 0.0, 1, -1.0, 2.5, -30, 30.0, Fraction(1, 2)],
     "ignore_eos": [True, False],
     "early_stopping": [True, False, "never"],
+    "temperature": [0, 0.0],
 }
 
 

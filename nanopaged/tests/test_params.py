@@ -35,6 +35,7 @@ BAD = {
     "logprobs": NO_COUNT,
     "prompt_logprobs": NO_COUNT,
     "skip_special_tokens": NO_BOOL,
+    "detokenize": NO_BOOL,
     "include_stop_str_in_output": NO_BOOL,
     "logit_bias": [5, True, "", "12", [], [(1, 2.0)], {1, 2}, object],  # what is in it is tested apart
     "allowed_token_ids": [*NO_IDS, [], (), set()],
@@ -59,6 +60,7 @@ GOOD = {
     "logprobs": [None, -1, 0, 1, 20, 10**9],
     "prompt_logprobs": [None, -1, 0, 1, 20, 10**9],
     "skip_special_tokens": [True, False],
+    "detokenize": [True, False],
     "include_stop_str_in_output": [True, False],
     "logit_bias": [None, {}, {0: 1}, {5: -100, 6: 100.0, 7: 0.5, 8: Fraction(1, 2)}],
     "allowed_token_ids": [None, [0], [1, 2, 3], (4, 5), {6}, frozenset({7})],
@@ -209,7 +211,7 @@ def test_the_defaults_are_valid_and_those_of_the_design():
     assert SamplingParams() == SamplingParams(
         n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, stop_token_ids=None,
         ignore_eos=False, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, stop=None, min_tokens=0,
-        logprobs=None, prompt_logprobs=None, skip_special_tokens=True, include_stop_str_in_output=False,
+        logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True, include_stop_str_in_output=False,
         logit_bias=None, allowed_token_ids=None, bad_words=None, logits_processors=None)
 
 

@@ -1,0 +1,536 @@
+"""vLLM's offline examples with the import changed: the same calls, and what they print held to what it should be.
+
+The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded. They
+are tiny: of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
+"""
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged.checkpoint import read_safetensors
+
+torch.set_num_threads(1)
+PACKAGE = Path(__file__).parents[1]
+GOLDEN = PACKAGE / "golden"
+OPT, LLAMA, LONGCHAT, QWEN = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct", "lmsys/longchat-13b-16k", "Qwen/Qwen3-0.6B"
+MAX_POSITIONS = 2048  # the goldens have 72 or 128; positions behind those change nothing before them
+
+
+# --------------------------------------------------------------------------------------------------
+# Models by name, with tokenizers of 200 tokens
+# --------------------------------------------------------------------------------------------------
+
+BYTES = {" ": "\u0120", "\n": "\u010a"}  # as byte-level tokenizers write them
+CHARACTERS = [*BYTES, *map(chr, range(33, 127))]
+MERGES = [(consonant, vowel) for consonant in "bcdfghjklmnpqrstvwxyz" for vowel in "aeiou"]
+
+
+class Vocabulary:
+    """Special tokens at their ids; at the other ids the characters of ASCII, and as many syllables as have room.
+
+    Texts are cut here by themselves, not by what is tested: no two syllables overlap, so the longest token is the right one.
+    """
+
+    def __init__(self, special: dict[int, str], hidden: set[int] | None = None):
+        others = iter(CHARACTERS + list(map("".join, MERGES)))
+        self.tokens = [special.get(i) or next(others) for i in range(200)]
+        self.special, self.hidden = special, set(special) if hidden is None else hidden
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        self.pattern = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))))
+
+    def encode(self, text: str) -> list[int]:
+        return [self.ids[token] for token in self.pattern.findall(text)]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.tokens[i] for i in ids if i not in self.hidden)
+
+    def model(self) -> dict:
+        """Of a tokenizer.json."""
+        merges = [pair for pair in MERGES if "".join(pair) in self.ids]
+        return {"type": "BPE", "vocab": {BYTES.get(token, token): i for token, i in self.ids.items()}, "merges": merges}
+
+    def write_pair(self, folder: Path) -> None:
+        """vocab.json and merges.txt, as OPT has them."""
+        model = self.model()
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"]), ""]))
+        (folder / "tokenizer_config.json").write_text((GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json").read_text())
+
+    def write(self, folder: Path, bos: str, **config) -> None:
+        """tokenizer.json and tokenizer_config.json."""
+        flags = dict(special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
+        spec = {"model": self.model(), "added_tokens": [{"id": i, "content": token} | flags for i, token in self.special.items()],
+                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "decoder": {"type": "ByteLevel"},
+                "post_processor": {"type": "TemplateProcessing", "special_tokens": {bos: {"ids": [self.ids[bos]]}},
+                                   "single": [{"SpecialToken": {"id": bos}}, {"Sequence": {"id": "A"}}]}}
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos} | config))
+
+
+OPT_TOKENS = Vocabulary({0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}, hidden={1, 2, 3})  # OPT's files do not call <s> special
+LLAMA_TOKENS = Vocabulary({i: f"<|{name}|>" for i, name in enumerate(
+    "finetune_right_pad_id begin_of_text end_of_text start_header_id end_header_id eot_id python_tag eom_id".split())})
+LONGCHAT_TOKENS = Vocabulary({0: "<unk>", 1: "<s>", 2: "</s>"})
+LLAMA_TEMPLATE = """\
+{{ bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+
+def turn(role: str, content: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}"
+
+
+def snapshot(cache: Path, name: str, golden: str) -> Path:
+    """A folder for the model in a Hugging Face cache, with the golden's config.json."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    files = folder / "snapshots" / ("0" * 40)
+    files.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(files.name)
+    config = json.loads((GOLDEN / golden / "config.json").read_text()) | {"max_position_embeddings": MAX_POSITIONS}
+    (files / "config.json").write_text(json.dumps(config))
+    return files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The models of the examples, in a cache that is all there is of the Hub. The calls are tested, so a CPU will do."""
+    cache = tmp_path_factory.mktemp("hub")
+    files = snapshot(cache, OPT, "opt")  # in the files that are on the Hub: no safetensors, no tokenizer.json
+    weights = dict(read_safetensors(GOLDEN / "opt" / "model.safetensors"))
+    name = "model.decoder.embed_positions.weight"
+    rest = torch.randn(MAX_POSITIONS + 2 - len(weights[name]), weights[name].shape[1], generator=torch.Generator().manual_seed(0))
+    torch.save(weights | {name: torch.cat([weights[name], rest.half() / 2])}, files / "pytorch_model.bin")
+    OPT_TOKENS.write_pair(files)
+
+    files = snapshot(cache, LLAMA, "llama3")
+    for name in ("model.safetensors", "generation_config.json"):
+        (files / name).symlink_to(GOLDEN / "llama3" / name)
+    LLAMA_TOKENS.write(files, "<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=LLAMA_TEMPLATE)
+
+    files = snapshot(cache, LONGCHAT, "llama2")
+    (files / "model.safetensors").symlink_to(GOLDEN / "llama2" / "model.safetensors")
+    LONGCHAT_TOKENS.write(files, "<s>", eos_token="</s>")
+
+    files = snapshot(cache, QWEN, "qwen3")
+    (files / "config.json").unlink()
+    for file in (PACKAGE / "shakespeare").iterdir():
+        (files / file.name).symlink_to(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(cache))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield cache
+
+
+def expected(folder: Path) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """(prompt, greedy continuation, logits of the prompt), as transformers has them."""
+    tensors = dict(read_safetensors(folder / "expected.safetensors"))
+    return [(tensors[f"prompt.{i}"].tolist(), tensors[f"continuation.{i}"].tolist(), tensors[f"logits.{i}"]) for i in range(3)]
+
+
+def first(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+# --------------------------------------------------------------------------------------------------
+# Basic generation
+# --------------------------------------------------------------------------------------------------
+
+PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is", "The future of AI is"]
+
+
+def check(outputs: list[RequestOutput], prompts: list[str], tokens: Vocabulary, bos: int, max_tokens: int = 16) -> None:
+    """What every example relies on: outputs in the order of the prompts, each with a text of that many tokens."""
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        assert isinstance(output, RequestOutput) and output.finished and isinstance(output.request_id, str)
+        assert output.prompt_token_ids == [bos] + tokens.encode(output.prompt)
+        (completion,) = output.outputs
+        assert completion.index == 0 and completion.text == tokens.decode(completion.token_ids)
+        assert completion.logprobs is completion.cumulative_logprob is completion.stop_reason is None
+        if completion.finish_reason != "stop":  # the model is random, and may well say that it is done
+            assert completion.finish_reason == "length" and len(completion.token_ids) == max_tokens
+    assert len({output.request_id for output in outputs}) == len(outputs)
+
+
+def test_basic():
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    llm = LLM(model="facebook/opt-125m")
+    outputs = llm.generate(PROMPTS, sampling_params)
+    check(outputs, PROMPTS, OPT_TOKENS, bos=2)
+
+
+def test_opt_125m_with_blocks_of_16_and_20_tokens():
+    llm = LLM(model="facebook/opt-125m", max_model_len=512, block_size=16)
+    outputs = llm.generate("Hello, my name is", SamplingParams(max_tokens=20))
+    check(outputs, PROMPTS[:1], OPT_TOKENS, bos=2, max_tokens=20)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for prompt, continuation, _ in expected(GOLDEN / "opt"):
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params)
+        assert output.outputs[0].token_ids == continuation[:20]
+        assert output.outputs[0].text == OPT_TOKENS.decode(continuation[:20])
+
+
+def test_text_to_text():
+    """From a text to a text, with the weights of the bundled model: transformers' text, not only its tokens."""
+    llm = LLM(model="Qwen/Qwen3-0.6B", max_model_len=256)
+    tokenizer = llm.get_tokenizer()
+    cases = expected(PACKAGE / "shakespeare")
+    prompts = [tokenizer.decode(prompt) for prompt, _, _ in cases]
+    assert "To be, or not to be" in prompts
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
+    assert [output.prompt_token_ids for output in outputs] == [prompt for prompt, _, _ in cases]
+    assert first(outputs) == [tokenizer.decode(continuation[:40]) for _, continuation, _ in cases]
+
+
+def test_generate_with_the_checkpoints_defaults():
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = llm.get_default_sampling_params()
+    assert (sampling_params.temperature, sampling_params.top_p) == (0.6, 0.9)  # of generation_config.json, as in vLLM
+    sampling_params.max_tokens = 20
+    sampling_params.temperature = 0.5
+    sampling_params.top_k = 30
+    outputs = llm.generate(PROMPTS, sampling_params)
+    check(outputs, PROMPTS, LLAMA_TOKENS, bos=1, max_tokens=20)
+    assert LLM(model=LLAMA, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+
+
+def test_one_prompt_without_parameters():
+    llm = LLM(model="facebook/opt-125m")
+    outputs = llm.generate("Hello, my name is")
+    check(outputs, PROMPTS[:1], OPT_TOKENS, bos=2)
+
+
+def test_a_second_run_gives_the_same_texts():
+    sampling_params, texts = SamplingParams(temperature=0.8, top_p=0.95), []
+    for seed in (42, 42, 43):
+        llm = LLM(model="facebook/opt-125m", seed=seed)
+        texts.append(first(llm.generate(PROMPTS, sampling_params)))
+    assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) == len(PROMPTS)
+
+
+def test_settings_for_each_prompt():
+    """The prompts and settings of vLLM's engine example."""
+    prompts = ["A robot may not injure a human being", "To be or not to be,", "What is the meaning of life?", "Hello"]
+    sampling_params = [
+        SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1),
+        SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2),
+        SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
+        SamplingParams(n=3, temperature=0.8, stop=["\n", "a"], max_tokens=200)]
+    llm = LLM(model="facebook/opt-125m")
+    outputs = llm.generate(prompts, sampling_params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [[completion.index for completion in output.outputs] for output in outputs] == [[0], [0], [0, 1], [0, 1, 2]]
+    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids) and len(outputs[0].outputs[0].logprobs) <= 16
+    assert outputs[1].prompt_logprobs is None and outputs[1].outputs[0].logprobs is None
+    assert outputs[2].outputs[0].text != outputs[2].outputs[1].text
+    for completion in outputs[3].outputs:
+        assert completion.finish_reason == "stop" and completion.stop_reason in ("\n", "a", None)
+        assert not {"\n", "a"} & set(completion.text)
+    assert any(completion.stop_reason for completion in outputs[3].outputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat
+# --------------------------------------------------------------------------------------------------
+
+CONVERSATION = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! How can I assist you today?"},
+    {"role": "user", "content": "Write an essay about the importance of higher education."},
+]
+CONVERSATION_TEXT = "<|begin_of_text|>" + "<|eot_id|>".join(turn(**message) for message in CONVERSATION + [
+    {"role": "assistant", "content": ""}])
+
+
+def test_chat():
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = SamplingParams(temperature=0, max_tokens=16)
+    (output,) = llm.chat(CONVERSATION, sampling_params, use_tqdm=False)
+    assert output.prompt == CONVERSATION_TEXT
+    assert output.prompt_token_ids == LLAMA_TOKENS.encode(CONVERSATION_TEXT)  # one <|begin_of_text|>, not two
+    assert output.outputs[0].text == LLAMA_TOKENS.decode(output.outputs[0].token_ids) != ""
+    assert first(llm.chat(CONVERSATION, sampling_params=sampling_params)) == first([output])
+    assert first(llm.generate({"prompt_token_ids": output.prompt_token_ids}, sampling_params)) == first([output])
+
+
+def test_chat_with_a_batch_of_conversations():
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = SamplingParams(temperature=0, max_tokens=16)
+    conversations = [CONVERSATION for _ in range(10)]
+    outputs = llm.chat(conversations, sampling_params, use_tqdm=True)
+    alone = LLM(model="meta-llama/Llama-3.2-1B-Instruct").chat(CONVERSATION, sampling_params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [CONVERSATION_TEXT] * 10 and first(outputs) == first(alone) * 10
+    conversations = [CONVERSATION[:2], CONVERSATION]
+    outputs = llm.chat(messages=conversations, sampling_params=[sampling_params, sampling_params], use_tqdm=False)
+    assert [output.prompt.count("<|eot_id|>") for output in outputs] == [2, 4] and first(outputs)[1:] == first(alone)
+
+
+def test_chat_with_another_template(tmp_path):
+    template = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = llm.get_default_sampling_params()
+    with open(tmp_path / "template.jinja") as f:
+        chat_template = f.read()
+    outputs = llm.chat([CONVERSATION] * 2, sampling_params, use_tqdm=False, chat_template=chat_template)
+    text = "".join(f"{message['role']}: {message['content']}\n" for message in CONVERSATION)
+    assert [output.prompt for output in outputs] == [text] * 2
+    assert outputs[0].prompt_token_ids == LLAMA_TOKENS.encode(text)
+
+
+def test_chat_that_continues_the_last_message():
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! How"}]
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=4), add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == "<|begin_of_text|>" + turn("user", "Hello") + "<|eot_id|>" + turn("assistant", "Hello! How")
+
+
+def test_chat_with_tools():
+    tools = [{"type": "function", "function": {
+        "name": "get_current_weather", "description": "Get the current weather in a given location",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "state": {"type": "string"}},
+                       "required": ["city", "state"]}}}]
+    template = ("{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}"
+                "{{ '(' + message.tool_call_id + ')' if message.tool_call_id }}: {{ message.content }}\n{% endfor %}")
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = SamplingParams(max_tokens=32, temperature=0.0)
+    messages = [{"role": "user", "content": "What is the temperature in Dallas?"}]
+    outputs = llm.chat(messages, sampling_params=sampling_params, tools=tools, chat_template=template)
+    question = json.dumps(tools) + "\nuser: What is the temperature in Dallas?\n"
+    assert outputs[0].prompt == question
+    output = outputs[0].outputs[0].text.strip()
+    messages.append({"role": "assistant", "content": output})
+    messages.append({"role": "tool", "content": "It is 85 degrees.", "tool_call_id": "a1b2c3d4e"})
+    outputs = llm.chat(messages, sampling_params, tools=tools, chat_template=template)
+    assert outputs[0].prompt == question + f"assistant: {output}\ntool(a1b2c3d4e): It is 85 degrees.\n"
+    assert outputs[0].num_cached_tokens >= len(LLAMA_TOKENS.encode(question)) // 16 * 16  # the first turn is there already
+
+
+def test_chat_template_kwargs():
+    """As Qwen3's thinking is switched off."""
+    template = "{{ messages[0].content }}{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
+    llm = LLM(model="Qwen/Qwen3-0.6B")
+    messages = [{"role": "user", "content": "Hello"}]
+    prompts = [llm.chat(messages, SamplingParams(max_tokens=1), chat_template=template, chat_template_kwargs=kwargs)[0].prompt
+               for kwargs in (None, {"enable_thinking": True}, {"enable_thinking": False})]
+    assert prompts == ["Hello", "Hello", "Hello<think></think>"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Beam search
+# --------------------------------------------------------------------------------------------------
+
+def beam_case(model: str, beam_width: int) -> dict:
+    """One in which no text ends early, so that vLLM and transformers agree on what is best."""
+    cases = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
+    (case,) = [case for case in cases
+               if case["model"] == model and case["beam_width"] == beam_width and not case["eos_token_ids"]]
+    return case
+
+
+def test_beam_search():
+    """vLLM's beams are sequences, whose tokens and text begin with the prompt."""
+    llm = LLM(model="facebook/opt-125m")
+    case = beam_case("opt", 4)
+    prompt = case["prompt_token_ids"]
+    params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
+    outputs = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, use_tqdm=False)
+    assert len(outputs) == 2
+    for output in outputs:
+        assert [sequence.tokens for sequence in output.sequences] == [prompt + beam["token_ids"] for beam in case["expected"]]
+        for sequence, beam in zip(output.sequences, case["expected"]):
+            assert sequence.text == OPT_TOKENS.decode(prompt + beam["token_ids"])
+            assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
+            assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
+
+
+def test_beam_search_from_text():
+    llm = LLM(model="Qwen/Qwen3-0.6B")
+    tokenizer, case = llm.get_tokenizer(), beam_case("shakespeare", 4)
+    prompt = tokenizer.decode(case["prompt_token_ids"])
+    params = BeamSearchParams(beam_width=4, max_tokens=24, ignore_eos=True)
+    (output,) = llm.beam_search([{"prompt": prompt}], params)
+    generated_text = output.sequences[0].text
+    assert generated_text == prompt + tokenizer.decode(case["expected"][0]["token_ids"])
+    # The same beams as any other request's outputs, without the prompt.
+    assert output.prompt == prompt and output.outputs[0].text == generated_text[len(prompt):]
+    assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefix caching
+# --------------------------------------------------------------------------------------------------
+
+PREFIX = ("You are an expert school principal, skilled in managing faculty and staff. Draft ten questions for a first grade Head "
+          "Teacher for my independent school that emphasizes community, joyful discovery, and life-long learning. The candidate "
+          "is coming in for a first-round panel interview and has 5 years of previous teaching experience. Based on this "
+          "information, fulfill the following paragraph: ")
+TABLE = "You recognize the content of tables in markdown format. Here is one.\n" + "".join(
+    f"| {i} | {name} Doe | {20 + 3 * i} | {name.lower()}.d@example.com | 555-{1234 + 111 * i} |\n"
+    for i, name in enumerate(["John", "Jane", "Alice", "Bob", "Carol", "Dave", "Emma", "Frank", "Zack"]))
+
+
+def test_prefix_caching():
+    generating_prompts = [PREFIX + prompt for prompt in PROMPTS]
+    sampling_params = SamplingParams(temperature=0.0)
+    regular_llm = LLM(model="facebook/opt-125m", gpu_memory_utilization=0.4, enable_prefix_caching=False)
+    regular = regular_llm.generate(generating_prompts, sampling_params)
+    check(regular, generating_prompts, OPT_TOKENS, bos=2)
+    assert [output.num_cached_tokens for output in regular] == [0] * 4
+    del regular_llm
+
+    prefix_cached_llm = LLM(model="facebook/opt-125m", enable_prefix_caching=True, gpu_memory_utilization=0.4)
+    (warm_up,) = prefix_cached_llm.generate(generating_prompts[0], sampling_params)
+    assert warm_up.num_cached_tokens == 0
+    cached = prefix_cached_llm.generate(generating_prompts, sampling_params)
+    assert first(cached) == first(regular)
+    prefix_tokens = 1 + len(OPT_TOKENS.encode(PREFIX))
+    for output in cached:
+        assert prefix_tokens - 16 < output.num_cached_tokens <= len(output.prompt_token_ids)
+        assert output.num_cached_tokens % 16 == 0
+
+
+def test_automatic_prefix_caching():
+    llm = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=True)
+    sampling_params = SamplingParams(temperature=0, max_tokens=30)
+    outputs = [llm.generate(TABLE + f"Question: what is the age of {name} Doe? Your answer: The age of {name} Doe is ",
+                            sampling_params=sampling_params) for name in ("John", "Zack")]
+    shared = 1 + len(LONGCHAT_TOKENS.encode(TABLE))
+    assert outputs[0][0].num_cached_tokens == 0
+    assert shared // 16 * 16 <= outputs[1][0].num_cached_tokens < len(outputs[1][0].prompt_token_ids)
+    plain = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=False).generate(outputs[1][0].prompt, sampling_params)
+    assert first(plain) == first(outputs[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Token ids, log probabilities
+# --------------------------------------------------------------------------------------------------
+
+def test_prompts_of_token_ids():
+    from nanopaged import TextPrompt, TokensPrompt
+    llm = LLM(model="facebook/opt-125m")
+    sampling_params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    cases = expected(GOLDEN / "opt")
+    continuations = [continuation for _, continuation, _ in cases]
+    for prompts in ([TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in cases],
+                    [{"prompt_token_ids": prompt} for prompt, _, _ in cases], [prompt for prompt, _, _ in cases]):
+        outputs = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == continuations
+        assert [output.prompt_token_ids for output in outputs] == [prompt for prompt, _, _ in cases]
+        assert [output.prompt for output in outputs] == [None] * 3
+        assert first(outputs) == [OPT_TOKENS.decode(continuation) for continuation in continuations]
+    (output,) = llm.generate({"prompt_token_ids": cases[0][0]}, sampling_params)
+    assert output.outputs[0].token_ids == continuations[0]
+    (output,) = llm.generate(TextPrompt(prompt=PROMPTS[0]), sampling_params)
+    assert output.prompt == PROMPTS[0] and output.prompt_token_ids == [2] + OPT_TOKENS.encode(PROMPTS[0])
+
+
+def test_logprobs():
+    llm = LLM(model="facebook/opt-125m")
+    sampling_params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, prompt_logprobs=2)
+    for prompt, continuation, logits in expected(GOLDEN / "opt"):
+        (output,) = llm.generate({"prompt_token_ids": prompt}, sampling_params)
+        completion, expected_logprobs = output.outputs[0], logits.log_softmax(-1)
+        assert completion.token_ids == continuation[:5] and len(completion.logprobs) == 5
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
+        rows = [(entry, token, 2) for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+        rows.append((completion.logprobs[0], continuation[0], 5))
+        for (logprobs, token, count), row in zip(rows, expected_logprobs):
+            best = row.topk(count).indices.tolist()
+            assert set(logprobs) == {token, *best}
+            for token_id, logprob in logprobs.items():
+                assert logprob.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+                assert logprob.rank == 1 + (row > row[token_id]).sum().item()
+                assert logprob.decoded_token == OPT_TOKENS.tokens[token_id]
+        chosen = [logprobs[token] for logprobs, token in zip(completion.logprobs, completion.token_ids)]
+        assert [logprob.rank for logprob in chosen] == [1] * 5
+        assert completion.cumulative_logprob == pytest.approx(sum(logprob.logprob for logprob in chosen))
+
+
+# --------------------------------------------------------------------------------------------------
+# What else vLLM's calls carry
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [
+    dict(tensor_parallel_size=1), dict(trust_remote_code=True), dict(disable_log_stats=False), dict(enable_chunked_prefill=True),
+    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64), dict(dtype="half"), dict(dtype=torch.float32),
+    dict(tokenizer="facebook/opt-125m", tokenizer_mode="auto", revision=None, tokenizer_revision=None),
+    dict(num_gpu_blocks_override=100, max_model_len=256),
+    dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True, max_logprobs=20),
+], ids=lambda options: " ".join(options))
+def test_engine_options_of_vllm(options):
+    llm = LLM(model="facebook/opt-125m", **options)
+    check(llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)), PROMPTS, OPT_TOKENS, bos=2)
+    if "num_gpu_blocks_override" in options:
+        assert llm.scheduler.block_manager.num_blocks == 100
+
+
+@pytest.mark.parametrize("option, value", [
+    ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
+    ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"), ("runner", "pooling"),
+    ("hf_overrides", {"num_hidden_layers": 1}),
+])
+def test_what_nanopaged_lacks_gets_a_sentence(option, value):
+    with pytest.raises(ValueError, match=option) as error:
+        LLM(model="facebook/opt-125m", **{option: value})
+    assert "\n" not in str(error.value) and ". " not in str(error.value)
+
+
+def test_keywords_of_generate():
+    llm = LLM(model="facebook/opt-125m", scheduling_policy="priority", max_num_seqs=1)
+    served = []
+    params = [SamplingParams(temperature=0, max_tokens=1, logits_processors=[lambda ids, logits, i=i: served.append(i) or logits])
+              for i in range(4)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=None, priority=[2, 0, 3, 1])
+    check(outputs, PROMPTS, OPT_TOKENS, bos=2, max_tokens=1)
+    assert served == [1, 3, 0, 2]
+    with pytest.raises(ValueError, match="priority"):
+        llm.generate(PROMPTS, params, priority=[1])
+    with pytest.raises(ValueError, match="lora_request"):
+        llm.generate(PROMPTS, params, lora_request=object())
+
+
+def test_tokenizers(cache, tmp_path):
+    llm = LLM(model="facebook/opt-125m")
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(PROMPTS[0])
+    assert ids == [2] + OPT_TOKENS.encode(PROMPTS[0]) and tokenizer.decode(ids[1:]) == PROMPTS[0]
+    assert tokenizer.eos_token_id == 2
+
+    OPT_TOKENS.write_pair(tmp_path)  # one that lies somewhere else, as save_pretrained writes it: without a config.json
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (copy,) = (cache / "models--facebook--opt-125m" / "snapshots").iterdir()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (bare / name).symlink_to(copy / name)
+    params = SamplingParams(temperature=0)
+    other = LLM(model=str(bare), tokenizer=str(tmp_path))
+    outputs = other.generate(PROMPTS, params)
+    check(outputs, PROMPTS, OPT_TOKENS, bos=2)
+    assert first(outputs) == first(llm.generate(PROMPTS, params))
+    assert other.chat([{"role": "user", "content": "Hello"}], params)[0].prompt_token_ids == OPT_TOKENS.encode("Hello")
+
+
+def test_tokens_alone():
+    prompt, continuation, _ = expected(GOLDEN / "opt")[1]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    llm = LLM(model="facebook/opt-125m", skip_tokenizer_init=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
+    with pytest.raises(ValueError, match="token ids"):
+        llm.generate(PROMPTS[0], params)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    (output,) = LLM(model="facebook/opt-125m").generate([{"prompt_token_ids": prompt}], params)
+    assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
