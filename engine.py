@@ -704,6 +704,7 @@ class LLM(Frontend):
                     self.launched.append((step, self.runner.launch(step)))
                 except BaseException as error:
                     self.scheduler.undo(step)
+                    self.runner.forget_rows()
                     while self.launched:
                         self._update()
                     if not self._can_do_with_less_memory(error):

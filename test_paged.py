@@ -1084,6 +1084,24 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
     llm.scheduler.block_manager.check_idle()
 
 
+def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
+    """The token that nobody saw would count for the penalties."""
+    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0, frequency_penalty=1.0, ignore_eos=True)
+    expected = load().generate(PROMPT, params)[0].outputs[0].token_ids
+    llm = load()
+    launch, fails = llm.runner.launch, [3, 7]
+
+    def fail(step):
+        read = launch(step)
+        if fails and len(step.seqs[0].token_ids) >= len(PROMPT) + fails[0]:
+            fails.pop(0)
+            raise torch.OutOfMemoryError("after everything was computed")
+        return read
+
+    llm.runner.launch = fail
+    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected and not fails
+
+
 def test_requests_come_from_many_threads():
     llm = load()
     expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
