@@ -25,13 +25,13 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3, fp8=False):
-    """The compiled kernel, with pointers and strides that are multiples of 16, as an engine's are."""
+    """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are."""
     names = function.arg_names
     signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name] not in ("constexpr", "fp32") and name != "num_splits"}
+               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *kernel.UNSTEADY)}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options=dict(num_warps=num_warps, num_stages=num_stages))
