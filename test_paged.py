@@ -1032,7 +1032,8 @@ def test_settings_do_what_they_say():
     words = {token: [llm.get_tokenizer().decode([token])] for token in plain.token_ids}
     token = next(token for token in words if [token] in encode_bad_words(words[token], llm.get_tokenizer()))
     assert token not in run(bad_words=words[token]).token_ids
-    assert llm.generate(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+    short = load(max_model_len=40).generate(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0]
+    assert short.finish_reason == "length" and len(short.token_ids) == 40 - len(PROMPT)
 
 
 def test_log_probabilities_equal_a_plain_log_softmax():
