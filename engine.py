@@ -47,13 +47,13 @@ from nanopaged.inputs import check_choice, check_number, check_sizes, check_vllm
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import Request, RequestOutput
 from nanopaged.params import SamplingParams
-from nanopaged.runner import Runner
+from nanopaged.runner import Runner, Sampled
 from nanopaged.tokenizer import load_tokenizer
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
-PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens at a time where the logits of all of them are needed
 NULL = -1  # in a block table: that block fell out of the sliding window and is somebody else's now
+PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens at a time where the logits of all of them are needed
 
 
 # --------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Sequence:
     bad_words: list[list[int]] = ()
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
     num_held_tokens: int = 0  # those of them that were there when it was admitted: never written by this sequence
-    num_cached_tokens: int | None = None  # the same, when it was admitted first
+    num_cached_tokens: int | None = None  # prompt tokens that were there when it was admitted first
     num_pending: int = 0  # tokens that a launched step samples and that are not known here yet
     block_table: list[int] = field(default_factory=list)
     row: int = -1  # its place in the runner's tensors while it runs
@@ -433,9 +433,9 @@ class Scheduler:
         """The last running sequence gives its blocks back. They are moved to the host, if there is room, and otherwise
         computed again when it returns (preemption by swapping, by recompute); its tokens are kept.
 
-        Which is cheaper? On an H200 with Qwen3-0.6B moving takes 5.2 us a token, there and back, and computing again 3.4 us
-        at 4,096 tokens, 3.9 at 8,192, 5.6 at 16,384 (at least 10 ms): swapping pays from some 15,000 tokens on, and earlier
-        for a larger model, whose tokens take longer to compute but hardly longer to move. bench.py --only swapping
+        Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again, in a
+        step of its own, 10 ms up to 1,024 tokens, 13.8 at 4,096, 32 at 8,192 and 92 at 16,384: swapping was cheaper up to
+        some 2,000 tokens, and again from some 15,000 on. `bench.py --only swapping` measures it where you are.
         """
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
@@ -624,7 +624,7 @@ class LLM(Frontend):
         self.lock = threading.RLock()  # held while a step is computed, and by who changes what it looks at
         # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
         # computes step n; a sequence that turns out finished has then wasted one token.
-        self.launched: deque[tuple[Step, Callable[[], list[int]]]] = deque()
+        self.launched: deque[tuple[Step, Callable[[], Sampled]]] = deque()
         self.lookahead = 1 if self.runner.use_graphs else 0
         self.arrivals = itertools.count()
         self.seeds = random.Random(seed)

@@ -1069,6 +1069,12 @@ def test_broken_logits_end_that_request_and_not_the_batch():
     llm.scheduler.block_manager.check_idle()
 
 
+def test_broken_weights_do_not_keep_an_fp8_engine_from_starting(monkeypatch):
+    monkeypatch.setattr("engine.read_tensors", lambda path: ((name, tensor * math.nan) for name, tensor in read_tensors(path)))
+    llm = load(kv_cache_dtype="fp8")
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "error"
+
+
 def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
     llm = load(max_num_batched_tokens=64)
     expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))

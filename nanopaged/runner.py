@@ -134,7 +134,10 @@ class Runner:
                             self._query_tiles([length], [length]))
         batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None]
         self.model(batch, [(*layer, 1.0, 1.0) for layer in cache], self.kernels)
-        return [tuple(2.0 ** math.ceil(math.log2(max(part.abs().max().item(), 2.0**-20) / 64)) for part in layer) for layer in cache]
+        largest = [[part.abs().max().item() for part in layer] for layer in cache]
+        # With broken weights there is no scale; each request will then end with an error.
+        return [tuple(2.0 ** math.ceil(math.log2(max(x, 2.0**-20) / 64)) if math.isfinite(x) else 1.0 for x in pair)
+                for pair in largest]
 
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks. ValueError if
