@@ -160,20 +160,23 @@ def prefix(quick: bool) -> None:
         llm = (random_llm("0.6B", max_model_len=2048, enable_prefix_caching=caching) if on_gpu else
                LLM("shakespeare", max_num_seqs=64, enable_prefix_caching=caching))
         rng, manager = random.Random(4), llm.scheduler.block_manager
-        shared = [rng.randrange(1000) for _ in range(system)]
-        llm.generate([[1, 2, 3] * 20] * 64, SamplingParams(max_tokens=2))  # warm up
-        for wave in ("first wave", "second wave") if caching else ("no caching",):
-            asked, cached = manager.num_prompt_tokens, manager.num_cached_tokens
-            started, first_tokens = time.perf_counter(), []
-            for _ in range(64):
-                llm.add_request(shared + [rng.randrange(1000) for _ in range(question)], SamplingParams(max_tokens=1))
-            while llm.has_unfinished_requests():
-                num_done = len(llm.step())
-                first_tokens += [time.perf_counter() - started] * num_done
-            asked, cached = manager.num_prompt_tokens - asked, manager.num_cached_tokens - cached
-            row(f"64 chats, {system} tokens shared, {wave}", 100 * (asked - cached) / asked, "% computed", peer=f"{cached} tokens, "
-                f"{cached // manager.block_size} blocks saved")
-            row("  time to first token", statistics.median(first_tokens) * 1000, "ms")
+        waves = ("first wave", "second wave") if caching else ("no caching",)
+        for warming_up in (True, False):  # with other chats: steps of a new size wait for the library of matrix products
+            shared = [rng.randrange(1000) for _ in range(system)]
+            for wave in waves:
+                asked, cached = manager.num_prompt_tokens, manager.num_cached_tokens
+                started, first_tokens = time.perf_counter(), []
+                for _ in range(64):
+                    llm.add_request(shared + [rng.randrange(1000) for _ in range(question)], SamplingParams(max_tokens=1))
+                while llm.has_unfinished_requests():
+                    num_done = len(llm.step())
+                    first_tokens += [time.perf_counter() - started] * num_done
+                if warming_up:
+                    continue
+                asked, cached = manager.num_prompt_tokens - asked, manager.num_cached_tokens - cached
+                row(f"64 chats, {system} tokens shared, {wave}", 100 * (asked - cached) / asked, "% computed",
+                    peer=f"{cached} tokens, {cached // manager.block_size} blocks saved")
+                row("  time to first token", statistics.median(first_tokens) * 1000, "ms")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +304,6 @@ def paging(limits: Limits, quick: bool) -> None:
 # --------------------------------------------------------------------------------------------------
 
 def random_llm(shape: str, **options) -> LLM:
-    gc.collect()  # the engine of the section before
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
@@ -459,7 +461,7 @@ def start(limits: Limits, quick: bool) -> None:
         for label, peer in (("cold", "vLLM 56, nano-vllm about 15"), ("warm", "")):
             started = time.time()
             subprocess.run([sys.executable, "-c", START.format(root=str(Path(__file__).parent))], env=environment, check=True,
-                           capture_output=True)
+                           stdout=subprocess.DEVNULL)
             row(f"0.6B process start to first token, caches {label}", time.time() - started, "s", peer=peer)
 
 
@@ -480,7 +482,7 @@ def _version(package: str) -> str:
 
 
 ANYWHERE = [scheduler, fragmentation, prefix, batching]
-ON_CUDA = [start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large]  # start first: it wants the card empty
+ON_CUDA = [start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
 
 
@@ -495,11 +497,13 @@ def main() -> None:
     for section in ANYWHERE + ON_CUDA * torch.cuda.is_available():
         if not any(word in section.__name__ for word in words) or (args.quick and section.__name__ not in QUICK):
             continue
-        if section in ANYWHERE:
+        if section in ON_CUDA:
+            limits = limits or Limits()
+            section(limits, args.quick)
+        else:
             section(args.quick)
-            continue
-        limits = limits or Limits()
-        section(limits, args.quick)
+        gc.collect()  # engines that are not used any more
+        torch.cuda.empty_cache()  # what they held is for the next section, which may be another process
     if args.json:
         args.json.write_text(json.dumps(dict(machine=machine(), rows=ROWS), indent=1))
 

@@ -23,7 +23,8 @@ from nanopaged.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POOL = ["--num-blocks", "128"]  # small, so that many engines fit beside each other
+POOL = ["--num-blocks", "128", "--block-size", "16"]  # small, so that many engines fit beside each other
+SMALL = dict(num_blocks=128, block_size=16)  # the same
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
 
 
@@ -53,7 +54,7 @@ def run_engine(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
 
 
 def generate(prompts, **params):
-    return load(num_blocks=128).generate(prompts, SamplingParams(**params))
+    return load(**SMALL).generate(prompts, SamplingParams(**params))
 
 
 def assert_refused(captured, *words: str):
@@ -211,7 +212,7 @@ def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
     more = "--top-k", "0", "--max-tokens", "5"
     assert asked_params(monkeypatch, *auto, *more) == replace(expected, top_k=0, max_tokens=5)
     monkeypatch.setattr(cli, "_load", lambda *_: engine)
-    engine = load(num_blocks=128, generation_config="auto")
+    engine = load(**SMALL, generation_config="auto")
     monkeypatch.setattr(engine, "default_params", dict(do_sample=True))  # says nothing of it: as in transformers
     assert asked_params(monkeypatch, *auto) == SamplingParams(max_tokens=256, temperature=1.0, seed=0)
 
@@ -542,7 +543,7 @@ def test_beams_with_their_scores(capsys):
     assert run(*argv, "--length-penalty", "0.5", "--ignore-eos", *POOL) == 0
     captured = capsys.readouterr()
     params = BeamSearchParams(3, 6, length_penalty=0.5, ignore_eos=True)
-    outputs = load(num_blocks=128).beam_search([ROMEO, JULIET], params)
+    outputs = load(**SMALL).beam_search([ROMEO, JULIET], params)
     assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
                                    for output in outputs for beam in output.outputs])
     assert captured.out.count("===") == 6
@@ -578,7 +579,7 @@ def chat(tmp_path) -> list[str]:
 def answer_to(*turns: str, max_tokens: int = 12, **options) -> str:
     """The model's to a conversation: user, assistant, user ..."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    llm = load(num_blocks=128)
+    llm = load(**SMALL)
     prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, **options)
     return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
 
@@ -595,7 +596,7 @@ def test_chat_with_a_system_message_and_variables(capsys, chat):
     more = "--system", "Brief!", "--chat-template-kwargs", '{"speaker": "JULIET"}'
     assert run(*chat, "--prompt", "Hi", "--max-tokens", "12", *more) == 0
     messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "Hi"}]
-    llm = load(num_blocks=128)
+    llm = load(**SMALL)
     prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs={"speaker": "JULIET"})
     assert prompt["prompt"] == "SYSTEM:\nBrief!\n\nUSER:\nHi\n\nJULIET:\n"
     [expected] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12))
@@ -663,7 +664,7 @@ def test_a_conversation(capsys, chat, monkeypatch):
     assert captured.out == "".join(answer + "\n" for answer in turns[1::2])
     (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
     assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
-    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(load(num_blocks=128))
+    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(load(**SMALL))
 
 
 def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch):
@@ -692,7 +693,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
     half = answer_to("Speak, speak!", max_tokens=5)
     assert captured.out == f"{half}\n\n{answer_to('Speak, speak!', half, 'Go on.')}\n"
     assert captured.err.count("stopped") == 2 and captured.err.count("Ctrl-D leaves") == 2
-    assert nothing_left(load(num_blocks=128))
+    assert nothing_left(load(**SMALL))
 
 
 def test_a_bad_question_does_not_end_the_conversation(capsys, chat, monkeypatch):
