@@ -31,13 +31,13 @@ Attention is linear enough for that: k_scale joins the scale of the scores, and 
 
 **What a program does.** The batch is flat: `q` holds every sequence's new tokens, one after another,
 `query_start_loc` says where each sequence begins. A program owns one kv head and one tile of queries
-of one sequence. The `group` query heads that share the kv head are rows of the same tile, so each tile
+of one sequence. The `group` query heads that share the kv head are in the same tile, so each tile
 of K and V is read once for all of them. There are two shapes of program, and a sequence gets its
 shape from its own query length alone, so its result does not depend on who shares the batch, bit for bit:
 
-    decode   query length 1: `group` rows; the context is cut into splits by the sequence's own length,
-             and the programs that the grid has for it take turns at them
-    prefill  longer: TILE_M rows = TILE_M // group tokens x group heads; whole context, one program
+    decode   query length 1: `group` queries; the context is cut into splits by the sequence's own length,
+             and each of the programs that the grid has for it takes a run of them
+    prefill  longer: TILE_M queries = TILE_M // group tokens x group heads; whole context, one program
 """
 import math
 import os
@@ -265,8 +265,19 @@ def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_c
         *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
         KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=_next_power_of_2(num_heads),
         KV_PADDED=_next_power_of_2(num_kv_heads), HALF_PADDED=_next_power_of_2(head_dim // 2),
-        ROTATE=rotation is not None, NORM=q_norm is not None, num_warps=4 if num_heads * head_dim <= 4096 else 8)
+        ROTATE=rotation is not None, NORM=q_norm is not None, num_warps=4 if num_heads * head_dim <= 4096 else 8,
+        **early_launch(qkv.device))
     return q
+
+
+@jit
+def _wait_for_the_kernel_before(EARLY: tl.constexpr):
+    """A kernel that was launched EARLY takes its place on the device while the one before it still runs. Here it waits for
+    what that one writes, and lets the next one in (Nvidia's programmatic dependent launch): about a microsecond less
+    between two kernels, of which a decode step has hundreds."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
@@ -274,9 +285,10 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
                             qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
-                            ROTATE: tl.constexpr, NORM: tl.constexpr):
+                            ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr):
     """Two programs per token, one for q and one for k and v. A head is held as its two halves, because rope turns the one
     against the other."""
+    _wait_for_the_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
     i = tl.arange(0, HALF_PADDED)[None, :]
@@ -324,19 +336,17 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, end, position, scale,
-                 kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-                 PRECISION: tl.constexpr):
-    """Attend to the keys of one tile. Without MASKED every row sees every one of them, so nothing has to be compared."""
+def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, end, position, scale,
+                  kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """Attend to the keys of one tile: q [TILE_M, DIM_PADDED], scores [TILE_M, TILE_N], acc [TILE_M, DIM_PADDED]. Without
+    MASKED every row sees every key, so nothing has to be compared."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
-    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
-    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else token % BLOCK_SIZE
-    k_at = k_base + dim[:, None] + (block * kc_block + offset * kc_slot)[None, :]  # transposed: [DIM_PADDED, TILE_N]
-    v_at = v_base + dim[None, :] + (block * vc_block + offset * vc_slot)[:, None]
-    # Slots behind the last token hold garbage, and those before the window belong to others: 0 * NaN = NaN, so they must
-    # not even be loaded.
+    slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
+    k_at = k_base + dim[:, None] + slot_k[None, :]  # transposed: [DIM_PADDED, TILE_N]
+    v_at = v_base + dim[None, :] + slot_v[:, None]
     exists = token < end
     if WINDOW:
         exists &= token >= oldest
@@ -346,7 +356,7 @@ def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, 
         k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
     else:
         k = tl.load(k_at).to(q.dtype)
-    scores = tl.dot(q, k, input_precision=PRECISION)  # [TILE_M, TILE_N]
+    scores = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         seen = (token[None, :] <= position[:, None]) & exists[None, :]
         if WINDOW:
@@ -370,6 +380,52 @@ def _attend_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, 
 
 
 @jit
+def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, end, scale, kc_block, kc_slot, vc_block, vc_slot,
+                 TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                 WINDOW: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
+    Tensor cores multiply 16 rows by 8 columns at least. A group of 2 heads fills 2 of 8 columns, but would fill 2 of 16 rows."""
+    dim = tl.arange(0, DIM_PADDED)
+    token = tile + tl.arange(0, TILE_N)
+    slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
+    exists = token < end
+    if WINDOW:
+        exists &= token >= oldest
+    k = tl.load(k_base + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+    scores = tl.where(exists[:, None], scores, -float("inf"))
+    new_max = tl.maximum(col_max, tl.max(scores, 0) * scale)
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf is NaN
+    p = tl.exp2(scores * scale - base[None, :])
+    shrink = tl.exp2(col_max - base)
+    col_sum = col_sum * shrink + tl.sum(p, 0)
+    p = p.to(q.dtype)
+    if v_base.dtype.element_ty == tl.float8e4nv:
+        # Tensor cores want the values of a dim side by side, token after token, and memory has those of a token. Hardware
+        # can turn that round for 16 bits, not for 8; so what is read, and turned, is pairs of fp8 numbers.
+        pair = tl.arange(0, DIM_PADDED // 2)
+        v = tl.load(v_base.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
+                    mask=exists[None, :] & (pair < HEAD_DIM // 2)[:, None], other=0)
+        even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
+        update = tl.reshape(tl.permute(both, (0, 2, 1)), (DIM_PADDED, p.shape[1]))
+    else:
+        v = tl.load(v_base + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+        update = tl.dot(v, p, input_precision=PRECISION)
+    return acc * shrink[None, :] + update, new_max, col_sum
+
+
+@jit
+def _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets [TILE_N] of a tile's tokens in the caches of K and V. Slots behind a sequence's last token hold garbage, and
+    those before its window belong to others. 0 * NaN = NaN, so they must not even be loaded."""
+    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
+    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
+    return block * kc_block + offset * kc_slot, block * vc_block + offset * vc_slot
+
+
+@jit
 def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Physical block of the tile that begins with `token`, or of each of its tokens. The table is padded with anything,
     so it is never read behind the sequence's last block."""
@@ -378,26 +434,25 @@ def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @jit
-def _nothing(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
     """Running sums before the first key: weighted values, largest score, sum of weights."""
-    return tl.zeros([ROWS, DIM_PADDED], tl.float32), tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
 
 
 @jit
-def _average(acc, row_max, row_sum):
-    """Running sums as a softmax average, and log2 of the sum it was divided by."""
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that saw nothing: 0, with weight 2^-inf
-    return acc / row_sum[:, None], row_max + tl.log2(row_sum)
+def _merge(acc, col_max, col_sum, split_acc, split_max, split_sum):
+    """Add the sums of a split to those before it. Splits are merged with this function one after another, in one program
+    or by `merge_splits_kernel`: the same additions, so the same bits."""
+    new_max = tl.maximum(col_max, split_max)
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    before, now = tl.exp2(col_max - base), tl.exp2(split_max - base)
+    return acc * before[None, :] + split_acc * now[None, :], new_max, col_sum * before + split_sum * now
 
 
 @jit
-def _merge(merged, peak, total, part, lse):
-    """Add a split's average, weighted by its share of the softmax sum, to those before it. Splits are merged with this
-    function one after another, in one program or by `merge_splits_kernel`: the same additions, so the same bits."""
-    new_peak = tl.maximum(peak, lse)
-    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    before, now = tl.exp2(peak - base), tl.exp2(lse - base)
-    return merged * before[:, None] + part * now[:, None], new_peak, total * before + now
+def _average(acc, sums, v_scale):
+    """Weighted values over the sum of weights; 0 where nothing was seen."""
+    return acc / tl.where(sums == 0, 1.0, sums) * v_scale
 
 
 @jit
@@ -408,16 +463,17 @@ def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: 
 
 
 @jit
-def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
                            query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
                            vc_block, vc_slot, vc_head, table_row,
                            DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-                           PRECISION: tl.constexpr, ALONE: tl.constexpr):
+                           PRECISION: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr):
     """DECODE: program (kv head, sequence, one of the programs that share its splits); num_splits is the most that any
     sequence has. Otherwise: program (entry of query_tiles, kv head). Programs start in the order of the first axis, then
     the second: in decode the heads of a sequence, which lie side by side in memory, run at the same time."""
+    _wait_for_the_kernel_before(EARLY)
     TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
     if DECODE:
         kv_head, seq, first = tl.program_id(0), tl.program_id(1), 0
@@ -453,48 +509,46 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
     out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
     k_base, v_base = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
-    acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED)
 
     # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
-    if DECODE and ALONE:  # this program has all of the sequence's splits
+    if DECODE:  # this program has all of the sequence's splits, or shares them with others, a run of splits each
         split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
-        merged, peak, total = _nothing(TILE_M, DIM_PADDED)
+        split = start // split_len
+        if not ALONE:
+            run = tl.cdiv(tl.cdiv(seq_len, split_len) - split, tl.num_programs(2))
+            split += run * tl.program_id(2)
+            start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
         start = start // TILE_N * TILE_N
+        q_tile = tl.trans(q_tile)
+        acc, col_max, col_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of the split
+        all_acc, all_max, all_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of those before it
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
         for tile in range(start, end, TILE_N):
             this_block = block
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-            acc, row_max, row_sum = _attend_tile(
-                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
-                vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-            # At a split's end it is merged and the next begins; done for every tile and kept then, because a branch
-            # would end the pipelining of loads.
-            ends = ((tile + TILE_N) % split_len == 0) | (tile + TILE_N >= end)
-            part, lse = _average(acc, row_max, row_sum)
-            new_merged, new_peak, new_total = _merge(merged, peak, total, part, lse)
-            merged, peak = tl.where(ends, new_merged, merged), tl.where(ends, new_peak, peak)
-            total = tl.where(ends, new_total, total)
-            acc, row_max = tl.where(ends, 0.0, acc), tl.where(ends, -float("inf"), row_max)
-            row_sum = tl.where(ends, 0.0, row_sum)
-        tl.store(out_at, merged / tl.where(total == 0, 1.0, total)[:, None] * v_scale, mask=q_valid)
-    elif DECODE:  # this program and others take turns at the splits
-        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
-        for split in range(start // split_len + tl.program_id(2), tl.cdiv(seq_len, split_len), tl.num_programs(2)):
-            split_start = tl.maximum(start, split * split_len) // TILE_N * TILE_N
-            split_end = tl.minimum(end, (split + 1) * split_len)
-            acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED)
-            block = _block_of(table, split_start, seq_len, TILE_N, BLOCK_SIZE)
-            for tile in range(split_start, split_end, TILE_N):
-                this_block = block
-                block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-                acc, row_max, row_sum = _attend_tile(
-                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, split_end, position, scale, kc_block,
-                    kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-            part, lse = _average(acc, row_max, row_sum)
-            piece = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + head) * num_splits + split  # [sequence, head, split]
-            tl.store(split_out + piece[:, None] * HEAD_DIM + dim[None, :], part, mask=q_valid)
-            tl.store(split_lse + piece, lse, mask=row_valid)
+            acc, col_max, col_sum = _decode_tile(
+                acc, col_max, col_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, scale, kc_block, kc_slot, vc_block,
+                vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, PRECISION)
+            # At a split's end its sums are merged or stored, and begin anew. That is done, or masked, in every tile,
+            # because a branch would end the pipelining of loads.
+            ends = tile + TILE_N >= tl.minimum((split + 1) * split_len, end)
+            if ALONE:
+                new_acc, new_max, new_sum = _merge(all_acc, all_max, all_sum, acc, col_max, col_sum)
+                all_acc, all_max = tl.where(ends, new_acc, all_acc), tl.where(ends, new_max, all_max)
+                all_sum = tl.where(ends, new_sum, all_sum)
+            else:
+                piece = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + head) * num_splits + split  # [sequence, head, split]
+                complete = row < tl.where(ends, GROUP, 0)
+                tl.store(split_acc + piece[None, :] * HEAD_DIM + dim[:, None], acc, mask=(dim < HEAD_DIM)[:, None] & complete[None, :])
+                tl.store(split_sums + 2 * piece, col_max, mask=complete)
+                tl.store(split_sums + 2 * piece + 1, col_sum, mask=complete)
+            acc, col_max = tl.where(ends, 0.0, acc), tl.where(ends, -float("inf"), col_max)
+            col_sum = tl.where(ends, 0.0, col_sum)
+            split += ends.to(tl.int32)
+        if ALONE:
+            tl.store(out_at, tl.trans(_average(all_acc, all_sum[None, :], v_scale)), mask=q_valid)
     else:
+        acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED, TILE_M)
         start = start // TILE_N * TILE_N
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
         if not WINDOW:  # tiles before the diagonal are seen by every row and need no mask
@@ -502,25 +556,25 @@ def paged_attention_kernel(out, split_out, split_lse, q, k_cache, v_cache, block
             for tile in range(start, diagonal, TILE_N):
                 this_block = block
                 block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-                acc, row_max, row_sum = _attend_tile(
+                acc, row_max, row_sum = _prefill_tile(
                     acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
                     vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
             start = diagonal
         for tile in range(start, end, TILE_N):
             this_block = block
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-            acc, row_max, row_sum = _attend_tile(
+            acc, row_max, row_sum = _prefill_tile(
                 acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
                 vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-        average, lse = _average(acc, row_max, row_sum)
-        tl.store(out_at, average * v_scale, mask=q_valid)
+        tl.store(out_at, _average(acc, row_sum[:, None], v_scale), mask=q_valid)
 
 
 @jit
-def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
+def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Program (sequence, head): the average of its splits' results."""
+                        MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    """Program (sequence, head): the sums of its splits, merged, and the average."""
+    _wait_for_the_kernel_before(EARLY)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     if tl.load(query_start_loc + seq + 1) - q_start != 1:
@@ -530,17 +584,17 @@ def merge_splits_kernel(out, split_out, split_lse, seq_lens, query_start_loc, v_
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
-    dim = tl.arange(0, DIM_PADDED)[None, :]
+    dim = tl.arange(0, DIM_PADDED)[:, None]
     piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
-    merged, peak, total = _nothing(1, DIM_PADDED)
+    acc, col_max, col_sum = _nothing(DIM_PADDED, 1, 1)
     for few in range(first, last + 1, 8):
         for i in tl.static_range(8):  # unrolled, so that the loads do not wait for each other
-            live = (few + i + tl.arange(0, 1)) <= last
-            lse = tl.load(split_lse + piece + few + i, mask=live, other=-float("inf"))
-            part = tl.load(split_out + (piece + few + i)[:, None] * HEAD_DIM + dim,
-                           mask=live[:, None] & (dim < HEAD_DIM), other=0.0)
-            merged, peak, total = _merge(merged, peak, total, part, lse)
-    tl.store(out + q_start * out_token + head * out_head + dim, merged / total[:, None] * v_scale, mask=dim < HEAD_DIM)
+            at, live = piece + few + i, (few + i + tl.arange(0, 1)) <= last
+            one_max = tl.load(split_sums + 2 * at, mask=live, other=-float("inf"))
+            one_sum = tl.load(split_sums + 2 * at + 1, mask=live, other=0.0)
+            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=live[None, :] & (dim < HEAD_DIM), other=0.0)
+            acc, col_max, col_sum = _merge(acc, col_max, col_sum, one_acc, one_max, one_sum)
+    tl.store(out + q_start * out_token + head * out_head + dim, _average(acc, col_sum[None, :], v_scale), mask=dim < HEAD_DIM)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -577,6 +631,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
     strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
     shape = kernel_constants(group, head_dim, block_size, sliding_window, q.dtype)
+    early = early_launch(q.device)
     shared_memory = _shared_memory(q.device)
     if max_query_len > 1:
         config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory, k_cache.element_size())
@@ -586,23 +641,24 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles), num_kv_heads)](
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
-                scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config)
+                scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config, **early)
     if num_decodes:
-        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size())
+        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size(),
+                             decode_stages(num_decodes * num_kv_heads, q.device))
         num_splits = split_bound(max_seq_len)
         sharing = programs_per_context(num_decodes * num_kv_heads, num_splits)
-        split_out = split_lse = out
+        split_acc = split_sums = out
         if sharing > 1:
-            split_out = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
-            split_lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=torch.float32)
+            split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
+            split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
         paged_attention_kernel[(num_kv_heads, num_decodes, sharing)](
-            out, split_out, split_lse, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
-            scale_log2, v_scale, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config)
+            out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
+            scale_log2, v_scale, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config, **early)
         if sharing > 1:
             names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")
             merge_splits_kernel[(num_decodes, num_heads)](
-                out, split_out, split_lse, seq_lens, query_start_loc, v_scale, *out.stride()[:2], num_splits,
-                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1)
+                out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, *out.stride()[:2], num_splits,
+                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1, **early)
     return out
 
 
@@ -610,6 +666,13 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
     program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
     return 1 if num_contexts >= 256 else min(num_splits, max(4, cdiv(1024, num_contexts)))
+
+
+def decode_stages(num_contexts: int, device) -> int:
+    """Pipeline stages for one program per context. With three stages an H200 has room for three programs on each
+    multiprocessor. If there are just a few more programs than that, these would run alone after the others; with four
+    stages there is room for two, each reads further ahead, and two rounds come out nearly even."""
+    return 4 if 3 < num_contexts / _num_multiprocessors(device) < 4 else 3
 
 
 def split_bound(max_seq_len: int) -> int:
@@ -635,22 +698,24 @@ def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window:
                 PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
-def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int, cache_element_size: int = 0) -> dict:
+def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int, cache_element_size: int = 0,
+                most_stages: int = 3) -> dict:
     """Tile sizes, warps and pipeline stages of a launch. A small rule, because autotuning would time at start-up.
 
     shared_memory: bytes that the device gives a block. A tile of K and one of V wait in it for each stage, beside the
     queries; stages are given up first, then tile width. TILE_N also decides the order of additions, so a device
-    always uses the same one for a model. An fp8 cache keeps the decode programs busy turning its numbers into float16,
-    so there are more and smaller ones of them.
+    always uses the same one for a model.
     """
-    if phase == "decode" and cache_element_size == 1 and element_size == 2:
-        return dict(TILE_M=max(16, _next_power_of_2(group)), TILE_N=64, num_warps=2, num_stages=4 if head_dim <= 128 else 2)
-    row = max(16, _next_power_of_2(head_dim)) * element_size  # bytes of one head of one token
-    tile_m = max(16 if phase == "decode" else 64 if row <= 256 else 32, _next_power_of_2(group))
-    for tile_n, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
+    heads, dims = _next_power_of_2(group), max(16, _next_power_of_2(head_dim))
+    if phase == "decode":
+        tile_m, row = max(8, heads), dims * (cache_element_size or element_size)  # bytes of one head of one token
+    else:
+        row = dims * element_size
+        tile_m = max(64 if row <= 256 else 32, heads)
+    for tile_n, stages in ((64, most_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         if row > 256 and tile_n * stages > 64:  # float32 or a large head: the accumulators need the registers
             continue
-        if tile_m * row + 2 * tile_n * stages * row <= shared_memory:
+        if tile_m * dims * element_size + 2 * tile_n * stages * row <= shared_memory:
             break
     return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=4, num_stages=stages)
 
@@ -658,6 +723,19 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
 def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device) -> int:
     """Query tokens in a tile of the prefill, as `make_query_tiles` wants to know."""
     return tile_config("prefill", group, head_dim, dtype.itemsize, _shared_memory(device))["TILE_M"] // group
+
+
+@lru_cache
+def early_launch(device) -> dict:
+    """Arguments that launch a kernel early, where the device (Hopper and later) and Triton (3.4 and later) can do it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait"):
+        return dict(EARLY=True, launch_pdl=True)
+    return dict(EARLY=False)
+
+
+@lru_cache
+def _num_multiprocessors(device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache

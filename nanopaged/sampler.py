@@ -49,7 +49,7 @@ class Sampler:
             return self.pick(logits, batch.temperature, batch.seed, batch.position)
         # The filtered logits are scaled already. Rows without a filter get what they get without the others.
         is_greedy = batch.temperature < SMALLEST_TEMPERATURE
-        scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
+        scaled = logits.float() * (1 / batch.temperature.masked_fill(is_greedy, 1.0))[:, None]
         kept = scaled.masked_fill(~kept_tokens(scaled, batch), -math.inf)
         tokens = pick(kept, batch.temperature.masked_fill(~is_greedy, 1.0), batch.seed, batch.position)
         return torch.where(scaled.amax(-1).isfinite(), tokens, -1)
@@ -86,7 +86,7 @@ def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def summarise(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """Of each CHUNK of the vocabulary, the largest scaled logit and the sum of exp(scaled - largest): [R, chunks] each.
     This is the only pass over all logits; everything after it looks at one chunk."""
-    scaled = in_chunks(logits).float() / temperature[:, :, None]
+    scaled = in_chunks(logits).float() * (1 / temperature)[:, :, None]  # a division per row, not per logit
     peaks = scaled.amax(-1)
     safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
     return peaks, units((scaled - safe[:, :, None]).exp()).sum(-1)
@@ -122,7 +122,7 @@ def draw(logits: Tensor, temperature: Tensor, peaks: Tensor, sums: Tensor, u: Te
     target = (u.double() * cumulative[:, -1]).long()[:, None]
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
     weight, before = weights.gather(1, chunk), (cumulative - weights).gather(1, chunk)
-    inner = units((one_chunk(logits, chunk[:, 0]).float() / temperature - peaks.gather(1, chunk)).exp()).cumsum(-1)
+    inner = units((one_chunk(logits, chunk[:, 0]).float() * (1 / temperature) - peaks.gather(1, chunk)).exp()).cumsum(-1)
     target = ((target - before).double() / weight * inner[:, -1:]).long()  # from the common peak to the chunk's own
     token = torch.searchsorted(inner, torch.minimum(target, inner[:, -1:] - 1), right=True)
     return (chunk * CHUNK + token)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN leads past the end
@@ -131,7 +131,7 @@ def draw(logits: Tensor, temperature: Tensor, peaks: Tensor, sums: Tensor, u: Te
 def units(weights: Tensor) -> Tensor:
     """Numbers in [0, 1] as integers. Sums of integers are exact, so they do not depend on the order in which a GPU adds,
     which changes with the number of rows, and for a single row from one run to the next."""
-    return (weights * UNIT).round().long()
+    return (weights * UNIT).long()
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

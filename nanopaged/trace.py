@@ -346,7 +346,7 @@ def splits_of(llm, seq_len: int) -> tuple[int, int]:
     """How many splits the kernel cuts a context of so many tokens into, and their length: kernel.split_of in Python."""
     c, runner = llm.config, llm.runner
     tile = kernel.tile_config("decode", c.num_heads // c.num_kv_heads, c.head_dim, runner.dtype.itemsize,
-                              kernel._shared_memory(runner.device))["TILE_N"]
+                              kernel._shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
     sixteenth, least = cdiv(seq_len, 16 * tile) * tile, cdiv(seq_len, kernel.MAX_SPLITS * tile) * tile
     length = max(min(max(sixteenth, kernel.MIN_SPLIT), kernel.MID_SPLIT), least)
     return cdiv(seq_len, length) - (max(seq_len - c.window, 0) // length if c.window else 0), length

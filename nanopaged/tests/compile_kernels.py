@@ -20,7 +20,7 @@ import kernel
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
-FLOATS = ("split_out", "split_lse", "rotation")
+FLOATS = ("split_acc", "split_sums", "rotation")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -30,6 +30,9 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
     signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
+    if "EARLY" in names:
+        constants = constants | dict(EARLY=capability >= 90)
+        signature["EARLY"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *kernel.UNSTEADY)}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
