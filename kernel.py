@@ -665,7 +665,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
     program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
-    return 1 if num_contexts >= 256 else min(num_splits, max(4, cdiv(1024, num_contexts)))
+    return 1 if num_contexts >= 160 else min(num_splits, max(4, cdiv(1024, num_contexts)))
 
 
 def decode_stages(num_contexts: int, device) -> int:

@@ -152,13 +152,21 @@ class Transformer(nn.Module):
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
         fused_product = torch.compile(one_row_product, dynamic=False)
+        # Wide rows torch sums piece by piece. Told to, it also tries them in one piece, which is faster from some width on.
+        wide_product = torch.compile(one_row_product, dynamic=False, options={"triton.multi_kernel": 1})
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            if len(x) > 1:
+                return F.linear(x, weight, bias)
+            return (fused_product if weight.shape[1] < 4096 else wide_product)(x, weight, bias)
+
         for module in self.modules():
             if isinstance(module, Norm):
                 module.add_norm = fused_norm
             elif isinstance(module, Layer):
                 module.activate = fused_activate
             if isinstance(module, (Linear, Transformer)):
-                module.matrix_product = lambda x, *w: fused_product(x, *w) if len(x) == 1 else F.linear(x, *w)
+                module.matrix_product = product
 
     def make_rope_table(self, device, num_positions: int) -> None:
         """Computed, not loaded: [num_positions, head_dim] float32, the cosines, then the sines."""

@@ -75,7 +75,7 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
         text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, str):
         token_ids = get_tokenizer().encode(text)
-    elif isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
+    elif isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
         token_ids = list(prompt)
     else:
         raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")

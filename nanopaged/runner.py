@@ -161,8 +161,9 @@ class Runner:
         full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
         prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
         try:
-            decode = self._peak_of([1] * min(self.max_num_seqs, self.max_num_batched_tokens))
+            # The larger first: torch tries a few shapes for a compiled kernel, and keeps what is best at its first call.
             prefill = self._peak_of(prompts)
+            decode = self._peak_of([1] * min(self.max_num_seqs, self.max_num_batched_tokens))
         except torch.OutOfMemoryError:
             raise ValueError(f"a step of {self.max_num_batched_tokens} tokens does not fit beside the weights; "
                              "lower max_num_batched_tokens or max_num_seqs") from None
