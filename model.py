@@ -152,11 +152,11 @@ class Transformer(nn.Module):
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
         fused_product = torch.compile(one_row_product, dynamic=False)
-        # Wide rows torch sums piece by piece. Told to, it also tries them in one piece, which is faster from some width on.
+        # Wide rows torch sums piece by piece. Told to, it also tries them in one piece, and keeps what is faster.
         wide_product = torch.compile(one_row_product, dynamic=False, options={"triton.multi_kernel": 1})
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            if len(x) > 1:
+            if len(x) > 1 or weight.numel() > 2**25:  # a matrix as large as that the library, too, reads at full rate
                 return F.linear(x, weight, bias)
             return (fused_product if weight.shape[1] < 4096 else wide_product)(x, weight, bias)
 

@@ -54,9 +54,10 @@ def _type_of(name: str, constants: dict, dtype: str) -> str:
 
 
 def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
-              alone=True, fp8=False):
+              alone=True, fp8=False, stages=3):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
-    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize)
+    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
+                                1 if fp8 else dtype.itemsize, stages)
     constants = kernel.kernel_constants(group, head_dim, block_size, window, dtype) | dict(
         DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
@@ -77,10 +78,10 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False) -> int:
-    """Compile attention's three forms; how many of them are too large."""
+    """Compile attention's forms; how many of them are too large."""
     limit, too_large = SHARED_MEMORY[capability] * 1024, 0
-    for phase, alone in (("decode", True), ("decode", False), ("prefill", True)):
-        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone, fp8=fp8)
+    for phase, alone, stages in (("decode", True, 3), ("decode", True, 4), ("decode", False, 3), ("prefill", True, 3)):
+        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone, fp8=fp8, stages=stages)
         shared = compiled.metadata.shared
         too_large += shared > limit
         print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: {shared / 1024:5.1f} of {limit // 1024} KiB  "
