@@ -434,8 +434,9 @@ class Scheduler:
         computed again when it returns (preemption by swapping, by recompute); its tokens are kept.
 
         Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again, in a
-        step of its own, 10 ms up to 1,024 tokens, 13.8 at 4,096, 32 at 8,192 and 92 at 16,384: swapping was cheaper up to
-        some 2,000 tokens, and again from some 15,000 on. `bench.py --only swapping` measures it where you are.
+        step of its own, 14 ms for 256 or 1,024 tokens, 16 for 4,096 and 104 for 16,384, where attention counts: swapping
+        was cheaper up to some 3,000 tokens, and again for very long ones. `bench.py --only swapping` measures it where you
+        are.
         """
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
