@@ -62,6 +62,11 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
     class tl:
         constexpr = int
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # no Triton, or one without Nvidia's part
+    gdc_launch_dependents = gdc_wait = None
+
 # Triton compiles a kernel again for other values of an integer (1, multiples of 16) and other alignments of a pointer. These
 # change from step to step, and nobody wants to wait for a compiler in the midst of serving.
 UNSTEADY = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
@@ -274,10 +279,10 @@ def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_c
 def _wait_for_the_kernel_before(EARLY: tl.constexpr):
     """A kernel that was launched EARLY takes its place on the device while the one before it still runs. Here it waits for
     what that one writes, and lets the next one in (Nvidia's programmatic dependent launch): about a microsecond less
-    between two kernels, of which a decode step has hundreds."""
+    before each of the two or three kernels of every layer that are launched so."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @jit
@@ -347,6 +352,8 @@ def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest,
     slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
     k_at = k_base + dim[:, None] + slot_k[None, :]  # transposed: [DIM_PADDED, TILE_N]
     v_at = v_base + dim[None, :] + slot_v[:, None]
+    # Slots behind the last token hold garbage, those before the window belong to others, and 0 * NaN = NaN: they must not
+    # even be loaded.
     exists = token < end
     if WINDOW:
         exists &= token >= oldest
@@ -383,7 +390,7 @@ def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest,
 def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, end, scale, kc_block, kc_slot, vc_block, vc_slot,
                  TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                  WINDOW: tl.constexpr, PRECISION: tl.constexpr):
-    """The same for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
+    """`_prefill_tile` for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
     Tensor cores multiply 16 rows by 8 columns at least. A group of 2 heads fills 2 of 8 columns, but would fill 2 of 16 rows."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
@@ -418,8 +425,7 @@ def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, 
 
 @jit
 def _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Offsets [TILE_N] of a tile's tokens in the caches of K and V. Slots behind a sequence's last token hold garbage, and
-    those before its window belong to others. 0 * NaN = NaN, so they must not even be loaded."""
+    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
     # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
     offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
     return block * kc_block + offset * kc_slot, block * vc_block + offset * vc_slot
@@ -442,7 +448,8 @@ def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
 @jit
 def _merge(acc, col_max, col_sum, split_acc, split_max, split_sum):
     """Add the sums of a split to those before it. Splits are merged with this function one after another, in one program
-    or by `merge_splits_kernel`: the same additions, so the same bits."""
+    or by `merge_splits_kernel`: the same additions, so the same bits (the compiler fuses multiplications with them alike in
+    both; test_attention_does_not_depend_on_the_batch would notice if not)."""
     new_max = tl.maximum(col_max, split_max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
     before, now = tl.exp2(col_max - base), tl.exp2(split_max - base)
@@ -489,7 +496,8 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         return
     seq_len = tl.load(seq_lens + seq)
 
-    # Rows of the tile are (query token, head of the group). A group that is no power of two leaves rows over.
+    # Rows of the tile are (query token, head of the group). A group that is no power of two leaves rows over. Decode turns
+    # the tile on its side below; its rows are columns then.
     row = tl.arange(0, TILE_M)
     query = first + row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -508,7 +516,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         q_tile = q_tile.to(tl.float16)  # what hardware turns fp8 into
     out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
-    k_base, v_base = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
+    k_base, v_base = k_cache + kv_head.to(tl.int64) * kc_head, v_cache + kv_head.to(tl.int64) * vc_head
 
     # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
     if DECODE:  # this program has all of the sequence's splits, or shares them with others, a run of splits each
@@ -573,7 +581,10 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, EARLY: tl.constexpr):
-    """Program (sequence, head): the sums of its splits, merged, and the average."""
+    """Program (sequence, head): the sums of its splits, merged, and the average.
+
+    split_acc [sequence, head, split, HEAD_DIM]; split_sums [sequence, head, split, 2]: largest score, sum of weights
+    """
     _wait_for_the_kernel_before(EARLY)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -607,7 +618,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     """Causal attention of every sequence's new tokens over its whole context in the paged cache.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others are read
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others are read (even, if fp8)
     block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths
@@ -625,6 +636,9 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
     num_decodes = num_seqs if num_decodes is None else num_decodes
+    if v_cache.element_size() == 1 and any(n % 2 for n in (head_dim, *v_cache.stride()[:3], v_cache.data_ptr())):
+        raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and the address "
+                         "must be even")
     if triton is None or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
                            "interpreter (pip install triton numpy); attention='torch' works everywhere")
@@ -643,10 +657,10 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
                 scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config, **early)
     if num_decodes:
-        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size(),
-                             decode_stages(num_decodes * num_kv_heads, q.device))
         num_splits = split_bound(max_seq_len)
         sharing = programs_per_context(num_decodes * num_kv_heads, num_splits)
+        stages = decode_stages(num_decodes * num_kv_heads, head_dim * k_cache.element_size(), q.device) if sharing == 1 else 3
+        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size(), stages)
         split_acc = split_sums = out
         if sharing > 1:
             split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
@@ -664,15 +678,17 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
 
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
-    program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits."""
+    program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits; the
+    numbers are an H200's."""
     return 1 if num_contexts >= 160 else min(num_splits, max(4, cdiv(1024, num_contexts)))
 
 
-def decode_stages(num_contexts: int, device) -> int:
-    """Pipeline stages for one program per context. With three stages an H200 has room for three programs on each
-    multiprocessor. If there are just a few more programs than that, these would run alone after the others; with four
-    stages there is room for two, each reads further ahead, and two rounds come out nearly even."""
-    return 4 if 3 < num_contexts / _num_multiprocessors(device) < 4 else 3
+def decode_stages(num_contexts: int, row: int, device) -> int:
+    """Pipeline stages for one program per context. For rows of 256 bytes (16 bits, head_dim 128) three stages leave room
+    for three programs on each multiprocessor of an H200 (as Triton 3.6 compiles them). If there are just a few more
+    programs than that, these would run alone after the others; with four stages there is room for two, each reads further
+    ahead, and two rounds come out nearly even."""
+    return 4 if row == 256 and 3 < num_contexts / _num_multiprocessors(device) < 4 else 3
 
 
 def split_bound(max_seq_len: int) -> int:
@@ -704,7 +720,7 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
 
     shared_memory: bytes that the device gives a block. A tile of K and one of V wait in it for each stage, beside the
     queries; stages are given up first, then tile width. TILE_N also decides the order of additions, so a device
-    always uses the same one for a model.
+    always uses the same one for a model, whatever most_stages, which see in `decode_stages`.
     """
     heads, dims = _next_power_of_2(group), max(16, _next_power_of_2(head_dim))
     if phase == "decode":
@@ -713,7 +729,7 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
         row = dims * element_size
         tile_m = max(64 if row <= 256 else 32, heads)
     for tile_n, stages in ((64, most_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
-        if row > 256 and tile_n * stages > 64:  # float32 or a large head: the accumulators need the registers
+        if row > 256 and tile_n * stages > 64:  # float32 or a large head: in prefill the accumulators need the registers
             continue
         if tile_m * dims * element_size + 2 * tile_n * stages * row <= shared_memory:
             break
@@ -727,8 +743,9 @@ def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device) -> in
 
 @lru_cache
 def early_launch(device) -> dict:
-    """Arguments that launch a kernel early, where the device (Hopper and later) and Triton (3.4 and later) can do it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait"):
+    """Arguments that launch a kernel early, where the device can do it: Nvidia's, from Hopper on."""
+    if (device.type == "cuda" and torch.version.cuda and gdc_wait and os.environ.get("TRITON_INTERPRET") != "1"
+            and torch.cuda.get_device_capability(device) >= (9, 0)):
         return dict(EARLY=True, launch_pdl=True)
     return dict(EARLY=False)
 

@@ -97,6 +97,8 @@ class ModelConfig:
         config.torch_dtype = getattr(torch, dtype)
         if config.num_heads % config.num_kv_heads:
             raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
         if config.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}")
         return config
@@ -152,11 +154,12 @@ class Transformer(nn.Module):
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
         fused_product = torch.compile(one_row_product, dynamic=False)
-        # Wide rows torch sums piece by piece. Told to, it also tries them in one piece, and keeps what is faster.
+        # Wide rows torch sums piece by piece. Told to, it also tries them in one piece, and keeps what is faster (so the last
+        # bits of a single row may differ from one machine to another).
         wide_product = torch.compile(one_row_product, dynamic=False, options={"triton.multi_kernel": 1})
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            if len(x) > 1 or weight.numel() > 2**25:  # a matrix as large as that the library, too, reads at full rate
+            if len(x) != 1 or weight.numel() > 2**25:  # a matrix as large as that the library, too, reads at full rate
                 return F.linear(x, weight, bias)
             return (fused_product if weight.shape[1] < 4096 else wide_product)(x, weight, bias)
 
