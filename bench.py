@@ -164,7 +164,7 @@ def prefix(quick: bool) -> None:
         for warming_up in (True, False):  # with other chats: steps of a new size wait for the library of matrix products
             shared = [rng.randrange(1000) for _ in range(system)]
             for wave in waves:
-                asked, cached = manager.num_prompt_tokens, manager.num_cached_tokens
+                asked, cached, saved = manager.num_prompt_tokens, manager.num_cached_tokens, manager.num_saved_blocks
                 started, first_tokens = time.perf_counter(), []
                 for _ in range(64):
                     llm.add_request(shared + [rng.randrange(1000) for _ in range(question)], SamplingParams(max_tokens=1))
@@ -175,7 +175,7 @@ def prefix(quick: bool) -> None:
                     continue
                 asked, cached = manager.num_prompt_tokens - asked, manager.num_cached_tokens - cached
                 row(f"64 chats, {system} tokens shared, {wave}", 100 * (asked - cached) / asked, "% computed",
-                    peer=f"{cached} tokens, {cached // manager.block_size} blocks saved")
+                    peer=f"{cached} tokens, {manager.num_saved_blocks - saved} blocks saved")
                 row("  time to first token", statistics.median(first_tokens) * 1000, "ms")
 
 
@@ -205,6 +205,8 @@ class Limits:
         self.copy = 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
         a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
         self.product = 2 * 8192**3 / gpu_seconds(lambda: a @ b)
+        del source, target, a, b
+        torch.cuda.empty_cache()
         row("device copy", self.copy / 1e9, "GB/s")
         row("device bfloat16 matrix product", self.product / 1e12, "TFLOP/s")
 

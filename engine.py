@@ -29,7 +29,6 @@ turns a step into tensors. The ideas are those of Kwon et al. 2023 (PagedAttenti
 import itertools
 import random
 import sys
-import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -44,8 +43,9 @@ from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
 from nanopaged.inputs import check_choice, check_number, check_sizes, check_vllm_options, read_prompt, wrap_int64
+from nanopaged.lock import StepLock
 from nanopaged.logits import encode_bad_words
-from nanopaged.outputs import Request, RequestOutput
+from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
 from nanopaged.params import SamplingParams
 from nanopaged.runner import Runner, Sampled
 from nanopaged.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ class Sequence:
     request_id: str = ""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
-    siblings: "list[Sequence]" = ()  # of the same prompt, itself included: they share its blocks
+    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # of the same prompt, those that run: they share its blocks
     waits_for_token: bool = False  # nothing more is computed of it before the host has seen the token it sampled last
     num_logprobs: int | None = None  # give the log probability of each sampled token and of so many of the best; -1: all
     candidates: list | None = None  # a beam's best next tokens, (token, log probability); beam search takes its pick
@@ -92,7 +92,7 @@ class Sequence:
     host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
     min_free_blocks: int = 0  # it was not admitted because fewer were free
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # set by the runner if a logits processor failed: the message
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -104,7 +104,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is the last one."""
         if token < 0:
-            return self.finish("error", "the model's output is not a number or infinite, or no token is allowed")
+            return self.finish("error", self.stop_reason or NO_TOKEN)
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop", token if token in (self.params.stop_token_ids or ()) else None)
@@ -163,6 +163,7 @@ class BlockManager:
         self.step = Step()  # the one that is being scheduled
         self.most_blocks = num_blocks  # that one sequence can hold
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of all sequences admitted so far; of these, found in the cache
+        self.num_saved_blocks = 0  # of the prompts: found in the cache, so that none had to be taken
 
     @property
     def num_free_blocks(self) -> int:
@@ -170,7 +171,9 @@ class BlockManager:
 
     def begin_step(self) -> Step:
         # Host blocks that a step reads are not free before the next: it writes others to the host first.
-        self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
+        if self.step.swaps_in:
+            self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
+            self.free_host_blocks.sort(reverse=True)  # neighbours are moved at once
         self.step = Step()
         return self.step
 
@@ -266,7 +269,7 @@ class BlockManager:
         # tokens already: it would have to copy that block before this step, which may only now compute it.
         num_tokens = seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
         for other in seq.siblings:
-            if (len(blocks) * size < num_tokens <= other.num_computed_tokens and other.status is Status.RUNNING
+            if (len(blocks) * size < num_tokens <= other.num_computed_tokens
                     and other.num_null_blocks <= self._num_unseen(num_tokens - 1)):
                 return other.block_table[:cdiv(num_tokens, size)], num_tokens, ROOT
         return blocks, len(blocks) * size, identity
@@ -308,6 +311,7 @@ class BlockManager:
             seq.num_cached_tokens = min(num_tokens, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += seq.num_cached_tokens
+            self.num_saved_blocks += num_found
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -420,6 +424,7 @@ class Scheduler:
 
     def _seat(self, seq: Sequence) -> None:
         seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
+        seq.siblings[seq] = None
         insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
@@ -532,6 +537,7 @@ class Scheduler:
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1
+            del seq.siblings[seq]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -548,7 +554,7 @@ class LLM(Frontend):
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
-    num_blocks: size of the pool (default: what fits in gpu_memory_utilization of the card; on a CPU 1 GiB or
+    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a CPU 1 GiB or
         max_num_seqs full sequences, whichever is less)
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
@@ -562,7 +568,7 @@ class LLM(Frontend):
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
 
-    Threads may add and abort requests, stream and step at the same time: one step is computed at a time.
+    Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
 
     Raises ValueError or FileNotFoundError, one sentence, for anything it cannot use.
     """
@@ -576,7 +582,16 @@ class LLM(Frontend):
                  tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
                  **vllm_options):
         check_vllm_options(vllm_options)
+        if None not in (num_blocks, num_gpu_blocks_override):
+            raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
+        for name, value in (("model", model), ("tokenizer", tokenizer)):
+            check_number(name, value, (str, Path) if name == "model" else (str, Path, type(None)), lambda x: True,
+                         "a directory or a name on the Hub")
+        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
+                            ("skip_tokenizer_init", skip_tokenizer_init)):
+            check_number(name, value, bool, lambda x: True, "True or False")
+        kv_cache_dtype = "fp8" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype  # vLLM has both names
         check_choice("load_format", load_format, ("auto", "dummy"))
         check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
         check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
@@ -622,7 +637,7 @@ class LLM(Frontend):
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
         self.chat_templates: dict = {}  # those that were used, by their source
-        self.lock = threading.RLock()  # held while a step is computed, and by who changes what it looks at
+        self.lock = StepLock()  # held while a step is computed, and by who changes what it looks at
         # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
         # computes step n; a sequence that turns out finished has then wasted one token.
         self.launched: deque[tuple[Step, Callable[[], Sampled]]] = deque()
@@ -635,12 +650,18 @@ class LLM(Frontend):
     def add_request(self, prompt, params: SamplingParams | None = None, priority: int = 0) -> str:
         """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
 
+        params: None: vLLM's defaults, or the checkpoint's with generation_config="auto"
+        priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
         return self._add(prompt, params, priority, is_reported=True).request_id
 
     def _add(self, prompt, params: SamplingParams | None, priority: int = 0, is_reported: bool = False) -> Request:
-        params = params or (self.get_default_sampling_params() if self.defaults_for_all else SamplingParams())
+        if params is None:
+            params = self.get_default_sampling_params() if self.defaults_for_all else SamplingParams()
+        check_number("sampling_params", params, SamplingParams, lambda x: True, "SamplingParams")
+        check_number("priority", priority, int, lambda x: self.use_priority or x == 0,
+                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
         bad_words = encode_bad_words(params.bad_words, self.get_tokenizer()) if params.bad_words else []
@@ -648,7 +669,7 @@ class LLM(Frontend):
             self.get_tokenizer()  # without one there is no text to find them in
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        with self.lock:
+        with self.lock.between_steps():
             arrival = next(self.arrivals)
             seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
             sequences = [
@@ -660,14 +681,14 @@ class LLM(Frontend):
             request = Request(str(arrival), text, token_ids, params, sequences, self.tokenizer, is_reported)
             self.requests[request.request_id] = request
             for seq in sequences:
-                seq.siblings = sequences
+                seq.siblings = sequences[0].siblings
                 self.scheduler.add(seq)
         return request
 
     def _add_beams(self, token_ids: list[int], width: int, group) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences for a beam search: the one that begins, and those that it will branch into."""
         max_len, num_candidates = len(token_ids) + group.max_tokens + 1, min(group.num_candidates, self.config.vocab_size)
-        with self.lock:
+        with self.lock.between_steps():
             arrival = next(self.arrivals)
             first, *spares = [
                 Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len, request_id=f"beam {arrival}",
@@ -677,21 +698,29 @@ class LLM(Frontend):
 
     def abort_request(self, request_id: str) -> None:
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
-        with self.lock:
+        with self.lock.between_steps():
             request = self.requests.pop(request_id, None)
             self.unreported.pop(request_id, None)
-            for seq in request.sequences if request else ():
-                self.scheduler.abort(seq)
+            if request:
+                for seq in request.sequences:
+                    self.scheduler.abort(seq)
+                self._check_if_idle()
 
     def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to tell."""
         return bool(self.requests or self.unreported)
+
+    def _check_if_idle(self) -> None:
+        """With nothing under way the books must balance."""
+        if not (self.launched or self.scheduler.running or self.scheduler.waiting):
+            self.scheduler.block_manager.check_idle()
 
     # ---- the step
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; what came of it for every request of `add_request` that got a token, and of such requests in
         steps that others made meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
-        with self.lock:
+        with self.lock.for_step():
             self._step()
             reports, self.unreported = self.unreported, {}
             return [request.output() for request in reports.values()]
@@ -751,8 +780,7 @@ class LLM(Frontend):
                 del self.requests[request.request_id]
             if request.is_reported:
                 self.unreported[request.request_id] = request
-        if not (self.launched or self.scheduler.running or self.scheduler.waiting):
-            self.scheduler.block_manager.check_idle()
+        self._check_if_idle()
         return requests
 
 

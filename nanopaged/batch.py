@@ -55,6 +55,7 @@ class Meter:
         self.llm, self.pool, self.on_step = llm, llm.scheduler.block_manager, on_step
         self.started, self.first = time.perf_counter(), None
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
+        self.saved_before = self.pool.num_saved_blocks
         self.num_new_tokens = self.blocks_in_use = self.most_blocks = 0
         self.counts: dict[str, int] = {}  # request under way -> its tokens so far
 
@@ -79,7 +80,9 @@ class Meter:
     def report(self, after_first: bool = False) -> str:
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%})"
+        num_saved = self.pool.num_saved_blocks - self.saved_before
+        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
+                + (f", {num_saved} blocks saved)" if num_saved else ")")
                 + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
                 + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
                 + (f", at most {self.most_blocks} of {self.pool.num_blocks} blocks in use" if self.most_blocks else ""))

@@ -35,7 +35,8 @@ things. Its placeholders of score -1e9 are nothing here: with fewer than beam_wi
 in the vocabulary, max_tokens=1) there are fewer results. And sums are Python's floats, not float32; of equal candidates
 those of the better parent go first, then as the caller ordered them, where torch takes any.
 """
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from nanopaged.params import BeamSearchParams
 
@@ -46,7 +47,7 @@ class Beam:
     token_ids: list[int]  # the generated ones, with the EOS token that ended it
     cumulative_logprob: float  # of these tokens
     score: float  # cumulative_logprob / len(token_ids) ** length_penalty
-    finish_reason: str | None = None  # "stop": by an EOS token; "length": by max_tokens; None: it is live
+    finish_reason: str | None = None  # "stop": by an EOS token; "length": by max_tokens; "error": NaN; None: it is live
 
 
 class BeamGroup:
@@ -82,12 +83,16 @@ class BeamGroup:
         candidates: for each live beam, in order, its likeliest `num_candidates` next tokens with their log
             probabilities (log_softmax of the float32 logits), best first
         Returns the new live beams, best first: (index of its parent in `live` until now, token to append). A parent may
-        come up several times or not at all. An empty list: the search is done.
+        come up several times or not at all. An empty list: the search is done. If a log probability is NaN (broken weights)
+        the live beams end as they are, by "error", and are the results.
 
         Raises ValueError if candidates are not one list for each live beam.
         """
         if len(candidates) != len(self.live):
             raise ValueError(f"candidates of {len(candidates)} beams were given, and {len(self.live)} are live")
+        if any(math.isnan(logprob) for beam in candidates for _, logprob in beam):
+            self.ended, self.live = [replace(beam, finish_reason="error") for beam in self.live], []
+            return []
         grown = [(beam.cumulative_logprob + logprob, parent, token) for parent, beam in enumerate(self.live)
                  for token, logprob in candidates[parent]]
         grown.sort(key=lambda candidate: candidate[0], reverse=True)  # equal ones stay in order

@@ -5,7 +5,7 @@ from typing import Iterator
 
 from nanopaged.beam import BeamGroup
 from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
-from nanopaged.inputs import as_list, read_prompt
+from nanopaged.inputs import as_list, check_number, read_prompt
 from nanopaged.outputs import RequestOutput, beam_output
 from nanopaged.params import BeamSearchParams, SamplingParams
 
@@ -39,14 +39,15 @@ class Frontend:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
-        if priority is not None and len(priority) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with a priority for {len(priority)}; give one for each")
+        if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
+            raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for each")
         requests = []
         try:
             for prompt, params, order in zip(prompts, sampling_params, priority or [0] * len(prompts)):
                 requests.append(self._add(prompt, params, order))
             while any(request.request_id in self.requests for request in reversed(requests)):
-                self._step()
+                with self.lock.for_step():
+                    self._step()
         finally:  # an error, or Ctrl-C
             for request in requests:
                 self.abort_request(request.request_id)
@@ -56,9 +57,11 @@ class Frontend:
              lora_request=None, **template) -> list[RequestOutput]:
         """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
 
-        template: see `chat_prompt`
+        template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message (see `chat_prompt`)
         """
         _refuse_lora(lora_request)
+        if not isinstance(messages, (list, tuple)):
+            raise ValueError(f"a conversation is a list of messages, not {messages!r:.80}")
         several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages]
         return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
@@ -78,11 +81,17 @@ class Frontend:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it."""
+        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it.
+
+        With the first piece: ValueError if it can never run, or for n above 1. At the end: RuntimeError if its finish_reason
+        is "error".
+        """
+        if params is not None and getattr(params, "n", 1) > 1:
+            raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
         request, length = self._add(prompt, params), 0
         try:
             while request.request_id in self.requests:
-                with self.lock:
+                with self.lock.for_step():
                     self._step()
                     text = request.output().outputs[0].text
                 if len(text) > length:
@@ -90,12 +99,15 @@ class Frontend:
                 length = len(text)
         finally:
             self.abort_request(request.request_id)
+        if request.sequences[0].finish_reason == "error":
+            raise RuntimeError(request.sequences[0].stop_reason)
 
     def beam_search(self, prompts, params: BeamSearchParams, lora_request=None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
         says what a score is. Beams share the blocks of what they have in common. (concurrency_limit: as use_tqdm.)"""
         _refuse_lora(lora_request)
+        check_number("params", params, BeamSearchParams, lambda x: True, "BeamSearchParams")
         searches = []
         try:
             for prompt in as_list(prompts):
@@ -104,7 +116,7 @@ class Frontend:
                 beams, spares = self._add_beams(token_ids, params.beam_width, group)
                 searches.append((text, token_ids, group, beams, spares))
             while not all(group.done for _, _, group, _, _ in searches):
-                with self.lock:
+                with self.lock.for_step():
                     self._step()
                     for _, _, group, beams, spares in searches:
                         if beams and all(beam.candidates for beam in beams):
@@ -113,6 +125,7 @@ class Frontend:
             with self.lock:
                 for beam in [beam for *_, beams, _ in searches for beam in beams]:
                     self.scheduler.retire(beam)
+                self._check_if_idle()
         return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
 
 

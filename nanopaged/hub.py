@@ -247,6 +247,8 @@ class _Hub:
             raise ValueError(f"downloading {repo_id!r} needs the package `requests`; `pip install requests`")
         self.repo_id, self.revision = repo_id, revision
         self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"HF_ENDPOINT must begin with https:// or http://, not {self.endpoint!r}")
         file = _path("HF_TOKEN_PATH", "token")
         self.token = (os.environ.get("HF_TOKEN") or (file.read_text() if file.is_file() else "")).strip()
         self.session = requests.Session()

@@ -64,8 +64,11 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
     """A prompt as (text or None, token ids). ValueError if it can never run: empty, too long, or with ids that the model
     does not have."""
     if isinstance(prompt, dict):
-        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+        keys = {"prompt", "prompt_token_ids"}
+        if not prompt.keys() & keys:
             raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
+        if unknown := [key for key in prompt if key not in keys and prompt[key] is not None]:
+            raise ValueError(f"a prompt given as a dict has the keys 'prompt' and 'prompt_token_ids'; leave {unknown[0]!r} out")
         text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")

@@ -146,7 +146,8 @@ class LogitsEditor:
         """The edited logits, float32: logits [R, vocab_size] of any float type, which stay as they are.
 
         rows, positions: [R], the rows of the engine and the positions of the tokens that are drawn
-        processors: (i, functions, generated token ids) for each of the R rows that has logits processors
+        processors: (i, functions, generated token ids, fail) for each of the R rows that has logits processors. If one of
+            them raises, that is told to fail, and the row becomes NaN, which ends its request and no other
         """
         slots, edited = self.slots[rows], logits.to(torch.float32, copy=True) if processors else logits
         if len(self.bias):
@@ -154,9 +155,13 @@ class LogitsEditor:
         if len(self.bans):
             num_generated = positions - self.settings[slots, 0]
             edited = ban(edited, self.bans[slots], self.recent[slots], num_generated)
-        for i, functions, token_ids in processors:
-            for function in functions:
-                edited[i] = _process(function, token_ids, edited[i])
+        for i, functions, token_ids, fail in processors:
+            try:
+                for function in functions:
+                    edited[i] = _process(function, token_ids, edited[i])
+            except Exception as error:
+                edited[i] = math.nan
+                fail(f"a logits processor failed: {error!r}")
         return self.penalise(edited, slots, self.seen, self.settings) if len(self.seen) else edited.float()
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
@@ -237,7 +242,7 @@ def _process(function: Callable, token_ids: list[int], logits: Tensor) -> Tensor
     result = function(token_ids, logits)
     if not isinstance(result, Tensor) or result.shape != logits.shape:
         given = f"one of shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
-        raise ValueError(f"a logits processor must return a tensor of shape {list(logits.shape)}, not {given:.80}")
+        raise ValueError(f"it must return a tensor of shape {list(logits.shape)}, not {given:.80}")
     return result
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from nanopaged.stop import StopChecker
 
+NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
+
 
 @dataclass
 class Logprob:
@@ -154,7 +156,7 @@ def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenize
     for index, beam in enumerate(group.results()):
         visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
         outputs.append(CompletionOutput(index, tokenizer.decode(visible) if tokenizer else "", beam.token_ids, beam.finish_reason,
-                                        None, None, beam.cumulative_logprob, beam.score))
+                                        NO_TOKEN if beam.finish_reason == "error" else None, None, beam.cumulative_logprob, beam.score))
         tokens = prompt_token_ids + beam.token_ids
         sequences.append(BeamSearchSequence(tokens, tokenizer.decode(tokens) if tokenizer else "", beam.cumulative_logprob,
                                             beam.finish_reason))

@@ -18,6 +18,7 @@ import gc
 import math
 import struct
 from array import array
+from functools import partial
 from itertools import islice
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -47,8 +48,9 @@ class _Needs:
         self.greedy = all(seq.params.is_greedy for seq in seqs) if seqs else greedy
         self.filters = any(seq.params.has_filter for seq in seqs) if seqs else filters
         self.edits = bool(seqs) and editor.edits(seq.row for seq in seqs)
-        self.processors = [(i, seq.params.logits_processors, seq.token_ids[seq.num_prompt_tokens:])
-                           for i, seq in enumerate(seqs) if seq.params.logits_processors]
+        self.processors = [
+            (i, seq.params.logits_processors, seq.token_ids[seq.num_prompt_tokens:], partial(setattr, seq, "stop_reason"))
+            for i, seq in enumerate(seqs) if seq.params.logits_processors]
         wanted = [seq.num_logprobs for seq in seqs if seq.num_logprobs is not None]
         self.num_logprobs = -1 if -1 in wanted else max(wanted, default=0)
 
@@ -79,7 +81,11 @@ class Runner:
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
         rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
-        self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
+        try:
+            self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"{self.device} has no memory for the block tables of {max_num_seqs} sequences of {max_model_len} "
+                             "tokens; lower max_num_seqs or max_model_len") from None
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.owners: list = [None] * rows  # the sequence whose settings they are
@@ -110,7 +116,7 @@ class Runner:
                                dtype=self.kv_dtype, device=self.device)
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
-                             f"{self.device} does not have; lower num_blocks") from None
+                             f"{self.device} does not have; lower num_blocks or block_size") from None
         scales = self._choose_scales() if self.kv_dtype is FP8 else [(1.0, 1.0)] * c.num_layers
         self.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks whatever they hold

@@ -319,7 +319,7 @@ class Trace:
         return holders
 
     def _name(self, seq) -> str:
-        is_one_of_several = len(seq.siblings) > 1 or seq.candidates is not None
+        is_one_of_several = seq.params.n > 1 or seq.candidates is not None
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * is_one_of_several
 
     def _names(self, seqs) -> str:

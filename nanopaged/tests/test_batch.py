@@ -151,7 +151,7 @@ def test_priorities_reach_the_engine(folder, monkeypatch):
     monkeypatch.setattr(LLM, "add_request", lambda llm, prompt, params, priority: (
         asked.append(priority) or add_request(llm, prompt, params, priority)))
     write_lines(folder / "in.jsonl", {"prompt": ROMEO, "priority": -2}, {"prompt": ROMEO})
-    assert run("--prompts", "in.jsonl", *GREEDY, *POOL) == 0
+    assert run("--prompts", "in.jsonl", *GREEDY, *POOL, "--scheduling-policy", "priority") == 0
     assert asked == [-2, 0]
 
 

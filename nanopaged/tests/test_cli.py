@@ -223,7 +223,7 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
     for more in ([], [], ["--n", "2"]):
         assert run(*argv, *more) == 0
         statuses.append(capsys.readouterr().err.splitlines()[-1])
-    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%\), first token after \d+\.\d\d s, (\d+) new tokens "
+    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%(?:, \d+ blocks saved)?\), first token after \d+\.\d\d s, (\d+) new tokens "
                r"at \d+\.\d tokens/s, at most (\d+) of 128 blocks in use")
     first, second, third = (tuple(map(int, re.search(pattern, status).groups())) for status in statuses)
     num_prompt = first[0]

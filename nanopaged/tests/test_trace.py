@@ -41,7 +41,7 @@ def greedy(max_tokens=16, **settings) -> SamplingParams:
 
 
 def name_of(seq, llm) -> str:
-    several = len(seq.siblings) > 1 or seq.candidates is not None
+    several = seq.params.n > 1 or seq.candidates is not None
     return chr(ord("A") + seq.order[1]) + (str(seq.order[2]) if several else "")
 
 
