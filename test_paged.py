@@ -4,6 +4,7 @@ On a machine without a GPU the kernel runs in Triton's interpreter, in float32 a
 run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed by Hugging Face transformers
 (nanopaged/golden/make_models.py).
 """
+import itertools
 import json
 import math
 import os
@@ -172,6 +173,41 @@ def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
                                 (starts[i:i + 2] - starts[i]).int(), q.shape[-1] ** -0.5,
                                 max_query_len=query_lens[i], max_seq_len=4000)
         assert torch.equal(together[rows], alone)
+
+
+@needs_kernel
+@pytest.mark.parametrize("window, fp8", [(600, False), (0, True)], ids=["window", "fp8"])
+def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypatch):
+    """Splits before the window are neither computed nor merged: whatever is in their place, even NaN, does not show."""
+    if fp8 and CUDA and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kwargs: (
+        new_empty(x, *shape, **kwargs).fill_(math.nan) if x.is_floating_point() else new_empty(x, *shape, **kwargs)))
+    problem = paged_problem([1, 1], [1030, 300])
+    if fp8:
+        problem[1:3] = [cache.nan_to_num().to(torch.float8_e4m3fn) for cache in problem[1:3]]
+    results = []
+    for programs in (1, 2, 8):
+        monkeypatch.setattr(kernel, "programs_per_context", lambda *_: programs)
+        results.append(run_attention(paged_attention, problem, window))
+    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
+
+
+@pytest.mark.parametrize("shared_memory", [64, 99, 227])
+def test_stages_do_not_change_the_tile(shared_memory):
+    """The order of additions hangs on it."""
+    for group, head_dim, element, cache in itertools.product((1, 7, 40), (64, 128, 256), (2, 4), (1, 2)):
+        three, four = (kernel.tile_config("decode", group, head_dim, element, shared_memory * 1024, min(cache, element), stages)
+                       for stages in (3, 4))
+        assert (three["TILE_M"], three["TILE_N"]) == (four["TILE_M"], four["TILE_N"])
+
+
+def test_an_fp8_cache_of_odd_heads_is_refused():
+    q, *caches, tables, lens, starts = paged_problem([1], [5], head_dim=7)
+    with pytest.raises(ValueError, match="head_dim 7"):
+        paged_attention(q, *(cache.nan_to_num().to(torch.float8_e4m3fn) for cache in caches), tables, lens, starts, 1.0,
+                        max_query_len=1, max_seq_len=5)
 
 
 @needs_kernel
@@ -906,7 +942,8 @@ def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
 
 
 @needs_kernel
-@pytest.mark.parametrize("case", ["decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk"])
+@pytest.mark.parametrize("case", ["decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk",
+                                  "head_dim 8", "block size 1", "splits under a window", "padding rows"])
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
 def test_attention_over_an_fp8_cache(case):
     """Both paths read the same numbers: the kernel against float64 over what the cache holds."""
