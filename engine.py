@@ -567,6 +567,8 @@ class LLM(Frontend):
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
+    vllm_options: others of vLLM's, taken where they ask for nothing and refused where they ask for something
+    scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
     Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
 
