@@ -42,7 +42,7 @@ from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
-from nanopaged.inputs import check_choice, check_number, check_sizes, check_vllm_options, read_prompt, wrap_int64
+from nanopaged.inputs import check_number, check_options, read_prompt, wrap_int64
 from nanopaged.lock import StepLock
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
@@ -583,27 +583,14 @@ class LLM(Frontend):
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
                  tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
                  **vllm_options):
-        check_vllm_options(vllm_options)
-        if None not in (num_blocks, num_gpu_blocks_override):
-            raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
+        check_options(
+            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format, generation_config=generation_config,
+            kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager, skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
+            num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space,
+            seed=seed)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        for name, value in (("model", model), ("tokenizer", tokenizer)):
-            check_number(name, value, (str, Path) if name == "model" else (str, Path, type(None)), lambda x: True,
-                         "a directory or a name on the Hub")
-        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
-                            ("skip_tokenizer_init", skip_tokenizer_init)):
-            check_number(name, value, bool, lambda x: True, "True or False")
-        kv_cache_dtype = "fp8" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype  # vLLM has both names
-        check_choice("load_format", load_format, ("auto", "dummy"))
-        check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
-        check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
-        check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
-        check_sizes(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens)
-        check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
-                     "a number above 0 and at most 1")
-        check_number("swap_space", swap_space, (int, float), lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none")
-        check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
         path = find_checkpoint(model, revision)
         self.config = ModelConfig.from_hf(read_config(path))
         limit = self.config.max_position_embeddings

@@ -1,4 +1,5 @@
 """What users hand in, checked: numbers, choices, prompts. Every complaint is one sentence that names what was given."""
+from pathlib import Path
 from typing import Callable, TypedDict
 
 
@@ -22,6 +23,32 @@ VLLM_OPTIONS = dict(
     served_model_name=None, async_scheduling=None, distributed_executor_backend=None, max_seq_len_to_capture=None)
 
 
+def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_blocks_override, load_format, generation_config,
+                  kv_cache_dtype, scheduling_policy, gpu_memory_utilization, swap_space, seed, enable_prefix_caching,
+                  enforce_eager, skip_tokenizer_init, **sizes) -> None:
+    """ValueError for what LLM cannot be given."""
+    check_vllm_options(vllm_options)
+    check_number("model", model, (str, Path), lambda x: True, "a directory or a name on the Hub")
+    if tokenizer is not None:
+        check_number("tokenizer", tokenizer, (str, Path), lambda x: True, "a directory or a name on the Hub")
+    if None not in (num_blocks, num_gpu_blocks_override):
+        raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
+    for name, size in (sizes | dict(num_blocks=num_blocks, num_gpu_blocks_override=num_gpu_blocks_override)).items():
+        if size is not None:
+            check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
+    check_choice("load_format", load_format, ("auto", "dummy"))
+    check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
+    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
+    check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
+    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
+                        ("skip_tokenizer_init", skip_tokenizer_init)):
+        check_number(name, value, bool, lambda x: True, "True or False")
+    check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
+                 "a number above 0 and at most 1")
+    check_number("swap_space", swap_space, (int, float), lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none")
+    check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+
+
 def check_vllm_options(options: dict) -> None:
     """ValueError for what neither nanopaged nor vLLM knows, and for what vLLM does and nanopaged does not."""
     for name, value in options.items():
@@ -37,13 +64,6 @@ def check_number(name: str, value, kind, in_range: Callable, expected: str) -> N
     is no number."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not in_range(value):
         raise ValueError(f"{name} must be {expected}, not {value!r}")
-
-
-def check_sizes(**sizes) -> None:
-    """ValueError unless each is None or a positive integer."""
-    for name, value in sizes.items():
-        if value is not None:
-            check_number(name, value, int, lambda x: x >= 1, "an integer of at least 1")
 
 
 def check_choice(name: str, value, choices: tuple) -> None:

@@ -67,7 +67,7 @@ class Runner:
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if self.device.type == "cuda" else 16)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
-        self.kv_dtype = FP8 if kv_cache_dtype == "fp8" else self.dtype
+        self.kv_dtype = self.dtype if kv_cache_dtype == "auto" else FP8
         if self.kv_dtype is FP8 and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
             raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or H100); "
                              "use 'auto'")
