@@ -203,6 +203,16 @@ def test_stages_do_not_change_the_tile(shared_memory):
         assert (three["TILE_M"], three["TILE_N"]) == (four["TILE_M"], four["TILE_N"])
 
 
+@pytest.mark.parametrize("capability, cuda, interpreted, early", [
+    ((9, 0), "13.0", "0", True), ((8, 9), "13.0", "0", False), ((9, 4), None, "0", False), ((9, 0), "13.0", "1", False)])
+def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpreted, early, monkeypatch):
+    """From Hopper on; not on AMD's, whose device type is "cuda" too, nor in the interpreter."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert kernel.early_launch.__wrapped__(torch.device("cuda"))["EARLY"] == (early and kernel.gdc_wait is not None)
+
+
 def test_an_fp8_cache_of_odd_heads_is_refused():
     q, *caches, tables, lens, starts = paged_problem([1], [5], head_dim=7)
     with pytest.raises(ValueError, match="head_dim 7"):
