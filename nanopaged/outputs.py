@@ -67,7 +67,10 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(seq.finish_reason for seq in self.sequences)
+        for seq in self.sequences:  # all() with a generator takes twice as long, and this runs for every token
+            if not seq.finish_reason:
+                return False
+        return True
 
     def find_stop_strings(self) -> list[tuple]:
         """(sequence, stop string) for each sequence in whose new text one is complete."""
