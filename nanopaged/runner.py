@@ -115,14 +115,17 @@ class Runner:
             pool = torch.empty(c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
                                dtype=self.kv_dtype, device=self.device)
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
-            raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
-                             f"{self.device} does not have; lower num_blocks or block_size") from None
+            raise self._no_memory(num_blocks) from None
         scales = self._choose_scales() if self.kv_dtype is FP8 else [(1.0, 1.0)] * c.num_layers
         self.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks whatever they hold
         if self.use_graphs:
             self._capture_graphs()
         return num_blocks
+
+    def _no_memory(self, num_blocks: int) -> ValueError:
+        return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
+                          f"{self.device} does not have; lower num_blocks or block_size")
 
     @torch.inference_mode()
     def _choose_scales(self) -> list[tuple[float, float]]:
@@ -161,8 +164,11 @@ class Runner:
     def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
         gc.collect()  # an engine that is not used any more may hold most of the card until then
-        one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
-                                device=self.device)
+        try:
+            one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
+                                    device=self.device)
+        except (RuntimeError, TypeError):
+            raise self._no_memory(1) from None
         self.kv_cache = [(one_block, one_block, 1.0, 1.0)] * self.config.num_layers
         full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
         prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
