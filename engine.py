@@ -42,7 +42,7 @@ from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
-from nanopaged.inputs import check_number, check_options, read_prompt, wrap_int64
+from nanopaged.inputs import check_kind, check_number, check_options, read_prompt, wrap_int64
 from nanopaged.lock import StepLock
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
@@ -554,8 +554,8 @@ class LLM(Frontend):
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
-    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a CPU 1 GiB or
-        max_num_seqs full sequences, whichever is less)
+    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a
+        CPU 1 GiB or max_num_seqs full sequences, whichever is less)
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
@@ -648,7 +648,7 @@ class LLM(Frontend):
     def _add(self, prompt, params: SamplingParams | None, priority: int = 0, is_reported: bool = False) -> Request:
         if params is None:
             params = self.get_default_sampling_params() if self.defaults_for_all else SamplingParams()
-        check_number("sampling_params", params, SamplingParams, lambda x: True, "SamplingParams")
+        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         check_number("priority", priority, int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)

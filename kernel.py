@@ -341,6 +341,22 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
 # --------------------------------------------------------------------------------------------------
 
 @jit
+def _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
+    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
+    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
+    return block * kc_block + offset * kc_slot, block * vc_block + offset * vc_slot
+
+
+@jit
+def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Physical block of the tile that begins with `token`, or of each of its tokens. The table is padded with anything,
+    so it is never read behind the sequence's last block."""
+    tokens = token if BLOCK_SIZE % TILE_N == 0 else token + tl.arange(0, TILE_N)
+    return tl.load(table + tl.minimum(tokens, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+
+
+@jit
 def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, end, position, scale,
                   kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
@@ -421,22 +437,6 @@ def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, 
         v = tl.load(v_base + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
         update = tl.dot(v, p, input_precision=PRECISION)
     return acc * shrink[None, :] + update, new_max, col_sum
-
-
-@jit
-def _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
-    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
-    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
-    return block * kc_block + offset * kc_slot, block * vc_block + offset * vc_slot
-
-
-@jit
-def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Physical block of the tile that begins with `token`, or of each of its tokens. The table is padded with anything,
-    so it is never read behind the sequence's last block."""
-    tokens = token if BLOCK_SIZE % TILE_N == 0 else token + tl.arange(0, TILE_N)
-    return tl.load(table + tl.minimum(tokens, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
 
 
 @jit

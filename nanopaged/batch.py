@@ -32,7 +32,7 @@ from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from numbers import Integral
 
-from nanopaged.inputs import check_number
+from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 from nanopaged.params import SamplingParams
 
@@ -278,8 +278,8 @@ def _read_line(raw: bytes, is_json: bool, params: SamplingParams, render: Callab
     if unknown := [key for key in line if key not in SETTINGS]:
         raise ValueError(f'{unknown[0]!r} is no setting that a line with "{name}" can have; "max_tokens" is one')
     kind, expected = PROMPT_KEYS[name]
-    check_number(name, given, kind, lambda x: True, expected)
-    check_number("priority", priority, Integral, lambda x: True, "an integer")
+    check_kind(name, given, kind, expected)
+    check_kind("priority", priority, Integral, "an integer")
     return (name, given), render(given, tools) if name == "messages" else given, replace(params, **line), priority
 
 

@@ -5,7 +5,7 @@ from typing import Iterator
 
 from nanopaged.beam import BeamGroup
 from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
-from nanopaged.inputs import as_list, check_number, read_prompt
+from nanopaged.inputs import as_list, check_kind, read_prompt
 from nanopaged.outputs import RequestOutput, beam_output
 from nanopaged.params import BeamSearchParams, SamplingParams
 
@@ -107,7 +107,7 @@ class Frontend:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
         says what a score is. Beams share the blocks of what they have in common. (concurrency_limit: as use_tqdm.)"""
         _refuse_lora(lora_request)
-        check_number("params", params, BeamSearchParams, lambda x: True, "BeamSearchParams")
+        check_kind("params", params, BeamSearchParams, "BeamSearchParams")
         searches = []
         try:
             for prompt in as_list(prompts):

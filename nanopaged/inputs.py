@@ -28,9 +28,9 @@ def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_b
                   enforce_eager, skip_tokenizer_init, **sizes) -> None:
     """ValueError for what LLM cannot be given."""
     check_vllm_options(vllm_options)
-    check_number("model", model, (str, Path), lambda x: True, "a directory or a name on the Hub")
+    check_kind("model", model, (str, Path), "a directory or a name on the Hub")
     if tokenizer is not None:
-        check_number("tokenizer", tokenizer, (str, Path), lambda x: True, "a directory or a name on the Hub")
+        check_kind("tokenizer", tokenizer, (str, Path), "a directory or a name on the Hub")
     if None not in (num_blocks, num_gpu_blocks_override):
         raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
     for name, size in (sizes | dict(num_blocks=num_blocks, num_gpu_blocks_override=num_gpu_blocks_override)).items():
@@ -42,7 +42,7 @@ def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_b
     check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
                         ("skip_tokenizer_init", skip_tokenizer_init)):
-        check_number(name, value, bool, lambda x: True, "True or False")
+        check_kind(name, value, bool, "True or False")
     check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
                  "a number above 0 and at most 1")
     check_number("swap_space", swap_space, (int, float), lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none")
@@ -59,10 +59,16 @@ def check_vllm_options(options: dict) -> None:
             raise ValueError(f"nanopaged cannot do {name}={value!r}, which vLLM may; leave it out")
 
 
+def check_kind(name: str, value, kind, expected: str) -> None:
+    """ValueError unless value is of that kind, a type or several. True is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+
+
 def check_number(name: str, value, kind, in_range: Callable, expected: str) -> None:
-    """ValueError unless value is of that kind and in range. NaN fails every comparison, so it fails here too, and True
-    is no number."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not in_range(value):
+    """The same, and in range. NaN fails every comparison, so it fails here too."""
+    check_kind(name, value, kind, expected)
+    if not in_range(value):
         raise ValueError(f"{name} must be {expected}, not {value!r}")
 
 

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from nanopaged.inputs import check_number
+from nanopaged.inputs import check_kind, check_number
 
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 LARGEST_BIAS = 100.0
@@ -84,7 +84,7 @@ class SamplingParams:
                 check_number(name, getattr(self, name), Integral, lambda x: x >= -1,
                              "an integer of at least 0, or -1 for all tokens")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            check_number(name, getattr(self, name), bool, lambda x: True, "True or False")
+            check_kind(name, getattr(self, name), bool, "True or False")
         self._check_lists()
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are looked for in the text, so stop cannot be given with detokenize=False")
@@ -174,7 +174,7 @@ def _check_token_ids(name: str, tokens, expected: str, smallest: int = 0) -> Non
 def _read_bias(bias: dict) -> dict[int, float]:
     """logit_bias with integer ids and clamped numbers."""
     expected = "a dict from token ids to numbers"
-    check_number("logit_bias", bias, dict, lambda x: True, expected)
+    check_kind("logit_bias", bias, dict, expected)
     result = {}
     for token, value in bias.items():
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
@@ -210,7 +210,7 @@ class BeamSearchParams:
         check_number("beam_width", self.beam_width, Integral, lambda x: x >= 1, "an integer of at least 1")
         check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         check_number("length_penalty", self.length_penalty, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
-        check_number("ignore_eos", self.ignore_eos, bool, lambda x: True, "True or False")
+        check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
         check_number("temperature", self.temperature, Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
         if self.early_stopping != "never":
-            check_number("early_stopping", self.early_stopping, bool, lambda x: True, "True, False or 'never'")
+            check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")

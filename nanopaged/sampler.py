@@ -57,9 +57,9 @@ class Sampler:
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Draw from softmax(logits / temperature), or take the best where the temperature is as good as 0: [R]."""
     is_greedy = temperature < SMALLEST_TEMPERATURE
-    coldness = 1 / temperature.masked_fill(is_greedy, 1.0)[:, None]  # a division per row, not per logit
-    peaks, sums = summarise(logits, coldness)  # [R, chunks] each
-    drawn = draw(logits, coldness, peaks, sums, uniform(seed, position))
+    inverse_temperature = 1 / temperature.masked_fill(is_greedy, 1.0)[:, None]  # a division per row, not per logit
+    peaks, sums = summarise(logits, inverse_temperature)  # [R, chunks] each
+    drawn = draw(logits, inverse_temperature, peaks, sums, uniform(seed, position))
     return torch.where(peaks.amax(-1).isfinite(), torch.where(is_greedy, best(logits, peaks), drawn), -1)
 
 
@@ -82,14 +82,14 @@ def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
-def summarise(logits: Tensor, coldness: Tensor) -> tuple[Tensor, Tensor]:
+def summarise(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
     """Of each CHUNK of the vocabulary, the largest logit and the sum of exp((logit - largest) / temperature): [R, chunks]
     each. This is the only pass over all logits; everything after it looks at one chunk. (The difference first: then no
     compiler can fuse it with the product, and weights are never above 1.)"""
     chunks = in_chunks(logits).float()
     peaks = chunks.amax(-1)
     safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
-    return peaks, units(((chunks - safe[:, :, None]) * coldness[:, :, None]).exp()).sum(-1)
+    return peaks, units(((chunks - safe[:, :, None]) * inverse_temperature[:, :, None]).exp()).sum(-1)
 
 
 def in_chunks(logits: Tensor) -> Tensor:
@@ -113,16 +113,17 @@ def best(logits: Tensor, peaks: Tensor) -> Tensor:
     return chunk * CHUNK + one_chunk(logits, chunk).argmax(-1)
 
 
-def draw(logits: Tensor, coldness: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
+def draw(logits: Tensor, inverse_temperature: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
     """The token whose stretch of the cumulative probabilities holds u, found in two steps: first its chunk, then the
     token in it. u [R] in [0, 1) -> [R]."""
     peak = peaks.amax(-1, keepdim=True)
-    weights = (sums.double() * ((peaks - peak) * coldness).double().exp()).round().long()  # [R, chunks], of one common peak
+    # [R, chunks], of one common peak
+    weights = (sums.double() * ((peaks - peak) * inverse_temperature).double().exp()).round().long()
     cumulative = weights.cumsum(-1)
     target = (u.double() * cumulative[:, -1]).long()[:, None]
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
     weight, before = weights.gather(1, chunk), (cumulative - weights).gather(1, chunk)
-    inner = units(((one_chunk(logits, chunk[:, 0]).float() - peaks.gather(1, chunk)) * coldness).exp()).cumsum(-1)
+    inner = units(((one_chunk(logits, chunk[:, 0]).float() - peaks.gather(1, chunk)) * inverse_temperature).exp()).cumsum(-1)
     target = ((target - before).double() / weight * inner[:, -1:]).long()  # from the common peak to the chunk's own
     token = torch.searchsorted(inner, torch.minimum(target, inner[:, -1:] - 1), right=True)
     return (chunk * CHUNK + token)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN leads past the end
