@@ -707,6 +707,7 @@ def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
 
 
+@lru_cache
 def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
     """What a model's shape fixes at compile time."""
     return dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
@@ -714,6 +715,7 @@ def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window:
                 PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
+@lru_cache
 def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int, cache_element_size: int = 0,
                 most_stages: int = 3) -> dict:
     """Tile sizes, warps and pipeline stages of a launch. A small rule, because autotuning would time at start-up.

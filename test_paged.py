@@ -25,7 +25,7 @@ import torch
 import kernel
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
-from model import ModelConfig, rope_frequencies
+from model import ModelConfig, product_in_pieces, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 from nanopaged.logits import encode_bad_words
@@ -1515,6 +1515,52 @@ def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     prompts, continuations, _ = expectations(variant)
     llm = LLM(path, dtype="float32", num_blocks=64)
     assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+
+@pytest.mark.parametrize("intermediate_size", [512, 8192])  # a single row of 8,192 numbers is cut, too
+def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
+    """With torch.compile on a GPU, where `fuse` is part of the graphs; on a CPU the functions that it chooses, as they are."""
+    config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(
+        hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
+    prompts, params = [[1, 2, 3], [4, 5], [7] * 300], SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    cut = []  # numbers of rows
+    monkeypatch.setattr("model.product_in_pieces", lambda x, *others: cut.append(len(x)) or product_in_pieces(x, *others))
+    if not CUDA:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+    def run(fused):
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4, enforce_eager=not fused)
+        if fused and not CUDA:
+            llm.runner.model.fuse()
+        outputs = llm.generate(prompts, params) + [llm.generate(prompts[0], params)[0]]  # together, and a single row
+        return [[next(iter(logprobs.items())) for logprobs in output.outputs[0].logprobs] for output in outputs]
+
+    plain = run(False)
+    assert not cut
+    for ours, theirs in zip(run(True), plain):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [x.logprob for _, x in ours] == pytest.approx([x.logprob for _, x in theirs], abs=1e-3)
+    assert 3 in cut and max(cut) <= 256 and (1 in cut) == (intermediate_size == 8192)
+
+
+def test_pieces_of_a_product_add_up_to_it():
+    x, weight = torch.randn(7, 256), torch.randn(24, 256)
+    for pieces in (1, 2, 4):
+        product = product_in_pieces(x, weight, pieces)
+        assert product.shape == (pieces, 7, 24)
+        torch.testing.assert_close(product.sum(0), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+@needs_gpu
+def test_pieces_of_a_product_are_as_exact_as_the_whole():
+    """In bfloat16 each piece is rounded, where else the whole is: the error is of the same size."""
+    x, weight = torch.randn(64, 3072, device="cuda"), torch.randn(1024, 3072, device="cuda")
+    x, weight = x.bfloat16(), weight.bfloat16()
+    exact = x.double() @ weight.double().T
+    whole = (x @ weight.T).double() - exact
+    pieces = product_in_pieces(x, weight, 4).double().sum(0) - exact
+    assert pieces.norm() < 1.3 * whole.norm()
 
 
 @needs_gpu

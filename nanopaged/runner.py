@@ -79,10 +79,11 @@ class Runner:
         if self.use_graphs:
             self.model.fuse()
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
-        # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch.
+        # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch. Rows of a
+        # multiple of 16 bytes are gathered more than twice as fast.
         rows, ints = max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
         try:
-            self.block_tables = torch.zeros(rows, cdiv(max_model_len, self.block_size), **ints)
+            self.block_tables = torch.zeros(rows, 4 * cdiv(max_model_len, 4 * self.block_size), **ints)
         except (RuntimeError, TypeError):
             raise ValueError(f"{self.device} has no memory for the block tables of {max_num_seqs} sequences of {max_model_len} "
                              "tokens; lower max_num_seqs or max_model_len") from None
@@ -359,11 +360,11 @@ class Runner:
         edits = needs.edits or needs.processors
         if edits:
             logits = self.editor(logits, rows, positions, needs.processors)
-        settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS]
-        temperature, top_p, min_p = settings[:, :3].T.contiguous().view(torch.float32)
+        settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS], seen as what `_settings` packed
+        floats, longs = settings.view(torch.float32), settings.view(torch.int64)
         tokens = self.sampler(logits, SamplingBatch(
-            temperature=temperature, top_p=top_p, min_p=min_p, top_k=settings[:, 3],
-            seed=settings[:, 4:6].contiguous().view(torch.int64)[:, 0], position=positions.long(),
+            temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2], top_k=longs[:, 3],
+            position=positions.long(),
             all_greedy=needs.greedy, any_filter=needs.filters))
         usable = tokens.clamp(min=0)
         if edits:
@@ -435,7 +436,7 @@ class Runner:
 
 
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
-SETTINGS_INTS = 6
+SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
 
 
@@ -445,9 +446,9 @@ def _integers(parts: list[list[int]]) -> Tensor:
 
 
 def _settings(seq) -> tuple[int, ...]:
-    """A sequence's sampling settings as SETTINGS_INTS 32-bit integers: three floats, top_k, and a 64-bit seed."""
+    """A sequence's sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
     p = seq.params
-    return struct.unpack("6i", struct.pack("fffiq", p.temperature, p.top_p, p.min_p, min(p.top_k, 2**31 - 1), seq.seed))
+    return struct.unpack("8i", struct.pack("fff4xqq", p.temperature, p.top_p, p.min_p, seq.seed, min(p.top_k, 2**31 - 1)))
 
 
 class _PromptPart(NamedTuple):
