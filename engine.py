@@ -572,7 +572,8 @@ class LLM(Frontend):
 
     Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
 
-    Raises ValueError or FileNotFoundError, one sentence, for anything it cannot use.
+    Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and another
+    OSError, ConnectionError above all, for what the Hub does not give.
     """
 
     def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto", device: str = "auto",

@@ -1409,6 +1409,9 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (lambda llm: llm.beam_search("a", None), "params must be BeamSearchParams, not None"),
     (lambda llm: llm.beam_search("a", GREEDY), "params must be BeamSearchParams"),
     (lambda llm: llm.chat({"role": "user", "content": "a"}), "a conversation is a list of messages"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=["x"]), r"chat_template must be a Jinja template, not \['x'\]"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="x", chat_template_kwargs="y"), "kwargs must be a dict .*, not 'y'"),
+    (lambda llm: llm.generate("a", "x" * 1000), "^.{1,200}$"),  # a sentence, whatever was given
     (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
 ])
 def test_calls_with_the_wrong_things_get_a_sentence(call, message):
@@ -1429,7 +1432,8 @@ def test_a_priority_is_an_integer():
 
 @pytest.mark.parametrize("options, message", [
     (dict(block_size=0), "block_size must be an integer of at least 1, not 0"), (dict(num_blocks=-1), "num_blocks"),
-    (dict(max_num_seqs=0), "max_num_seqs"), (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
+    (dict(max_num_seqs=0), "max_num_seqs"), (dict(max_num_seqs=None), "max_num_seqs must be an integer"),
+    (dict(max_num_batched_tokens=None), "max_num_batched_tokens must be an integer"), (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
     (dict(attention="flash"), "attention must be"), (dict(load_format="x"), "load_format must be"),
     (dict(scheduling_policy="x"), "scheduling_policy must be"), (dict(max_model_len=10**6), "more than the"),
     (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),

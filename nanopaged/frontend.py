@@ -1,6 +1,7 @@
 """What users call: whole runs, conversations, streams, beams. All of it is made of what engine.py's LLM has: requests are
 added, steps are computed until they are done, and whatever happens they are gone afterwards.
 """
+from types import NoneType
 from typing import Iterator
 
 from nanopaged.beam import BeamGroup
@@ -72,6 +73,8 @@ class Frontend:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
         messages that it does not take. See nanopaged/chat.py."""
         tokenizer = self.get_tokenizer()
+        check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
+        check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
         if chat_template not in self.chat_templates:
             self.chat_templates[chat_template] = load_chat_template(self.tokenizer_path, chat_template)
         template = self.chat_templates[chat_template]

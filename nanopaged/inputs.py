@@ -34,7 +34,7 @@ def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_b
     if None not in (num_blocks, num_gpu_blocks_override):
         raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
     for name, size in (sizes | dict(num_blocks=num_blocks, num_gpu_blocks_override=num_gpu_blocks_override)).items():
-        if size is not None:
+        if size is not None or name in ("max_num_seqs", "max_num_batched_tokens"):
             check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
     check_choice("load_format", load_format, ("auto", "dummy"))
     check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
@@ -62,19 +62,19 @@ def check_vllm_options(options: dict) -> None:
 def check_kind(name: str, value, kind, expected: str) -> None:
     """ValueError unless value is of that kind, a type or several. True is no number."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
+        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
 def check_number(name: str, value, kind, in_range: Callable, expected: str) -> None:
     """The same, and in range. NaN fails every comparison, so it fails here too."""
     check_kind(name, value, kind, expected)
     if not in_range(value):
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
+        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
 def check_choice(name: str, value, choices: tuple) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r:.80}")
 
 
 def as_list(prompts) -> list:

@@ -7,13 +7,15 @@ from nanopaged.inputs import check_kind, check_number
 
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 LARGEST_BIAS = 100.0
+MOST_SEQUENCES = 16_384  # of one request, as in vLLM: they are all made when it arrives
 
 
 @dataclass
 class SamplingParams:
     """Sampling settings of one request; names, order and defaults are vLLM's.
 
-    n: how many samples; sample j of a request with seed s equals a request of its own with seed s + j
+    n: how many samples, up to MOST_SEQUENCES; sample j of a request with seed s equals a request of its own with seed
+        s + j
     presence_penalty, frequency_penalty: taken off the logit of a token that has been generated: once, and as often as
         it has been; from -2 to 2
     repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
@@ -67,7 +69,7 @@ class SamplingParams:
     logits_processors: list[Callable] | None = None
 
     def __post_init__(self):
-        check_number("n", self.n, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("n", self.n, Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
         check_number("repetition_penalty", self.repetition_penalty, Real, lambda x: 1e-6 <= x <= 1e6,
@@ -207,7 +209,8 @@ class BeamSearchParams:
     temperature: float = 0.0
 
     def __post_init__(self):
-        check_number("beam_width", self.beam_width, Integral, lambda x: x >= 1, "an integer of at least 1")
+        check_number("beam_width", self.beam_width, Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
+                     f"an integer from 1 to {MOST_SEQUENCES}")
         check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
         check_number("length_penalty", self.length_penalty, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")

@@ -18,7 +18,7 @@ NO_BOOL = [None, 0, 1, 1.0, math.nan, "yes", "", [], [True]]
 NO_PENALTY = [*NO_NUMBER, -2.0001, 2.0001, -3, 10**400, -10**400]
 NO_COUNT = [*NO_INTEGER, -2, -2**70]  # of log probabilities
 BAD = {
-    "n": [*NO_INTEGER, None, 0, -1, -2**70],
+    "n": [*NO_INTEGER, None, 0, -1, -2**70, 16_385, 2**70],
     "presence_penalty": NO_PENALTY,
     "frequency_penalty": NO_PENALTY,
     "repetition_penalty": [*NO_NUMBER, 0, 0.0, -0.0, -1, 1e-300, 1.1e6, 1e39, 10**400],
@@ -43,7 +43,7 @@ BAD = {
     "logits_processors": [5, True, "", len, [5], [len, None], ["x"], {len}, object],
 }
 GOOD = {
-    "n": [1, 2, 1000],
+    "n": [1, 2, 1000, 16_384],
     "presence_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
     "frequency_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
     "repetition_penalty": [1, 1.0, 1.1, 0.5, 1e-6, 10**6, Fraction(11, 10)],
@@ -89,7 +89,7 @@ def test_the_tables_name_every_field():
 def test_a_wrong_value_is_refused_with_its_name(name, value):
     message = refusal(**{name: value})
     assert message.startswith(f"{name} must be ")
-    assert message.endswith(f", not {value!r}")
+    assert message.endswith(f", not {value!r:.80}")
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
@@ -97,7 +97,7 @@ def test_a_wrong_value_is_refused_with_its_name(name, value):
 @pytest.mark.parametrize("before", [[], [0, 1]], ids=["first", "last"])
 def test_a_wrong_token_in_a_list_is_refused(name, before, value):
     message = refusal(**{name: [*before, value]})
-    assert message.startswith(f"{name} must be ") and message.endswith(f", not {value!r}")
+    assert message.startswith(f"{name} must be ") and message.endswith(f", not {value!r:.80}")
 
 
 @pytest.mark.parametrize("token, value, wrong", [
