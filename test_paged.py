@@ -25,7 +25,7 @@ import torch
 import kernel
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
-from model import ModelConfig, product_in_pieces, rope_frequencies
+from model import ModelConfig, num_pieces, product_in_pieces, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 from nanopaged.logits import encode_bad_words
@@ -1554,6 +1554,17 @@ def test_pieces_of_a_product_add_up_to_it():
         product = product_in_pieces(x, weight, pieces)
         assert product.shape == (pieces, 7, 24)
         torch.testing.assert_close(product.sum(0), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+def test_which_products_are_cut():
+    def pieces(rows, size_in, size_out, dtype=torch.bfloat16):
+        return num_pieces(torch.empty(rows, size_in, dtype=dtype, device="meta"), torch.empty(size_out, size_in, dtype=dtype, device="meta"))
+
+    assert pieces(8, 2048, 1024) == pieces(256, 3072, 1024) == 4 and pieces(1, 12288, 4096) == pieces(64, 4096, 4096) == 2
+    assert pieces(257, 2048, 1024) == 1  # there are tiles enough
+    assert pieces(1, 2048, 1024) == 1  # has a function of its own
+    assert pieces(8, 2000, 1024) == 1  # in 4 pieces would not begin at multiples of 64
+    assert pieces(8, 2048, 1024, torch.float16) == 1  # a piece may be larger than the whole, and than float16's numbers
 
 
 @needs_gpu
