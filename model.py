@@ -232,7 +232,8 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix product, with a kernel of its own for one row where there is one (see `fuse`)."""
+    """A matrix product: [T, in] -> [T, out]. `fuse` has another function for one row, and one that returns pieces, [pieces, T,
+    out], for products that a norm follows."""
     matrix_product = staticmethod(F.linear)
 
     def __init__(self, size_in: int, size_out: int, bias: bool):
