@@ -26,9 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 import kernel
+import torch  # after kernel.py, as in engine.py
 from engine import LLM, BlockManager, Scheduler, Sequence, Step
 from kernel import cdiv, paged_attention
 from nanopaged import SamplingParams

@@ -36,8 +36,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Callable
 
-from torch import OutOfMemoryError
-
 from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
@@ -49,6 +47,7 @@ from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
 from nanopaged.params import SamplingParams
 from nanopaged.runner import Runner, Sampled
 from nanopaged.tokenizer import load_tokenizer
+from torch import OutOfMemoryError  # after kernel.py, which keeps torch from complaining where there is no numpy
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
@@ -439,9 +438,9 @@ class Scheduler:
         computed again when it returns (preemption by swapping, by recompute); its tokens are kept.
 
         Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again, in a
-        step of its own, 14 ms for 256 or 1,024 tokens, 16 for 4,096 and 104 for 16,384, where attention counts: swapping
-        was cheaper up to some 3,000 tokens, and again for very long ones. `bench.py --only swapping` measures it where you
-        are.
+        step of its own, 14 to 20 ms up to 4,096 tokens (on a busy host 48), which is the host's time, and 103 to 109 for
+        16,384, where attention counts: swapping was cheaper up to some 3,000 tokens, and again for very long ones.
+        `bench.py --only swapping` measures it where you are.
         """
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
@@ -688,6 +687,7 @@ class LLM(Frontend):
 
     def abort_request(self, request_id: str) -> None:
         """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
+        check_kind("request_id", request_id, str, "what add_request returned")
         with self.lock.between_steps():
             request = self.requests.pop(request_id, None)
             self.unreported.pop(request_id, None)

@@ -29,6 +29,7 @@ from model import ModelConfig, num_pieces, product_in_pieces, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 from nanopaged.logits import encode_bad_words
+from nanopaged.runner import _pick_dtype
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
@@ -229,6 +230,14 @@ def test_padding_is_not_written():
     out = run_attention(paged_attention, problem, query_tiles=tiles)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))
     assert relative_error(out[:5], reference(*problem, 32 ** -0.5, 0)[:5]) < 1e-5
+
+
+def test_a_decode_step_in_torch_is_one_call(monkeypatch):
+    """However many sequences there are, and however long: no loop over them."""
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
+    run_attention(paged_attention_reference, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("store", [pytest.param(kernel.launch_store_kv, marks=needs_kernel), store_kv])
@@ -1411,6 +1420,7 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (lambda llm: llm.chat({"role": "user", "content": "a"}), "a conversation is a list of messages"),
     (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=["x"]), r"chat_template must be a Jinja template, not \['x'\]"),
     (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="x", chat_template_kwargs="y"), "kwargs must be a dict .*, not 'y'"),
+    (lambda llm: llm.abort_request([llm.add_request("a", GREEDY)]), "request_id must be what add_request returned"),
     (lambda llm: llm.generate("a", "x" * 1000), "^.{1,200}$"),  # a sentence, whatever was given
     (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
 ])
@@ -1418,6 +1428,8 @@ def test_calls_with_the_wrong_things_get_a_sentence(call, message):
     llm = load()
     with pytest.raises(ValueError, match=message):
         call(llm)
+    for request_id in list(llm.requests):
+        llm.abort_request(request_id)
     assert not llm.has_unfinished_requests() and len(llm.generate(PROMPT, GREEDY)) == 1
     llm.scheduler.block_manager.check_idle()
 
@@ -1576,6 +1588,17 @@ def test_pieces_of_a_product_are_as_exact_as_the_whole():
     whole = (x @ weight.T).double() - exact
     pieces = product_in_pieces(x, weight, 4).double().sum(0) - exact
     assert pieces.norm() < 1.3 * whole.norm()
+
+
+def test_the_type_of_the_weights_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+        assert _pick_dtype("auto", torch.bfloat16, cuda) is (torch.bfloat16 if supported else torch.float16)
+        assert _pick_dtype("auto", torch.float32, cuda) is torch.float32
+        assert _pick_dtype("auto", torch.bfloat16, cpu) is torch.float32
+        assert _pick_dtype("half", torch.bfloat16, cpu) is _pick_dtype(torch.float16, torch.float32, cuda) is torch.float16
+    assert LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8).runner.dtype is torch.float32  # of a bfloat16 checkpoint
 
 
 @needs_gpu

@@ -23,9 +23,9 @@ VLLM_OPTIONS = dict(
     served_model_name=None, async_scheduling=None, distributed_executor_backend=None, max_seq_len_to_capture=None)
 
 
-def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_blocks_override, load_format, generation_config,
-                  kv_cache_dtype, scheduling_policy, gpu_memory_utilization, swap_space, seed, enable_prefix_caching,
-                  enforce_eager, skip_tokenizer_init, **sizes) -> None:
+def check_options(vllm_options: dict, *, model, tokenizer, max_num_seqs, max_num_batched_tokens, block_size, max_model_len,
+                  num_blocks, num_gpu_blocks_override, load_format, generation_config, kv_cache_dtype, scheduling_policy,
+                  gpu_memory_utilization, swap_space, seed, enable_prefix_caching, enforce_eager, skip_tokenizer_init) -> None:
     """ValueError for what LLM cannot be given."""
     check_vllm_options(vllm_options)
     check_kind("model", model, (str, Path), "a directory or a name on the Hub")
@@ -33,9 +33,12 @@ def check_options(vllm_options: dict, *, model, tokenizer, num_blocks, num_gpu_b
         check_kind("tokenizer", tokenizer, (str, Path), "a directory or a name on the Hub")
     if None not in (num_blocks, num_gpu_blocks_override):
         raise ValueError("num_blocks and num_gpu_blocks_override are one thing; give one of them")
-    for name, size in (sizes | dict(num_blocks=num_blocks, num_gpu_blocks_override=num_gpu_blocks_override)).items():
-        if size is not None or name in ("max_num_seqs", "max_num_batched_tokens"):
-            check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
+    sizes = dict(block_size=block_size, max_model_len=max_model_len, num_blocks=num_blocks,
+                 num_gpu_blocks_override=num_gpu_blocks_override)  # None: what fits
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    sizes |= dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    for name, size in sizes.items():
+        check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
     check_choice("load_format", load_format, ("auto", "dummy"))
     check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
     check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))

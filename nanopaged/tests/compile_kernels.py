@@ -3,8 +3,8 @@
     python -m nanopaged.tests.compile_kernels 75 86 89 90      # every type and head size, two minutes
     python -m nanopaged.tests.compile_kernels --quick          # each kernel once, for compute capability 9.0 and 7.5
 
-There are two query heads per kv head. Prints a line for each kernel: compute capability, configuration, shared memory. Exit code 1 if one takes more
-shared memory than a block of that GPU can have.
+There are two query heads per kv head. Prints a line for each kernel: compute capability, configuration, shared memory.
+Exit code 1 if one takes more shared memory than a block of that GPU can have.
 """
 import os
 import sys

@@ -804,6 +804,13 @@ def test_the_program_refuses_a_bad_option():
     assert done.stderr.startswith("error: top_p must be ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("statement", ["import engine", "import bench", "from nanopaged import LLM"])
+def test_nobody_complains_where_there_is_no_numpy(statement):
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.modules['numpy'] = None; {statement}"], cwd=ROOT,
+                          capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_reader_that_goes_away_is_no_error_of_ours():
     """`python engine.py ... | head -c 6`: no traceback, and none from the interpreter's end either."""
     argv = ["--prompt", "ROMEO:", "--max-tokens", "100", "--ignore-eos", "--device", "cpu", *POOL]
