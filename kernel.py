@@ -37,7 +37,8 @@ shape from its own query length alone, so its result does not depend on who shar
 
     decode   query length 1: `group` queries; the context is cut into splits by the sequence's own length,
              and each of the programs that the grid has for it takes a run of them
-    prefill  longer: TILE_M queries = TILE_M // group tokens x group heads; whole context, one program
+    prefill  longer: TILE_M queries = TILE_M // group tokens x group heads; whole context, one program. It attends with
+             one half of them after the other: while the softmax of a half is computed, the matrix units work for the other
 """
 import math
 import os
@@ -77,6 +78,7 @@ jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignme
 # smaller ones cost more in merging than they gain.
 MAX_SPLITS = 32
 MIN_SPLIT, MID_SPLIT = 128, 512
+MANY_CONTEXTS = 160  # (sequence, kv head) pairs that fill the device with one program each
 FP8_MAX = 448.0  # the largest e4m3 number
 
 
@@ -357,29 +359,59 @@ def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @jit
-def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest, end, position, scale,
-                  kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+def _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head, out_token, out_head, cache,
+                GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Some rows of a tile, each a (query token, head of the group): their queries [rows, DIM_PADDED], the position of each
+    row's token in its sequence, where the results go, and which are there. A group that is no power of two leaves rows over."""
+    query, head, dim = first + row // GROUP, kv_head * GROUP + row % GROUP, tl.arange(0, DIM_PADDED)
+    valid = ((row < TOKENS * GROUP) & (query < query_len))[:, None] & (dim < HEAD_DIM)[None, :]
+    token = (q_start + query)[:, None]
+    queries = tl.load(q + token * q_token + head[:, None] * q_head + dim[None, :], mask=valid, other=0.0)
+    if cache.dtype.element_ty == tl.float8e4nv:
+        queries = queries.to(tl.float16)  # what hardware turns fp8 into
+    return queries, seq_len - query_len + query, out + token * out_token + head[:, None] * out_head + dim[None, :], valid
+
+
+@jit
+def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of K or V. Slots behind the last token hold garbage, those before the window belong to others, and 0 * NaN =
+    NaN: they must not even be loaded."""
+    if MASKED:
+        tile = tl.load(at, mask=exists & inside, other=0.0)
+    elif PADDED:
+        tile = tl.load(at, mask=inside, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile.to(like.dtype)
+
+
+@jit
+def _prefill_tile(acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, block, tile, oldest,
+                  end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
                   PRECISION: tl.constexpr):
-    """Attend to the keys of one tile: q [TILE_M, DIM_PADDED], scores [TILE_M, TILE_N], acc [TILE_M, DIM_PADDED]. Without
-    MASKED every row sees every key, so nothing has to be compared."""
+    """Attend to the keys of one tile with both halves of the queries: q [TILE_M // 2, DIM_PADDED] each. Without MASKED every
+    row sees every key, so nothing has to be compared."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
     slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
-    k_at = k_base + dim[:, None] + slot_k[None, :]  # transposed: [DIM_PADDED, TILE_N]
-    v_at = v_base + dim[None, :] + slot_v[:, None]
-    # Slots behind the last token hold garbage, those before the window belong to others, and 0 * NaN = NaN: they must not
-    # even be loaded.
     exists = token < end
     if WINDOW:
         exists &= token >= oldest
-    if MASKED:
-        k = tl.load(k_at, mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
-    elif HEAD_DIM < DIM_PADDED:
-        k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0).to(q.dtype)
-    else:
-        k = tl.load(k_at).to(q.dtype)
-    scores = tl.dot(q, k, input_precision=PRECISION)
+    PADDED: tl.constexpr = HEAD_DIM < DIM_PADDED
+    k = _load_tile(k_base + dim[:, None] + slot_k[None, :], exists[None, :], (dim < HEAD_DIM)[:, None], q_a, MASKED, PADDED)
+    v = _load_tile(v_base + dim[None, :] + slot_v[:, None], exists[:, None], (dim < HEAD_DIM)[None, :], q_a, MASKED, PADDED)
+    scores_a = tl.dot(q_a, k, input_precision=PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
+    scores_b = tl.dot(q_b, k, input_precision=PRECISION)
+    acc_a, max_a, sum_a = _attend(acc_a, max_a, sum_a, scores_a, v, token, exists, position_a, scale, WINDOW, MASKED, PRECISION)
+    acc_b, max_b, sum_b = _attend(acc_b, max_b, sum_b, scores_b, v, token, exists, position_b, scale, WINDOW, MASKED, PRECISION)
+    return acc_a, max_a, sum_a, acc_b, max_b, sum_b
+
+
+@jit
+def _attend(acc, row_max, row_sum, scores, v, token, exists, position, scale, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """Running sums of some rows after a tile with these scores [rows, TILE_N] and values [TILE_N, DIM_PADDED]."""
     if MASKED:
         seen = (token[None, :] <= position[:, None]) & exists[None, :]
         if WINDOW:
@@ -392,13 +424,7 @@ def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest,
     p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(row_max - base)
     row_sum = row_sum * shrink + tl.sum(p, 1)
-    if MASKED:
-        v = tl.load(v_at, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
-    elif HEAD_DIM < DIM_PADDED:
-        v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
-    else:
-        v = tl.load(v_at).to(q.dtype)
-    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
@@ -406,7 +432,7 @@ def _prefill_tile(acc, row_max, row_sum, q, k_base, v_base, block, tile, oldest,
 def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, end, scale, kc_block, kc_slot, vc_block, vc_slot,
                  TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                  WINDOW: tl.constexpr, PRECISION: tl.constexpr):
-    """`_prefill_tile` for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
+    """The same for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
     Tensor cores multiply 16 rows by 8 columns at least. A group of 2 heads fills 2 of 8 columns, but would fill 2 of 16 rows."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
@@ -473,21 +499,21 @@ def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: 
 def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
                            query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
                            vc_block, vc_slot, vc_head, table_row,
-                           DECODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                           DECODE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
                            PRECISION: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr):
-    """DECODE: program (kv head, sequence, one of the programs that share its splits); num_splits is the most that any
-    sequence has. Otherwise: program (entry of query_tiles, kv head). Programs start in the order of the first axis, then
-    the second: in decode the heads of a sequence, which lie side by side in memory, run at the same time."""
+    """DECODE: program (sequence and kv head, one of the programs that share its splits); num_splits is the most that any
+    sequence has. Otherwise: program (entry of query_tiles and kv head). Programs start in the order of the first axis, so
+    the heads of a sequence, which lie side by side in memory, run at the same time."""
     _wait_for_the_kernel_before(EARLY)
     TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
+    kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
-        kv_head, seq, first = tl.program_id(0), tl.program_id(1), 0
+        seq, first = tl.program_id(0) // KV_HEADS, 0
     else:
-        kv_head = tl.program_id(1)
-        seq = tl.load(query_tiles + 2 * tl.program_id(0))
-        first = tl.load(query_tiles + 2 * tl.program_id(0) + 1) * TOKENS
+        entry = query_tiles + 2 * (tl.program_id(0) // KV_HEADS)
+        seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:  # padding
             return
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -495,26 +521,11 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
         return
     seq_len = tl.load(seq_lens + seq)
-
-    # Rows of the tile are (query token, head of the group). A group that is no power of two leaves rows over. Decode turns
-    # the tile on its side below; its rows are columns then.
-    row = tl.arange(0, TILE_M)
-    query = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    row_valid = (row < TOKENS * GROUP) & (query < query_len)
-    position = seq_len - query_len + query  # of each row's token in its sequence
     first_position = seq_len - query_len + first
     start, end = 0, tl.minimum(first_position + TOKENS, seq_len)  # keys that any row sees
     if WINDOW:
         start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
     oldest = start
-    dim = tl.arange(0, DIM_PADDED)
-    q_row = (q_start + query)[:, None]
-    q_valid = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
-    q_tile = tl.load(q + q_row * q_token + head[:, None] * q_head + dim[None, :], mask=q_valid, other=0.0)
-    if k_cache.dtype.element_ty == tl.float8e4nv:
-        q_tile = q_tile.to(tl.float16)  # what hardware turns fp8 into
-    out_at = out + q_row * out_token + head[:, None] * out_head + dim[None, :]
     table = block_tables + seq.to(tl.int64) * table_row
     k_base, v_base = k_cache + kv_head.to(tl.int64) * kc_head, v_cache + kv_head.to(tl.int64) * vc_head
 
@@ -523,11 +534,14 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
         split = start // split_len
         if not ALONE:
-            run = tl.cdiv(tl.cdiv(seq_len, split_len) - split, tl.num_programs(2))
-            split += run * tl.program_id(2)
+            run = tl.cdiv(tl.cdiv(seq_len, split_len) - split, tl.num_programs(1))
+            split += run * tl.program_id(1)
             start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
         start = start // TILE_N * TILE_N
-        q_tile = tl.trans(q_tile)
+        row = tl.arange(0, TILE_M)  # a column, below
+        q_tile, _, out_at, valid = _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head, out_token,
+                                               out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
+        q_tile, head, dim = tl.trans(q_tile), kv_head * GROUP + row % GROUP, tl.arange(0, DIM_PADDED)
         acc, col_max, col_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of the split
         all_acc, all_max, all_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of those before it
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
@@ -545,7 +559,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                 all_acc, all_max = tl.where(ends, new_acc, all_acc), tl.where(ends, new_max, all_max)
                 all_sum = tl.where(ends, new_sum, all_sum)
             else:
-                piece = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + head) * num_splits + split  # [sequence, head, split]
+                piece = (seq.to(tl.int64) * KV_HEADS * GROUP + head) * num_splits + split  # [sequence, head, split]
                 complete = row < tl.where(ends, GROUP, 0)
                 tl.store(split_acc + piece[None, :] * HEAD_DIM + dim[:, None], acc, mask=(dim < HEAD_DIM)[:, None] & complete[None, :])
                 tl.store(split_sums + 2 * piece, col_max, mask=complete)
@@ -554,9 +568,16 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             col_sum = tl.where(ends, 0.0, col_sum)
             split += ends.to(tl.int32)
         if ALONE:
-            tl.store(out_at, tl.trans(_average(all_acc, all_sum[None, :], v_scale)), mask=q_valid)
+            tl.store(out_at, tl.trans(_average(all_acc, all_sum[None, :], v_scale)), mask=valid)
     else:
-        acc, row_max, row_sum = _nothing(TILE_M, DIM_PADDED, TILE_M)
+        HALF: tl.constexpr = TILE_M // 2
+        row = tl.arange(0, HALF)
+        q_a, position_a, out_a, valid_a = _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head,
+                                                      out_token, out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
+        q_b, position_b, out_b, valid_b = _query_rows(q, out, HALF + row, first, query_len, seq_len, q_start, kv_head, q_token, q_head,
+                                                      out_token, out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
+        acc_a, max_a, sum_a = _nothing(HALF, DIM_PADDED, HALF)
+        acc_b, max_b, sum_b = _nothing(HALF, DIM_PADDED, HALF)
         start = start // TILE_N * TILE_N
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
         if not WINDOW:  # tiles before the diagonal are seen by every row and need no mask
@@ -564,17 +585,18 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             for tile in range(start, diagonal, TILE_N):
                 this_block = block
                 block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-                acc, row_max, row_sum = _prefill_tile(
-                    acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
-                    vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+                acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
+                    acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, this_block, tile, oldest,
+                    end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
             start = diagonal
         for tile in range(start, end, TILE_N):
             this_block = block
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-            acc, row_max, row_sum = _prefill_tile(
-                acc, row_max, row_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, position, scale, kc_block, kc_slot,
-                vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-        tl.store(out_at, _average(acc, row_sum[:, None], v_scale), mask=q_valid)
+            acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
+                acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, this_block, tile, oldest,
+                end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+        tl.store(out_a, _average(acc_a, sum_a[:, None], v_scale), mask=valid_a)
+        tl.store(out_b, _average(acc_b, sum_b[:, None], v_scale), mask=valid_b)
 
 
 @jit
@@ -644,7 +666,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
                            "interpreter (pip install triton numpy); attention='torch' works everywhere")
     scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
     strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
-    shape = kernel_constants(group, head_dim, block_size, sliding_window, q.dtype)
+    shape = kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype)
     early = early_launch(q.device)
     shared_memory = _shared_memory(q.device)
     if max_query_len > 1:
@@ -653,7 +675,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(),
                                            tokens_per_tile(group, head_dim, q.dtype, q.device)).to(q.device)
         if len(query_tiles):
-            paged_attention_kernel[(len(query_tiles), num_kv_heads)](
+            paged_attention_kernel[(len(query_tiles) * num_kv_heads,)](
                 out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
                 scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config, **early)
     if num_decodes:
@@ -665,7 +687,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         if sharing > 1:
             split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
             split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
-        paged_attention_kernel[(num_kv_heads, num_decodes, sharing)](
+        paged_attention_kernel[(num_decodes * num_kv_heads, sharing)](
             out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
             scale_log2, v_scale, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config, **early)
         if sharing > 1:
@@ -680,7 +702,7 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
     program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits; the
     numbers are an H200's."""
-    return 1 if num_contexts >= 160 else min(num_splits, max(4, cdiv(1024, num_contexts)))
+    return 1 if num_contexts >= MANY_CONTEXTS else min(num_splits, max(4, cdiv(1024, num_contexts)))
 
 
 def decode_stages(num_contexts: int, row: int, device) -> int:
@@ -708,9 +730,9 @@ def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile
 
 
 @lru_cache
-def kernel_constants(group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
+def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
     """What a model's shape fixes at compile time."""
-    return dict(GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+    return dict(KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
                 WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MID_SPLIT=MID_SPLIT, MAX_SPLITS=MAX_SPLITS,
                 PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
@@ -725,17 +747,20 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
     always uses the same one for a model, whatever most_stages, which see in `decode_stages`.
     """
     heads, dims = _next_power_of_2(group), max(16, _next_power_of_2(head_dim))
+    num_warps = 4
     if phase == "decode":
         tile_m, row = max(8, heads), dims * (cache_element_size or element_size)  # bytes of one head of one token
     else:
         row = dims * element_size
         tile_m = max(64 if row <= 256 else 32, heads)
+        if row <= 256 and shared_memory > 200 * 1024:  # Hopper: two warpgroups, each with 64 rows of either half
+            tile_m, num_warps = max(256, heads), 8
     for tile_n, stages in ((64, most_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         if row > 256 and tile_n * stages > 64:  # float32 or a large head: in prefill the accumulators need the registers
             continue
         if tile_m * dims * element_size + 2 * tile_n * stages * row <= shared_memory:
             break
-    return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=4, num_stages=stages)
+    return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=num_warps, num_stages=stages)
 
 
 def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device) -> int:

@@ -58,7 +58,7 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
     config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
                                 1 if fp8 else dtype.itemsize, stages)
-    constants = kernel.kernel_constants(group, head_dim, block_size, window, dtype) | dict(
+    constants = kernel.kernel_constants(8, group, head_dim, block_size, window, dtype) | dict(
         DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
     return compiled, config
@@ -66,7 +66,7 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
-    constants = kernel.kernel_constants(2, head_dim, 64, window, dtype)
+    constants = kernel.kernel_constants(8, 2, head_dim, 64, window, dtype)
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
     yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
