@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernel import Kernels, rms_norm
+from kernel import Kernels, cdiv, rms_norm
 
 
 @dataclass
@@ -116,8 +116,6 @@ ACTIVATIONS: dict[str, Callable] = {
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, the logits of the rows that sample out."""
-    matrix_product = staticmethod(F.linear)
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -129,8 +127,9 @@ class Transformer(nn.Module):
         self.head = (self.embed if config.tie_word_embeddings else
                      Linear(config.hidden_size, config.vocab_size, bias=False))
 
-    def forward(self, batch: Batch, kv_cache: list[tuple], kernels: Kernels) -> Tensor:
-        """Logits [num_samples, vocab_size]; `kv_cache` has each layer's (k_cache, v_cache, k_scale, v_scale), and is written."""
+    def forward(self, batch: Batch, kv_cache: list[tuple], kernels: Kernels, out: Tensor | None = None) -> Tensor:
+        """Logits [num_samples, vocab_size], in `out` if that is given; `kv_cache` has each layer's (k_cache, v_cache, k_scale,
+        v_scale), and is written."""
         x = self.embed(batch.input_ids)  # [T, D]
         if self.config.learned_positions:
             x = x + self.embed_positions(batch.positions + self.config.position_offset)
@@ -145,7 +144,7 @@ class Transformer(nn.Module):
                 return x.new_empty(0, self.config.vocab_size)
             x, residual = x.index_select(-2, batch.logits_indices), residual.index_select(0, batch.logits_indices)
         x, _ = self.norm(x, residual)
-        return self.matrix_product(x, self.head.weight)
+        return torch.matmul(x, self.head.weight.T, out=out)
 
     def fuse(self) -> None:
         """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""
@@ -162,7 +161,6 @@ class Transformer(nn.Module):
             pieces = num_pieces(x, weight) if bias is None else 1
             return product(x, weight, bias) if pieces == 1 else product_in_pieces(x, weight, pieces)
 
-        self.matrix_product = product
         for layer in self.layers:
             layer.qkv.matrix_product = layer.up.matrix_product = product
             layer.out.matrix_product = layer.down.matrix_product = product_for_norm
@@ -272,14 +270,18 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, e
 
 def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear for x [1, in]. Such a product is nothing but reading the weights once, and a plain sum does that faster
-    than a matrix kernel made for more rows."""
-    row = (weight.float() * x.float()).sum(-1)
-    return (row if bias is None else row + bias.float()).to(x.dtype)[None]
+    than a matrix kernel made for more rows. It goes over `in` in pieces of at most 1,024, which are added up first: a sum
+    over more would become a loop that waits for each of its loads."""
+    size = weight.shape[1]
+    count = next(n for n in range(cdiv(size, 1024), size + 1) if size % n == 0)
+    x, pieces = x.float().view(count, -1), weight.view(len(weight), count, -1)
+    row = sum([pieces[:, i].float() * x[i] for i in range(count)]).sum(-1)
+    return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
 
 
 def is_small_row(x: Tensor, weight: Tensor) -> bool:
-    """One row, times a matrix that is not so wide or large that the library, too, reads it at full rate."""
-    return len(x) == 1 and weight.shape[1] < 4096 and weight.numel() <= 2**25
+    """One row, times a matrix that is not so large that the library, too, reads it at full rate."""
+    return len(x) == 1 and weight.numel() <= 2**26
 
 
 def num_pieces(x: Tensor, weight: Tensor) -> int:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -795,11 +796,19 @@ def tokens_of(outputs):
 
 def prompt_logits(llm, prompt):
     """Logits of every position of a prompt: each of its beginnings is a prompt of its own."""
-    captured = []
-    forward = llm.runner.model.forward
-    llm.runner.model.forward = lambda *args: captured.append(forward(*args)) or captured[-1]
+    captured, runner = [], llm.runner
+
+    def capturing(compute):
+        def call(*args):
+            tokens, logits = compute(*args)
+            captured.append(logits.clone())
+            return tokens, logits
+        return call
+
+    run, replay = runner._run, runner._replay
+    runner._run, runner._replay = capturing(run), capturing(replay)
     llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
-    llm.runner.model.forward = forward
+    runner._run, runner._replay = run, replay
     return torch.cat(captured)
 
 
@@ -819,6 +828,42 @@ def test_greedy_continuations_equal_transformers(variant):
     outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
     assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+class RecordingKernel:
+    """Launches the kernel, and notes in which of its forms."""
+
+    def __init__(self, kernel, forms):
+        self.kernel, self.forms = kernel, forms
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.forms.add((self.kernel.__name__, *sorted(constants.items())))
+            return self.kernel[grid](*args, **constants)
+        return launch
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant, options", [("qwen3", {}), ("mistral", dict(sliding_window=100))], ids=str)
+def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, variant, options):
+    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(
+        config | dict(max_position_embeddings=512, num_hidden_layers=1, layer_types=None) | options))
+    forms = set()
+    for name in ("paged_attention_kernel", "merge_splits_kernel", "rotate_and_store_kernel"):
+        monkeypatch.setattr(kernel, name, RecordingKernel(getattr(kernel, name), forms))
+    monkeypatch.setattr(kernel, "MANY_CONTEXTS", 8)
+    llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64, max_num_seqs=8, enforce_eager=True)
+    forms.clear()
+    llm.runner._compile_kernels()
+    compiled = set(forms)
+    forms.clear()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate([[7] * 130], params)
+    llm.generate([[8, i] for i in range(8)], params)
+    assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
+    assert {dict(form[1:]).get("ALONE") for form in forms} == {True, False, None}
+    assert forms <= compiled
 
 
 @needs_kernel
@@ -877,6 +922,87 @@ def test_outputs_are_the_same_alone_in_a_batch_and_from_the_cache():
         llm.generate([[i + 10] * 60], SamplingParams(max_tokens=1))
     output = llm.generate(whole, GREEDY)[0]
     assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+class PretendedGraph:
+    """In place of a CUDA graph on a CPU: does again what was done while it was recorded."""
+    recording = None
+
+    def __init__(self):
+        self.steps = []
+
+    def pool(self):
+        pass
+
+    def replay(self):
+        for step, (logits, tokens) in self.steps:
+            new_logits, new_tokens = step()
+            assert new_logits.data_ptr() == logits.data_ptr()
+            tokens.copy_(new_tokens)
+
+    @classmethod
+    @contextmanager
+    def record(cls, graph, pool=None):
+        cls.recording = graph
+        yield
+        cls.recording = None
+
+
+def record_graphs(llm, monkeypatch):
+    """What the engine does at its start on a GPU, with pretended graphs on a CPU; returns the list of shapes replayed."""
+    runner, replayed = llm.runner, []
+    if not CUDA:
+        static_step = runner._static_step
+
+        def recorded(shape):
+            outputs = static_step(shape)
+            if PretendedGraph.recording:
+                PretendedGraph.recording.steps.append((lambda: static_step(shape), outputs))
+            return outputs
+
+        monkeypatch.setattr(runner, "_static_step", recorded)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+        monkeypatch.setattr(torch.cuda, "graph", PretendedGraph.record)
+        runner._capture_graphs()
+        llm.lookahead = 1
+    replay = runner._replay
+    monkeypatch.setattr(runner, "_replay", lambda shape, *args: replayed.append(shape) or replay(shape, *args))
+    return replayed
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_batched_tokens=20),
+                                     dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)], ids=str)
+def test_outputs_of_replayed_steps(monkeypatch, variant, options):
+    """Steps with prompts and without, padded and full, whose sequences all sample or not."""
+    monkeypatch.setattr("nanopaged.runner.TOKEN_SIZES", [4, 16, 32])
+    monkeypatch.setattr("nanopaged.runner.GRAPH_SIZES", [1, 2, 4])
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant, **dict(max_num_batched_tokens=100) | options)
+    replayed, launched = record_graphs(llm, monkeypatch), []
+    run = llm.runner._run
+    monkeypatch.setattr(llm.runner, "_run", lambda *args: launched.append(1) or run(*args))
+    prompts = [prompt.tolist() for prompt in prompts] * 2
+    assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    drawn = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=9, repetition_penalty=1.1, logprobs=2)
+    seen = [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+    monkeypatch.setattr(llm.runner, "graphs", {})
+    assert seen == [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+
+
+def test_which_steps_are_replayed(monkeypatch):
+    llm = load(max_num_batched_tokens=8192, max_num_seqs=16)
+    if not CUDA:  # they are not replayed here
+        monkeypatch.setattr(llm.runner, "_static_step", lambda shape: (torch.empty(0), torch.empty(0)))
+    record_graphs(llm, monkeypatch)
+    shape = llm.runner.graph_shape
+    assert shape([1] * 5, [100] * 5) == (8, 8, 0) and shape([1] * 16, [20] * 16)[:2] == (16, 16) and shape([1] * 17, [20] * 17) is None
+    assert shape([1, 3], [100, 3])[:2] == (64, 16) and shape([65], [65])[:2] == (256, 16)
+    assert shape([1030], [1030])[:2] == (2048, 16)  # launching takes longer than computing so much padding
+    assert shape([2049], [2049]) is None and shape([3600], [3600])[:2] == (4096, 16)  # and so much, not
+    assert shape([8192], [8192])[:2] == (8192, 16)
+    assert shape([1, 64], [4096, 64]) and shape([1, 64], [5000, 64]) is None  # few long contexts are cut among programs
 
 
 def test_chunks_that_sample_nothing_get_no_logits():
@@ -1533,7 +1659,7 @@ def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
 
 
-@pytest.mark.parametrize("intermediate_size", [512, 8192])  # a single row of 8,192 numbers is cut, too
+@pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
 def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
     """With torch.compile on a GPU, where `fuse` is part of the graphs; on a CPU the functions that it chooses, as they are."""
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
@@ -1557,7 +1683,7 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
     for ours, theirs in zip(run(True), plain):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert [x.logprob for _, x in ours] == pytest.approx([x.logprob for _, x in theirs], abs=1e-3)
-    assert 3 in cut and max(cut) <= 256 and (1 in cut) == (intermediate_size == 8192)
+    assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
 
 
 def test_pieces_of_a_product_add_up_to_it():
@@ -1572,9 +1698,9 @@ def test_which_products_are_cut():
     def pieces(rows, size_in, size_out, dtype=torch.bfloat16):
         return num_pieces(torch.empty(rows, size_in, dtype=dtype, device="meta"), torch.empty(size_out, size_in, dtype=dtype, device="meta"))
 
-    assert pieces(8, 2048, 1024) == pieces(256, 3072, 1024) == 4 and pieces(1, 12288, 4096) == pieces(64, 4096, 4096) == 2
+    assert pieces(8, 2048, 1024) == pieces(256, 3072, 1024) == 4 and pieces(1, 20480, 4096) == pieces(64, 4096, 4096) == 2
     assert pieces(257, 2048, 1024) == 1  # there are tiles enough
-    assert pieces(1, 2048, 1024) == 1  # has a function of its own
+    assert pieces(1, 2048, 1024) == pieces(1, 12288, 4096) == 1  # has a function of its own
     assert pieces(8, 2000, 1024) == 1  # in 4 pieces would not begin at multiples of 64
     assert pieces(8, 2048, 1024, torch.float16) == 1  # a piece may be larger than the whole, and than float16's numbers
 

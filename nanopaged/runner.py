@@ -10,22 +10,24 @@ What makes it fast on a GPU:
 - **Blocks move in bulk.** Copy-on-write and swapping move all layers of a step's blocks with one gather and one copy.
 - **The sampled token stays on the device** and is the next step's input there. The host may therefore launch step
   n + 1 before it has read the tokens of step n (`launch` returns a function that reads them).
-- **CUDA graphs.** A decode step launches hundreds of small kernels, and a CPU cannot launch them as fast as the GPU
-  ends them. So a step of one token per sequence is recorded once for each of some batch sizes and then replayed whole,
-  sampling included. Steps with longer queries, and batches that no graph covers, are launched kernel by kernel.
+- **CUDA graphs.** A step launches hundreds of kernels, and a CPU cannot launch them as fast as the GPU ends them. So
+  steps of some sizes are recorded once, sampling included, and then replayed whole, with padding: steps of one token
+  per sequence, and steps with prompts. What no graph covers is launched kernel by kernel.
 """
 import gc
 import math
 import struct
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernel import TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
+from kernel import MANY_CONTEXTS, TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
 from nanopaged.logits import LogitsEditor, Start, top_logprobs
 from nanopaged.sampler import Sampler, SamplingBatch
@@ -39,6 +41,19 @@ class Sampled(NamedTuple):
     tokens: list[int]  # of step.sampled
     logprobs: list[tuple | None] | None  # of each of them that wants some
     prompt_logprobs: list[tuple]  # (sequence, position, those of the prompt tokens from there on)
+
+
+class _Shape(NamedTuple):
+    """What a recorded step has room for."""
+    num_tokens: int
+    num_seqs: int
+    num_tiles: int  # entries of the kernel's work list for prompts; 0: one token per sequence, so none
+
+    @property
+    def layout(self) -> list[int]:
+        """Lengths of the parts of its message: those that `_flatten` returns, and the work list."""
+        tokens, seqs, tiles = self
+        return [tokens, tokens, tokens, seqs + 1, seqs, seqs, 2 * tiles]
 
 
 class _Needs:
@@ -73,11 +88,7 @@ class Runner:
                              "use 'auto'")
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
-        self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
         self.use_graphs = self.device.type == "cuda" and not enforce_eager
-        self.sampler = Sampler(fused=self.use_graphs)
-        if self.use_graphs:
-            self.model.fuse()
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch. Torch has
         # a faster kernel to gather rows of a multiple of 16 bytes.
@@ -90,11 +101,40 @@ class Runner:
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.owners: list = [None] * rows  # the sequence whose settings they are
-        self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # batch size -> graph, logits, tokens
+        with ThreadPoolExecutor(1) as thread:  # Triton compiles while weights are read and torch's compiler is imported
+            compiled = thread.submit(self._compile_kernels) if self.kernels is TRITON and self.device.type == "cuda" else None
+            self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
+            self.sampler = Sampler(fused=self.use_graphs)
+            self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
+            if self.use_graphs:
+                import_module("torch._inductor.compile_fx")  # takes a second, here or when it is first used
+                self.model.fuse()
+        if compiled:
+            compiled.result()
+        self.graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if self.kernels is TRITON:
             self.query_tile = tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, self.device)
+
+    def _compile_kernels(self) -> None:
+        """Call the kernels in each of their forms, with nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device.index or 0)  # a thread has its own
+        c, size, most = self.config, self.block_size, min(self.max_num_seqs, 1024)
+        make, ints = partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
+        cache, lens, starts = make(1, size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype), make(most, **ints), make(most + 1, **ints)
+        norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
+        q = self.kernels.rotate_and_store(
+            make(max(2, most), c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
+            None if c.learned_positions else make(max(2, most), c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
+        tiles = torch.full((1, 2), -1, **ints)
+        for window in set(c.sliding_windows or [0]):
+            for longest in (1, self.max_model_len):
+                for count in (count for count in {most, *GRAPH_SIZES} if count <= most):
+                    self.kernels.attention(q[:count], cache, cache, self.block_tables[:count], lens[:count], starts[:count + 1],
+                                           c.head_dim ** -0.5, max_query_len=1, max_seq_len=longest, sliding_window=window)
+            self.kernels.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
+                                   max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
 
     # ---- memory
 
@@ -141,7 +181,7 @@ class Runner:
         ids = torch.randint(c.vocab_size, (length,), generator=generator).tolist()
         message = self._send([ids, range(length), range(length), [0, length], [length], [self.max_num_seqs]])
         batch = self._batch(message, torch.zeros(0, dtype=torch.int64, device=self.device), length, length, int(length == 1),
-                            self._query_tiles([length], [length]))
+                            self._to_device(self._query_tiles([length], [length])))
         batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None]
         self.model(batch, [(*layer, 1.0, 1.0) for layer in cache], self.kernels)
         largest = [[part.abs().max().item() for part in layer] for layer in cache]
@@ -180,8 +220,8 @@ class Runner:
         except torch.OutOfMemoryError:
             raise ValueError(f"a step of {self.max_num_batched_tokens} tokens does not fit beside the weights; "
                              "lower max_num_batched_tokens or max_num_seqs") from None
-        # Graphs have memory of their own: that of the largest decode step, shared between them.
-        needed = max(prefill, decode) + (decode if self.use_graphs else 0)
+        # Graphs have memory of their own, shared between them: that of the largest step, where every sequence samples.
+        needed = max(prefill, decode) + (prefill + decode if self.use_graphs else 0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(total * gpu_memory_utilization) - (total - free) - needed
@@ -206,7 +246,7 @@ class Runner:
             starts.append(starts[-1] + query_len)
         message = self._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
         batch = self._batch(message, torch.arange(num_seqs, device=self.device), max(query_lens), self.max_model_len,
-                            query_lens.count(1), self._query_tiles(query_lens, query_lens))
+                            query_lens.count(1), self._to_device(self._query_tiles(query_lens, query_lens)))
         for needs in (_Needs(), _Needs(filters=True), _Needs(greedy=True)):
             self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, needs)
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -228,14 +268,16 @@ class Runner:
         work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: -pair[0].num_computed_tokens if pair[1] == 1 else 1)
         parts = self._flatten(work)
         prompts = list(_prompt_parts(work, parts[3]))
-        size = self._graph_size(len(work)) if work[-1][1] == 1 and not prompts else None
         sampling = set(step.sampled)
-        sampled = [seq for seq, _ in work if size or seq in sampling]
+        indices = [i for i, (seq, _) in enumerate(work) if seq in sampling]
+        sampled = [work[i][0] for i in indices]
         needs = _Needs(sampled, self.editor)
-        if size is not None:
-            tokens, logits = self._replay(size, parts, needs)
+        query_lens = [num_tokens for _, num_tokens in work]
+        shape = None if prompts else self.graph_shape(query_lens, parts[4])
+        if shape is not None:
+            tokens, logits = self._replay(shape, parts, query_lens, indices, needs)
         else:
-            tokens, logits = self._run(work, parts, sampled, prompts, needs)
+            tokens, logits = self._run(parts, query_lens, indices, prompts, needs)
         place = {seq: i for i, seq in enumerate(sampled)}
         order = [place[seq] for seq in step.sampled]
         # Log probabilities, of the rows that want some; mostly there are none.
@@ -329,21 +371,20 @@ class Runner:
             rows.append(seq.row)
         return [input_ids, positions, slots, starts, lens, rows]
 
-    def _run(self, work, parts: list[list[int]], sampled, prompts: list[tuple], needs: "_Needs") -> tuple[Tensor, Tensor]:
-        """The step kernel by kernel; the tokens of `sampled`, [num_samples], and the logits of these and of the prompts."""
-        sampling, query_lens = set(sampled), [num_tokens for _, num_tokens in work]
-        indices = [i for i, (seq, _) in enumerate(work) if seq in sampling]
+    def _run(self, parts: list[list[int]], query_lens: list[int], indices: list[int], prompts: list[tuple],
+             needs: "_Needs") -> tuple[Tensor, Tensor]:
+        """The step kernel by kernel; the tokens of the sequences at `indices`, [num_samples], and the logits of these and
+        of the prompts."""
         rows = [parts[3][i + 1] - 1 for i in indices]
         for part in prompts:
             rows += range(part.row, part.row + part.count)
-        *message, indices, rows = self._send([*parts, indices, rows])
+        *message, at, rows = self._send([*parts, indices, rows])
         batch = self._batch(message, rows, max(query_lens), max(parts[4]), query_lens.count(1),
-                            self._query_tiles(query_lens, parts[4]))
+                            self._to_device(self._query_tiles(query_lens, parts[4])))
         logits = self.model(batch, self.kv_cache, self.kernels)
-        if not sampled:
+        if not indices:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
-        return self._sample(logits[:len(sampled)], message[5].index_select(0, indices), batch.seq_lens.index_select(0, indices),
-                            needs), logits
+        return self._sample(logits[:len(indices)], message[5].index_select(0, at), batch.seq_lens.index_select(0, at), needs), logits
 
     def _batch(self, message: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                num_decodes: int, query_tiles: Tensor | None) -> Batch:
@@ -372,10 +413,11 @@ class Runner:
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
-    def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor | None:
+    def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
+        """The kernel's work list for prompts, on the host. Torch needs none."""
         if self.kernels is not TRITON:
-            return None
-        return self._to_device(make_query_tiles(query_lens, seq_lens, self.query_tile))
+            return torch.empty(0, 2, dtype=torch.int32)
+        return make_query_tiles(query_lens, seq_lens, self.query_tile)
 
     def _send(self, parts: list[list[int]]) -> list[Tensor]:
         """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
@@ -387,55 +429,81 @@ class Runner:
 
     # ---- CUDA graphs
 
-    def _graph_size(self, num_seqs: int) -> int | None:
-        """The smallest recorded batch size that holds so many sequences."""
-        return min((size for size in self.graphs if size >= num_seqs), default=None)
+    def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> _Shape | None:
+        """The smallest recorded step with room for one of these lengths; None if it is better launched kernel by kernel."""
+        num_tokens, decodes = sum(query_lens), [n for query_len, n in zip(query_lens, seq_lens) if query_len == 1]
+        only_decodes = len(decodes) == len(query_lens)
+        shape = min((shape for shape in self.graphs if (shape.num_tiles == 0) == only_decodes
+                     and shape.num_tokens >= num_tokens and shape.num_seqs >= len(query_lens)), default=None)
+        if shape and not only_decodes:
+            if PADDED_ANYWAY < num_tokens < shape.num_tokens * 7 / 8:
+                return None
+            # Its decode attention is laid out for many sequences, a program for each context and kv head.
+            if decodes and max(decodes) > 4096 and len(decodes) * self.config.num_kv_heads < MANY_CONTEXTS:
+                return None
+        return shape
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Record a decode step for each of some batch sizes. Larger ones are padded up to the next by an eighth at most."""
-        largest = min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
-        sizes = {largest} | {size for size in GRAPH_SIZES if size < largest}
+        """Record decode steps, where larger batches are padded by an eighth at most, and steps with prompts."""
+        most_tokens, most_seqs = self.max_num_batched_tokens, min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
+        decodes = [_Shape(size, size, 0) for size in {most_seqs} | {size for size in GRAPH_SIZES if size < most_seqs}]
+        mixed = [_Shape(size, min(size, most_seqs), size // self.query_tile + min(size, most_seqs))
+                 for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}]
+        shapes = sorted(decodes + mixed, reverse=True)  # the largest first: the others fit into its memory
         # Recordings compute nothing: slot -1 writes nothing, and row and query length 0 are nobody's.
-        self.graph_input = torch.zeros(6 * largest + 1, dtype=torch.int32, device=self.device)
+        self.graph_input = torch.zeros(max(sum(shape.layout) for shape in shapes), dtype=torch.int32, device=self.device)
+        self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         pool = None
         gc.collect()
         gc.freeze()  # torch collects garbage before each recording: what is here now need not be looked at every time
-        for size in {largest} | (sizes & {1, 2}):  # compile what is not yet: one row and few rows have kernels of their own
-            self._decode(size)
-        for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
+        for shape in decodes:  # compile what is not yet: one row and few rows have kernels of their own
+            if shape.num_seqs in (1, 2, most_seqs):
+                self._static_step(shape)
+        for shape in shapes:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits, tokens = self._decode(size)
+                logits, tokens = self._static_step(shape)
             pool = pool or graph.pool()
-            self.graphs[size] = graph, logits, tokens
+            self.graphs[shape] = graph, logits, tokens
         gc.unfreeze()
 
-    def _decode(self, size: int) -> tuple[Tensor, Tensor]:
-        """A decode step of `size` sequences as the graph input has it; their logits and tokens."""
-        message = list(self.graph_input[:6 * size + 1].split([size, size, size, size + 1, size, size]))
-        batch = self._batch(message, None, 1, self.max_model_len, size, None)
-        logits = self.model(batch, self.kv_cache, self.kernels)
+    def _static_step(self, shape: _Shape) -> tuple[Tensor, Tensor]:
+        """A step of this shape as the graph input has it, in which every sequence samples after its last token: their
+        logits and tokens."""
+        *message, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
+        ends = (message[3][1:] - 1).clamp(min=0) if shape.num_tiles else None
+        batch = self._batch(message, ends, 2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs, tiles.view(-1, 2))
+        logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, message[5], batch.seq_lens, _Needs())
 
-    def _replay(self, size: int, parts: list[list[int]], needs: "_Needs") -> tuple[Tensor, Tensor]:
-        """The step by its graph, padded with rows of no sequence: no query, no slot, no length."""
-        num_seqs = len(parts[0])
-        padding = size - num_seqs
-        for part, filler in zip(parts, (0, 0, -1, num_seqs, 0, self.max_num_seqs)):
-            part += [filler] * padding
-        message = _integers(parts)
-        self.graph_input[:len(message)].copy_(message.pin_memory(), non_blocking=True)
-        graph, logits, tokens = self.graphs[size]
+    def _replay(self, shape: _Shape, parts: list[list[int]], query_lens: list[int], indices: list[int],
+                needs: "_Needs") -> tuple[Tensor, Tensor]:
+        """`_run` by a graph, padded with tokens of no slot and rows of no sequence: no query, no length."""
+        num_seqs = len(query_lens)
+        tiles = self._query_tiles(query_lens, parts[4]).flatten().tolist() if shape.num_tiles else []
+        for part, length, filler in zip([*parts, tiles], shape.layout, (0, 0, -1, len(parts[0]), 0, self.max_num_seqs, -1)):
+            part += [filler] * (length - len(part))
+        message = _integers([*parts, tiles])
+        self.graph_input[:len(message)].copy_(message.pin_memory() if self.device.type == "cuda" else message, non_blocking=True)
+        graph, logits, tokens = self.graphs[shape]
         graph.replay()
+        *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
+        if not indices:
+            return tokens[:0], logits[:0]
+        if len(indices) == num_seqs:
+            tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
+        else:
+            at = self._send([indices])[0]
+            tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
         if needs.filters or needs.edits or needs.processors:  # the graph draws from the plain logits: draw again
-            rows = self.graph_input[5 * size + 1:5 * size + 1 + num_seqs]
-            lens = self.graph_input[4 * size + 1:4 * size + 1 + num_seqs]
-            return self._sample(logits[:num_seqs], rows, lens, needs), logits[:num_seqs]
-        return tokens[:num_seqs], logits[:num_seqs]
+            tokens = self._sample(logits, rows, lens, needs)
+        return tokens, logits
 
 
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
+TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]
+PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
 SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
 
@@ -481,7 +549,8 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
 def _reader(*tensors: Tensor) -> Callable[[], list[list]]:
     """A function that waits for the tensors and returns them as lists."""
     if tensors[0].device.type != "cuda":
-        return lambda: [tensor.tolist() for tensor in tensors]
+        lists = [tensor.tolist() for tensor in tensors]
+        return lambda: lists
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(copies, tensors):
         copy.copy_(tensor, non_blocking=True)

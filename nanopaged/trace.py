@@ -212,9 +212,9 @@ class Trace:
         turn in one program (V1, as without splits)."""
         runner, decodes = self.llm.runner, [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1]
         size, longest = len(decodes), max(seq.num_computed_tokens for seq in step.seqs)
-        graph_size = runner._graph_size(size) if size == len(step.seqs) else None
-        if graph_size:  # recorded for sequences of any length
-            size, longest = graph_size, runner.max_model_len
+        shape = runner.graph_shape(step.num_tokens, [seq.num_computed_tokens for seq in step.seqs])
+        if shape:  # recorded for sequences of any length
+            size, longest = shape.num_seqs, runner.max_model_len
         num_contexts, changed = size * self.llm.config.num_kv_heads, []
         for seq in decodes:
             num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
