@@ -409,7 +409,8 @@ def large(limits: Limits, quick: bool) -> None:
 
 
 def latency(limits: Limits, quick: bool) -> None:
-    """64 sequences decode while prompts of 4,000 tokens arrive: gaps between their tokens, and time to first token."""
+    """Time to first token of a prompt that comes alone. 64 sequences decode while prompts of 4,000 tokens arrive: gaps between
+    their tokens, and time to first token."""
     llm = random_llm("0.6B", max_model_len=8192)
     prefill_rate(llm, 4, 8000)  # warm up
     budget_ms = 8192 / prefill_rate(llm, 8, 8000) * 1000
@@ -429,6 +430,8 @@ def latency(limits: Limits, quick: bool) -> None:
         first_tokens += [(now - arrived[request.request_id]) * 1000 for request in finished if request.request_id in arrived]
         last = now
     stop_all(llm)
+    short = [1000 / rate(lambda: llm.generate(random_prompts(rng, [100]), SamplingParams(max_tokens=1)), 1) for _ in range(11)]
+    row("time to first token of a 100-token prompt, alone", statistics.median(short), "ms")
     row("gap between tokens under load, median", statistics.median(gaps), "ms")
     row("gap between tokens under load, 99th percentile", sorted(gaps)[int(0.99 * len(gaps))], "ms", peer=f"one budget of work: {budget_ms:.0f} ms")
     row("time to first token of a 4,000-token prompt", statistics.median(first_tokens), "ms")
@@ -457,19 +460,18 @@ print(time.time() - started)
 
 
 def start(limits: Limits, quick: bool) -> None:
-    """Process start to first token, with the compile caches empty and then full. Python's byte code is compiled before
-    either, as it is where pip has installed torch in the usual way."""
-    with tempfile.TemporaryDirectory() as caches:
-        environment = os.environ | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor",
-                                        PYTHONPYCACHEPREFIX=f"{caches}/python")
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        imports = "import torch._inductor.compile_fx, torch._inductor.codegen.triton, torch._inductor.select_algorithm"
-        subprocess.run([sys.executable, "-c", imports], env=environment, check=True, capture_output=True)
-        for label, peer in (("cold", "vLLM 56, nano-vllm about 15"), ("warm", "")):
+    """Process start to first token, with the compile caches empty and then full. One start before them, with caches of its
+    own, has Python compile byte code, which pip does where it installs packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        for label, caches, peer in (("", "first", ""), ("cold", "second", "vLLM 56, nano-vllm about 15"), ("warm", "second", "")):
+            environment = os.environ | dict(TRITON_CACHE_DIR=f"{folder}/{caches}/triton", PYTHONPYCACHEPREFIX=f"{folder}/python",
+                                            TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
             started = time.time()
             subprocess.run([sys.executable, "-c", START.format(root=str(Path(__file__).parent))], env=environment, check=True,
                            stdout=subprocess.DEVNULL)
-            row(f"0.6B process start to first token, caches {label}", time.time() - started, "s", peer=peer)
+            if label:
+                row(f"0.6B process start to first token, caches {label}", time.time() - started, "s", peer=peer)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import math
 import struct
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -101,40 +101,16 @@ class Runner:
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.owners: list = [None] * rows  # the sequence whose settings they are
-        with ThreadPoolExecutor(1) as thread:  # Triton compiles while weights are read and torch's compiler is imported
-            compiled = thread.submit(self._compile_kernels) if self.kernels is TRITON and self.device.type == "cuda" else None
+        with _no_garbage_collection():  # torch's compiler is imported
             self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
             self.sampler = Sampler(fused=self.use_graphs)
             self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
             if self.use_graphs:
-                import_module("torch._inductor.compile_fx")  # takes a second, here or when it is first used
                 self.model.fuse()
-        if compiled:
-            compiled.result()
         self.graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if self.kernels is TRITON:
             self.query_tile = tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, self.device)
-
-    def _compile_kernels(self) -> None:
-        """Call the kernels in each of their forms, with nothing to do."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device.index or 0)  # a thread has its own
-        c, size, most = self.config, self.block_size, min(self.max_num_seqs, 1024)
-        make, ints = partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
-        cache, lens, starts = make(1, size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype), make(most, **ints), make(most + 1, **ints)
-        norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
-        q = self.kernels.rotate_and_store(
-            make(max(2, most), c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
-            None if c.learned_positions else make(max(2, most), c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
-        tiles = torch.full((1, 2), -1, **ints)
-        for window in set(c.sliding_windows or [0]):
-            for longest in (1, self.max_model_len):
-                for count in (count for count in {most, *GRAPH_SIZES} if count <= most):
-                    self.kernels.attention(q[:count], cache, cache, self.block_tables[:count], lens[:count], starts[:count + 1],
-                                           c.head_dim ** -0.5, max_query_len=1, max_seq_len=longest, sliding_window=window)
-            self.kernels.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
-                                   max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
 
     # ---- memory
 
@@ -146,6 +122,10 @@ class Runner:
 
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
+        if self.device.type == "cuda":
+            gc.collect()  # an engine that is not used any more may hold most of the card until then
+            if self.kernels is TRITON:
+                self._compile()
         blocks_per_seq = cdiv(self.max_model_len, self.block_size)
         if num_blocks is None and self.device.type == "cpu":
             num_blocks = max(1, min(GIB // self.block_bytes, self.max_num_seqs * blocks_per_seq))
@@ -204,25 +184,15 @@ class Runner:
     @torch.inference_mode()
     def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
-        gc.collect()  # an engine that is not used any more may hold most of the card until then
         try:
             one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
                                     device=self.device)
         except (RuntimeError, TypeError):
             raise self._no_memory(1) from None
         self.kv_cache = [(one_block, one_block, 1.0, 1.0)] * self.config.num_layers
-        full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
-        prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
-        try:
-            # The larger first: torch tries a few shapes for a compiled kernel, and keeps what is best at its first call.
-            prefill = self._peak_of(prompts)
-            decode = self._peak_of([1] * min(self.max_num_seqs, self.max_num_batched_tokens))
-        except torch.OutOfMemoryError:
-            raise ValueError(f"a step of {self.max_num_batched_tokens} tokens does not fit beside the weights; "
-                             "lower max_num_batched_tokens or max_num_seqs") from None
-        # Graphs have memory of their own, shared between them: that of the largest step, where every sequence samples.
-        needed = max(prefill, decode) + (prefill + decode if self.use_graphs else 0)
-        torch.cuda.empty_cache()
+        needed = max(self._peak_of(step) for step in self._largest_steps())
+        needed *= 2 if self.use_graphs else 1  # graphs have memory of their own, shared between them: that of the largest step
+        self.release_memory()
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(total * gpu_memory_utilization) - (total - free) - needed
         if left < self.block_bytes:
@@ -233,10 +203,16 @@ class Runner:
                 "max_num_batched_tokens")
         return left
 
+    def _largest_steps(self) -> tuple[list[int], list[int]]:
+        """Query lengths of the largest step with prompts, and of the largest decode step."""
+        full, rest = divmod(self.max_num_batched_tokens, self.max_model_len)
+        prompts = ([self.max_model_len] * full + [rest] * (rest > 0))[:self.max_num_seqs]
+        return prompts, [1] * min(self.max_num_seqs, self.max_num_batched_tokens)
+
     def _peak_of(self, query_lens: list[int]) -> int:
-        """Bytes that a step of this shape takes at its peak, every sampling setting used. It writes nothing, and its
-        tables point at block 0 throughout."""
-        torch.cuda.empty_cache()
+        """Bytes that a step of this shape takes at its peak, as many rows sampled as there can be, every sampling setting used.
+        It writes nothing, and its tables point at block 0 throughout."""
+        self.release_memory()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         num_seqs, num_tokens = len(query_lens), sum(query_lens)
@@ -245,16 +221,59 @@ class Runner:
         for query_len in query_lens:
             starts.append(starts[-1] + query_len)
         message = self._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
-        batch = self._batch(message, torch.arange(num_seqs, device=self.device), max(query_lens), self.max_model_len,
-                            query_lens.count(1), self._to_device(self._query_tiles(query_lens, query_lens)))
-        for needs in (_Needs(), _Needs(filters=True), _Needs(greedy=True)):
-            self._sample(self.model(batch, self.kv_cache, self.kernels), message[5], batch.seq_lens, needs)
+        sampled = torch.zeros(min(self.max_num_seqs, num_tokens), dtype=torch.int32, device=self.device)
+        batch = self._batch(message, sampled, max(query_lens), self.max_model_len, query_lens.count(1),
+                            self._to_device(self._query_tiles(query_lens, query_lens)))
+        try:
+            for needs in (_Needs(), _Needs(filters=True), _Needs(greedy=True)):
+                self._sample(self.model(batch, self.kv_cache, self.kernels), sampled + self.max_num_seqs, sampled, needs)
+        except torch.OutOfMemoryError:
+            raise ValueError(f"a step of {num_tokens} tokens and {len(sampled)} samples does not fit beside the weights; lower "
+                             "max_num_batched_tokens or max_num_seqs") from None
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def release_memory(self) -> None:
         """Give back what torch keeps for later allocations."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    # ---- compiling, on a CUDA device
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile what steps will need: Triton's kernels in a thread, and meanwhile what `fuse` has torch compile, by steps
+        whose attention does nothing."""
+        with ThreadPoolExecutor(1) as thread:
+            compiled = thread.submit(self._compile_kernels)
+            if self.use_graphs:
+                self.kernels, self.kv_cache = IDLE, [(None, None, 1.0, 1.0)] * self.config.num_layers
+                # The largest first: torch tries a few shapes for a kernel, and keeps what is best at its first call. One
+                # row and few rows have kernels of their own.
+                for query_lens in (*self._largest_steps(), [1, 1], [1]):
+                    if len(query_lens) <= self.max_num_seqs:
+                        self._peak_of(query_lens)
+                self.kernels = TRITON
+            compiled.result()
+
+    def _compile_kernels(self) -> None:
+        """Call Triton's kernels in each of their forms, with nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device.index or 0)  # a thread has its own
+        c, size, most = self.config, self.block_size, min(self.max_num_seqs, 1024)
+        make, ints = partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
+        cache, lens, starts = make(1, size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype), make(most, **ints), make(most + 1, **ints)
+        norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
+        q = TRITON.rotate_and_store(
+            make(max(2, most), c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
+            None if c.learned_positions else make(max(2, most), c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
+        tiles = torch.full((1, 2), -1, **ints)
+        for window in set(c.sliding_windows or [0]):
+            TRITON.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
+                             max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
+            for longest in (1, self.max_model_len):
+                for count in (count for count in {most, *GRAPH_SIZES} if count <= most):
+                    TRITON.attention(q[:count], cache, cache, self.block_tables[:count], lens[:count], starts[:count + 1],
+                                     c.head_dim ** -0.5, max_query_len=1, max_seq_len=longest, sliding_window=window)
 
     # ---- a step
 
@@ -401,12 +420,15 @@ class Runner:
         edits = needs.edits or needs.processors
         if edits:
             logits = self.editor(logits, rows, positions, needs.processors)
-        settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS], seen as what `_settings` packed
+        if len(rows) == 1 and self.use_graphs:  # twice: torch would compile the sampler again for a single row, in two seconds
+            logits, positions = torch.cat([logits, logits]), torch.cat([positions, positions])
+        # [R, SETTINGS_INTS], seen as what `_settings` packed
+        settings = self.settings.index_select(0, rows.expand(len(logits)))
         floats, longs = settings.view(torch.float32), settings.view(torch.int64)
         tokens = self.sampler(logits, SamplingBatch(
             temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2], top_k=longs[:, 3],
             position=positions.long(),
-            all_greedy=needs.greedy, any_filter=needs.filters))
+            all_greedy=needs.greedy, any_filter=needs.filters))[:len(rows)]
         usable = tokens.clamp(min=0)
         if edits:
             self.editor.add(rows, usable)
@@ -457,9 +479,6 @@ class Runner:
         pool = None
         gc.collect()
         gc.freeze()  # torch collects garbage before each recording: what is here now need not be looked at every time
-        for shape in decodes:  # compile what is not yet: one row and few rows have kernels of their own
-            if shape.num_seqs in (1, 2, most_seqs):
-                self._static_step(shape)
         for shape in shapes:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -501,11 +520,25 @@ class Runner:
         return tokens, logits
 
 
+# In place of TRITON: attention that does nothing.
+IDLE = Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambda q, *_, **__: q)
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]
 PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
 SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
+
+
+@contextmanager
+def _no_garbage_collection():
+    """For imports of thousands of modules: the collector would look at all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _integers(parts: list[list[int]]) -> Tensor:

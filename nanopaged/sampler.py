@@ -37,7 +37,7 @@ class Sampler:
     """Picks one token per row. `fused`: with the draw compiled, which reads the whole vocabulary once."""
 
     def __init__(self, fused: bool = False):
-        self.fused, self.pick = fused, compile_rows(pick, 4) if fused else pick
+        self.pick = compile_rows(pick, 4) if fused else pick
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. -1 where the largest logit is no
@@ -46,10 +46,7 @@ class Sampler:
             largest, tokens = logits.max(-1)
             return torch.where(largest.isfinite(), tokens, -1)
         if not batch.any_filter:
-            rows = logits, batch.temperature, batch.seed, batch.position
-            if self.fused and len(logits) == 1:  # twice: torch would compile all of it again for a single row, in two seconds
-                return self.pick(*(torch.cat([row, row]) for row in rows))[:1]
-            return self.pick(*rows)
+            return self.pick(logits, batch.temperature, batch.seed, batch.position)
         # Rows without a filter get what they get without the others.
         is_greedy = batch.temperature < SMALLEST_TEMPERATURE
         scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
