@@ -343,11 +343,12 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _slots_of(block, tile, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr,
+              VC_BLOCK: tl.constexpr, VC_SLOT: tl.constexpr):
     """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
     # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
     offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
-    return block * kc_block + offset * kc_slot, block * vc_block + offset * vc_slot
+    return block * KC_BLOCK + offset * KC_SLOT, block * VC_BLOCK + offset * VC_SLOT
 
 
 @jit
@@ -386,15 +387,13 @@ def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, PADDED: tl.conste
 
 
 @jit
-def _prefill_tile(acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, block, tile, oldest,
-                  end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def _prefill_tile(acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
+                  tile, oldest, end, scale, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                  WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Attend to the keys of one tile with both halves of the queries: q [TILE_M // 2, DIM_PADDED] each. Without MASKED every
     row sees every key, so nothing has to be compared."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
-    slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
     exists = token < end
     if WINDOW:
         exists &= token >= oldest
@@ -429,14 +428,12 @@ def _attend(acc, row_max, row_sum, scores, v, token, exists, position, scale, WI
 
 
 @jit
-def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, block, tile, oldest, end, scale, kc_block, kc_slot, vc_block, vc_slot,
-                 TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                 WINDOW: tl.constexpr, PRECISION: tl.constexpr):
+def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, slot_k, slot_v, tile, oldest, end, scale, TILE_N: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr):
     """The same for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
     Tensor cores multiply 16 rows by 8 columns at least. A group of 2 heads fills 2 of 8 columns, but would fill 2 of 16 rows."""
     dim = tl.arange(0, DIM_PADDED)
     token = tile + tl.arange(0, TILE_N)
-    slot_k, slot_v = _slots_of(block, tile, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE)
     exists = token < end
     if WINDOW:
         exists &= token >= oldest
@@ -497,12 +494,13 @@ def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: 
 
 @jit
 def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, kc_block, kc_slot, kc_head,
-                           vc_block, vc_slot, vc_head, table_row,
-                           DECODE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                           BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-                           PRECISION: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr):
+                           query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
+                           KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
+                           VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, DECODE: tl.constexpr, KV_HEADS: tl.constexpr,
+                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                           TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
+                           MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+                           EARLY: tl.constexpr):
     """DECODE: program (sequence and kv head, one of the programs that share its splits); num_splits is the most that any
     sequence has. Otherwise: program (entry of query_tiles and kv head). Programs start in the order of the first axis, so
     the heads of a sequence, which lie side by side in memory, run at the same time."""
@@ -527,7 +525,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
     oldest = start
     table = block_tables + seq.to(tl.int64) * table_row
-    k_base, v_base = k_cache + kv_head.to(tl.int64) * kc_head, v_cache + kv_head.to(tl.int64) * vc_head
+    k_base, v_base = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
 
     # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
     if DECODE:  # this program has all of the sequence's splits, or shares them with others, a run of splits each
@@ -546,11 +544,11 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         all_acc, all_max, all_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of those before it
         block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
         for tile in range(start, end, TILE_N):
-            this_block = block
+            slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
             acc, col_max, col_sum = _decode_tile(
-                acc, col_max, col_sum, q_tile, k_base, v_base, this_block, tile, oldest, end, scale, kc_block, kc_slot, vc_block,
-                vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, PRECISION)
+                acc, col_max, col_sum, q_tile, k_base, v_base, slot_k, slot_v, tile, oldest, end, scale, TILE_N, HEAD_DIM,
+                DIM_PADDED, WINDOW, PRECISION)
             # At a split's end its sums are merged or stored, and begin anew. That is done, or masked, in every tile,
             # because a branch would end the pipelining of loads.
             ends = tile + TILE_N >= tl.minimum((split + 1) * split_len, end)
@@ -583,18 +581,18 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         if not WINDOW:  # tiles before the diagonal are seen by every row and need no mask
             diagonal = (first_position + 1) // TILE_N * TILE_N
             for tile in range(start, diagonal, TILE_N):
-                this_block = block
+                slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
                 block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
                 acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
-                    acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, this_block, tile, oldest,
-                    end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+                    acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
+                    tile, oldest, end, scale, TILE_N, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
             start = diagonal
         for tile in range(start, end, TILE_N):
-            this_block = block
+            slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
             block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
             acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
-                acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, this_block, tile, oldest,
-                end, scale, kc_block, kc_slot, vc_block, vc_slot, TILE_N, BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
+                acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
+                tile, oldest, end, scale, TILE_N, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
         tl.store(out_a, _average(acc_a, sum_a[:, None], v_scale), mask=valid_a)
         tl.store(out_b, _average(acc_b, sum_b[:, None], v_scale), mask=valid_b)
 
@@ -665,8 +663,8 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
         raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
                            "interpreter (pip install triton numpy); attention='torch' works everywhere")
     scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
-    strides = (*q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0))
-    shape = kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype)
+    strides = (*q.stride()[:2], *out.stride()[:2], block_tables.stride(0))
+    shape = kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype, k_cache.stride(), v_cache.stride())
     early = early_launch(q.device)
     shared_memory = _shared_memory(q.device)
     if max_query_len > 1:
@@ -730,11 +728,13 @@ def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile
 
 
 @lru_cache
-def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype) -> dict:
-    """What a model's shape fixes at compile time."""
-    return dict(KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-                WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT, MID_SPLIT=MID_SPLIT, MAX_SPLITS=MAX_SPLITS,
-                PRECISION="ieee" if dtype == torch.float32 else "tf32")
+def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype,
+                     k_strides: tuple, v_strides: tuple) -> dict:
+    """What a model's shape fixes at compile time. Strides of the cache are among it, because the kernel adds up many addresses."""
+    return dict(KC_BLOCK=k_strides[0], KC_SLOT=k_strides[1], KC_HEAD=k_strides[2], VC_BLOCK=v_strides[0], VC_SLOT=v_strides[1],
+                VC_HEAD=v_strides[2], KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+                DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size, WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT,
+                MID_SPLIT=MID_SPLIT, MAX_SPLITS=MAX_SPLITS, PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
 @lru_cache

@@ -53,12 +53,17 @@ def _type_of(name: str, constants: dict, dtype: str) -> str:
     return f"*{dtype}" if name in tensors else "i32"
 
 
+def cache_strides(head_dim: int, block_size: int) -> tuple[tuple, tuple]:
+    """Those of K and V in a cache of 8 kv heads."""
+    return ((block_size * 8 * head_dim, 8 * head_dim, head_dim, 1),) * 2
+
+
 def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
               alone=True, fp8=False, stages=3):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
     config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
                                 1 if fp8 else dtype.itemsize, stages)
-    constants = kernel.kernel_constants(8, group, head_dim, block_size, window, dtype) | dict(
+    constants = kernel.kernel_constants(8, group, head_dim, block_size, window, dtype, *cache_strides(head_dim, block_size)) | dict(
         DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
     return compiled, config
@@ -66,7 +71,7 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
-    constants = kernel.kernel_constants(8, 2, head_dim, 64, window, dtype)
+    constants = kernel.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
     yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
