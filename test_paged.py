@@ -830,6 +830,12 @@ def test_greedy_continuations_equal_transformers(variant):
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
 
 
+def test_the_torch_path_on_any_device():
+    prompts, continuations, _ = expectations("qwen3")
+    outputs = load("qwen3", attention="torch").generate([prompt.tolist() for prompt in prompts], GREEDY)
+    assert tokens_of(outputs) == [continuation.tolist()[:24] for continuation in continuations]
+
+
 class RecordingKernel:
     """Launches the kernel, and notes in which of its forms."""
 

@@ -88,7 +88,8 @@ class Runner:
                              "use 'auto'")
         self.kernels = _pick_kernels(attention, self.device)
         torch.manual_seed(seed)
-        self.use_graphs = self.device.type == "cuda" and not enforce_eager
+        # The torch path asks the device for lengths, which cannot be recorded.
+        self.use_graphs = self.device.type == "cuda" and not enforce_eager and self.kernels is TRITON
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch. Torch has
         # a faster kernel to gather rows of a multiple of 16 bytes.
