@@ -175,10 +175,9 @@ def store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
         if slot_mapping.numel() and slot_mapping.min() < 0:
             keep = slot_mapping >= 0
             k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
-        block_size = k_cache.shape[1]
-        place = slot_mapping // block_size, slot_mapping % block_size
-        _bytes(k_cache)[place] = _bytes(_scaled(k, k_scale, k_cache.dtype))
-        _bytes(v_cache)[place] = _bytes(_scaled(v, v_scale, v_cache.dtype))
+        slots = slot_mapping.long()
+        for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+            _bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, _bytes(_scaled(new, scale, cache.dtype)))
     elif len(k):
         launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
