@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         settings = torch._dynamo.config
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
-        fused_product = torch.compile(one_row_product, dynamic=False)
+        fused_product, fused_expand = (torch.compile(f, dynamic=False) for f in (one_row_product, one_row_expand))
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return fused_product(x, weight, bias) if is_small_row(x, weight) else F.linear(x, weight, bias)
@@ -161,10 +161,15 @@ class Transformer(nn.Module):
             pieces = num_pieces(x, weight) if bias is None else 1
             return product(x, weight, bias) if pieces == 1 else product_in_pieces(x, weight, pieces)
 
+        def expand(x: Tensor, up: Linear, activation: str, gated: bool) -> Tensor:
+            if is_small_row(x, up.weight):
+                return fused_expand(x, up.weight, up.bias, activation, gated)
+            return fused_activate(up(x), activation, gated)
+
         for layer in self.layers:
             layer.qkv.matrix_product = layer.up.matrix_product = product
             layer.out.matrix_product = layer.down.matrix_product = product_for_norm
-            layer.activate = fused_activate
+            layer.expand = expand
         for module in self.modules():
             if isinstance(module, Norm):
                 module.add_norm = fused_norm
@@ -192,7 +197,7 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(c, c.hidden_size)
         self.up = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
-        self.activate = activate
+        self.expand = expand
 
     def forward(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """x, the last sublayer's output, [T, D] or [pieces, T, D] (see `product_in_pieces`); residual [T, D], what it is
@@ -215,7 +220,7 @@ class Layer(nn.Module):
         return self.out(o.flatten(1))
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x), self.config.activation, self.config.gated_mlp))
+        return self.down(self.expand(x, self.up, self.config.activation, self.config.gated_mlp))
 
 
 class Embedding(nn.Module):
@@ -279,6 +284,14 @@ def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
 
 
+def one_row_expand(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+    """`expand` for one row: the products of gate and up, side by side, and what becomes of them in one kernel."""
+    count = 2 if gated else 1
+    biases = [None] * count if bias is None else bias.chunk(count)
+    rows = [one_row_product(x, *part) for part in zip(weight.chunk(count), biases)]
+    return ACTIVATIONS[activation](rows[0]) * rows[1] if gated else ACTIVATIONS[activation](rows[0])
+
+
 def is_small_row(x: Tensor, weight: Tensor) -> bool:
     """One row, times a matrix that is not so large that the library, too, reads it at full rate."""
     return len(x) == 1 and weight.numel() <= 2**26
@@ -300,6 +313,11 @@ def product_in_pieces(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
     """
     x, weight = x.view(len(x), pieces, -1), weight.view(len(weight), pieces, -1)
     return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0))
+
+
+def expand(x: Tensor, up: Linear, activation: str, gated: bool) -> Tensor:
+    """The first half of an MLP: x [T, D] -> [T, intermediate]."""
+    return activate(up(x), activation, gated)
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
