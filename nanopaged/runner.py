@@ -145,6 +145,14 @@ class Runner:
             self._capture_graphs()
         return num_blocks
 
+    def _one_block(self) -> Tensor:
+        """What a block has of one layer's K, or of its V. ValueError if there is no memory for it."""
+        c = self.config
+        try:
+            return torch.zeros(1, self.block_size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype, device=self.device)
+        except (RuntimeError, TypeError):
+            raise self._no_memory(1) from None
+
     def _no_memory(self, num_blocks: int) -> ValueError:
         return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, which "
                           f"{self.device} does not have; lower num_blocks or block_size")
@@ -185,12 +193,8 @@ class Runner:
     @torch.inference_mode()
     def _profile(self, gpu_memory_utilization: float) -> int:
         """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
-        try:
-            one_block = torch.zeros(1, self.block_size, self.config.num_kv_heads, self.config.head_dim, dtype=self.kv_dtype,
-                                    device=self.device)
-        except (RuntimeError, TypeError):
-            raise self._no_memory(1) from None
-        self.kv_cache = [(one_block, one_block, 1.0, 1.0)] * self.config.num_layers
+        block = self._one_block()
+        self.kv_cache = [(block, block, 1.0, 1.0)] * self.config.num_layers
         needed = max(self._peak_of(step) for step in self._largest_steps())
         needed *= 2 if self.use_graphs else 1  # graphs have memory of their own, shared between them: that of the largest step
         self.release_memory()
@@ -260,9 +264,9 @@ class Runner:
         """Call Triton's kernels in each of their forms, with nothing to do."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)  # a thread has its own
-        c, size, most = self.config, self.block_size, min(self.max_num_seqs, 1024)
+        c, most = self.config, min(self.max_num_seqs, 1024)
         make, ints = partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
-        cache, lens, starts = make(1, size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype), make(most, **ints), make(most + 1, **ints)
+        cache, lens, starts = self._one_block(), make(most, **ints), make(most + 1, **ints)
         norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
         q = TRITON.rotate_and_store(
             make(max(2, most), c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
