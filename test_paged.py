@@ -850,23 +850,23 @@ class RecordingKernel:
 
 
 @needs_kernel
-@pytest.mark.parametrize("variant, options", [("qwen3", {}), ("mistral", dict(sliding_window=100))], ids=str)
+@pytest.mark.parametrize("variant, options", [("qwen3", {}), ("mistral", dict(sliding_window=100)), ("qwen3", dict(max_num_seqs=1))], ids=str)
 def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, variant, options):
-    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    config, max_num_seqs = json.loads((GOLDEN / variant / "config.json").read_text()), options.get("max_num_seqs", 8)
     (tmp_path / "config.json").write_text(json.dumps(
         config | dict(max_position_embeddings=512, num_hidden_layers=1, layer_types=None) | options))
     forms = set()
     for name in ("paged_attention_kernel", "merge_splits_kernel", "rotate_and_store_kernel"):
         monkeypatch.setattr(kernel, name, RecordingKernel(getattr(kernel, name), forms))
     monkeypatch.setattr(kernel, "MANY_CONTEXTS", 8)
-    llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64, max_num_seqs=8, enforce_eager=True)
+    llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64, max_num_seqs=max_num_seqs, enforce_eager=True)
     forms.clear()
     llm.runner._compile_kernels()
     compiled = set(forms)
     forms.clear()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     llm.generate([[7] * 130], params)
-    llm.generate([[8, i] for i in range(8)], params)
+    llm.generate([[8, i] for i in range(max_num_seqs)], params)
     assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
     assert {dict(form[1:]).get("ALONE") for form in forms} == {True, False, None}
     assert forms <= compiled

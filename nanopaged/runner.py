@@ -265,13 +265,12 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)  # a thread has its own
         c, most = self.config, min(self.max_num_seqs, 1024)
-        make, ints = partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
-        cache, lens, starts = self._one_block(), make(most, **ints), make(most + 1, **ints)
+        rows, make, ints = max(2, most), partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
+        cache, lens, starts, tiles = self._one_block(), make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
         norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
-        q = TRITON.rotate_and_store(
-            make(max(2, most), c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
-            None if c.learned_positions else make(max(2, most), c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
-        tiles = torch.full((1, 2), -1, **ints)
+        q = TRITON.rotate_and_store(  # slots of -1: nothing is written
+            make(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
+            None if c.learned_positions else make(rows, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
         for window in set(c.sliding_windows or [0]):
             TRITON.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
                              max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
