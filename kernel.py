@@ -169,7 +169,8 @@ def store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
     k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim];
     slot_mapping: [num_tokens], block_id * block_size + offset, or -1: this token's K and V are not written
     (padding, or a token whose block is shared and already holds them). What is written is K / k_scale and V / v_scale;
-    an fp8 cache holds numbers of up to 448, and larger ones become that.
+    an fp8 cache holds numbers of up to 448, and larger ones become that. On a CPU, slots must be evenly spaced, as in a cache
+    whose blocks lie one after another.
     """
     if k.device.type == "cpu":
         if slot_mapping.numel() and slot_mapping.min() < 0:
@@ -501,8 +502,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
                            EARLY: tl.constexpr):
     """DECODE: program (sequence and kv head, one of the programs that share its splits); num_splits is the most that any
-    sequence has. Otherwise: program (entry of query_tiles and kv head). Programs start in the order of the first axis, so
-    the heads of a sequence, which lie side by side in memory, run at the same time."""
+    sequence has. Otherwise: program (entry of query_tiles and kv head). Programs start in the order of the first axis: the
+    heads of a sequence, which lie side by side in memory, run at the same time, and the longest tiles of all heads begin
+    first."""
     _wait_for_the_kernel_before(EARLY)
     TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
     kv_head = tl.program_id(0) % KV_HEADS

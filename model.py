@@ -116,6 +116,7 @@ ACTIVATIONS: dict[str, Callable] = {
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, the logits of the rows that sample out."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -142,6 +143,7 @@ class Transformer(nn.Module):
         if batch.logits_indices is not None:  # rows that sample nothing end here
             if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
                 return x.new_empty(0, self.config.vocab_size)
+            # x may be in pieces, [pieces, T, D]
             x, residual = x.index_select(-2, batch.logits_indices), residual.index_select(0, batch.logits_indices)
         x, _ = self.norm(x, residual)
         return torch.matmul(x, self.head.weight.T, out=out)

@@ -424,7 +424,7 @@ class Runner:
         edits = needs.edits or needs.processors
         if edits:
             logits = self.editor(logits, rows, positions, needs.processors)
-        if len(rows) == 1 and self.use_graphs:  # twice: torch would compile the sampler again for a single row, in two seconds
+        if len(rows) == 1 and self.use_graphs:  # twice: for a single row torch would compile the sampler again, two seconds
             logits, positions = torch.cat([logits, logits]), torch.cat([positions, positions])
         # [R, SETTINGS_INTS], seen as what `_settings` packed
         settings = self.settings.index_select(0, rows.expand(len(logits)))
@@ -464,7 +464,8 @@ class Runner:
         if shape and not only_decodes:
             if PADDED_ANYWAY < num_tokens < shape.num_tokens * 7 / 8:
                 return None
-            # Its decode attention is laid out for many sequences, a program for each context and kv head.
+            # Its decode attention is laid out for many sequences, a program for each context and kv head. Long contexts of
+            # which there are few take too long so.
             if decodes and max(decodes) > 4096 and len(decodes) * self.config.num_kv_heads < MANY_CONTEXTS:
                 return None
         return shape
@@ -496,6 +497,7 @@ class Runner:
         logits and tokens."""
         *message, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
         ends = (message[3][1:] - 1).clamp(min=0) if shape.num_tiles else None
+        # The longest query is only asked whether it is one token or more; the longest context may be any.
         batch = self._batch(message, ends, 2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs, tiles.view(-1, 2))
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, message[5], batch.seq_lens, _Needs())
@@ -526,6 +528,7 @@ class Runner:
 
 # In place of TRITON: attention that does nothing.
 IDLE = Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambda q, *_, **__: q)
+# Recorded sizes: sequences of decode steps, tokens of steps with prompts.
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]
 PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
