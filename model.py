@@ -333,8 +333,9 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 def compile_rows(function: Callable, num_tensors: int) -> Callable:
     """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors arguments
     may change. All other sizes become constants of the generated kernel, which moves memory about twice as fast as one that
-    reads them."""
-    compiled = torch.compile(function)
+    reads them. dynamic=False: constants for the second model of a process, too, where torch would make variables of all
+    numbers that the first model had otherwise."""
+    compiled = torch.compile(function, dynamic=False)
 
     def call(*arguments):
         for tensor in arguments[:num_tensors]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -26,11 +27,12 @@ import torch
 import kernel
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
-from model import ModelConfig, num_pieces, product_in_pieces, rope_frequencies
+from model import ModelConfig, activate, add_norm, compile_rows, num_pieces, product_in_pieces, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
 from nanopaged.logits import encode_bad_words
 from nanopaged.runner import _pick_dtype
+from nanopaged.sampler import pick
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
@@ -871,6 +873,27 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
     assert {dict(form[1:]).get("ALONE") for form in forms} == {True, False, None}
     assert forms <= compiled
+
+
+def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
+    graphs = []
+
+    def compiler(graph, _):
+        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape) for x in inputs if torch.is_tensor(x)})
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    for width, eps in ((64, 1e-6), (96, 1e-5)):
+        norm, activation, draw = compile_rows(add_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
+        for rows in (5, 9):  # as many rows as one likes
+            x, weight, whole = torch.randn(rows, width), torch.nn.Parameter(torch.ones(width)), torch.ones(rows, dtype=torch.int64)
+            norm(x, x + 1, weight, None, eps)
+            activation(x, "silu", True)
+            draw(x, whole.float(), whole, whole)
+        # Nothing but the number of rows varies. (eps would be a tensor, too, of shape ().)
+        assert graphs == [{("rows", width), (width,)}, {("rows", width)}, {("rows", width), ("rows",)}]
+        graphs.clear()
 
 
 @needs_kernel
