@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         settings = torch._dynamo.config
         setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
         fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
-        fused_product, fused_expand = (torch.compile(f, dynamic=False) for f in (one_row_product, one_row_expand))
+        fused_product, fused_expand = (torch.compile(f, **COMPILER) for f in (one_row_product, one_row_expand))
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return fused_product(x, weight, bias) if is_small_row(x, weight) else F.linear(x, weight, bias)
@@ -330,12 +330,17 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+# For torch.compile. Sizes and numbers such as eps are constants of the second model in a process, too, where torch would make
+# variables of all in which it differs from the first. And kernels are compiled here: the processes that torch would start for
+# that are ready when nearly all is done.
+COMPILER = dict(dynamic=False, options={"compile_threads": 1})
+
+
 def compile_rows(function: Callable, num_tensors: int) -> Callable:
     """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors arguments
     may change. All other sizes become constants of the generated kernel, which moves memory about twice as fast as one that
-    reads them. dynamic=False: constants for the second model of a process, too, where torch would make variables of all
-    numbers that the first model had otherwise."""
-    compiled = torch.compile(function, dynamic=False)
+    reads them."""
+    compiled = torch.compile(function, **COMPILER)
 
     def call(*arguments):
         for tensor in arguments[:num_tensors]:

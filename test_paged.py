@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -876,14 +875,14 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
 
 
 def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
-    graphs = []
+    graphs, compile = [], torch.compile
 
     def compiler(graph, _):
         inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
         graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape) for x in inputs if torch.is_tensor(x)})
         return graph
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
     for width, eps in ((64, 1e-6), (96, 1e-5)):
         norm, activation, draw = compile_rows(add_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
         for rows in (5, 9):  # as many rows as one likes
