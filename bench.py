@@ -130,21 +130,26 @@ def scheduler(quick: bool) -> None:
                 statistics.median(times) * 1000, "ms/step")
 
 
+def planned(prompts: list, params: list, max_num_seqs: int = 256, block_size: int = 64):
+    """The steps in which an engine would compute these requests, planned without a model: (scheduler, step) of each."""
+    plan = Scheduler(BlockManager(100_000, block_size, enable_prefix_caching=False), max_num_seqs, 8192)
+    for i, (prompt, wanted) in enumerate(zip(prompts, params)):
+        plan.add(Sequence(prompt, wanted, (0, i, 0), len(prompt) + wanted.max_tokens))
+    while plan.waiting or plan.running:
+        step = plan.schedule()
+        yield plan, step
+        plan.update(step, [1] * len(step.sampled))
+
+
 def fragmentation(quick: bool) -> None:
     """Workload "256" through the scheduler, without a model: of the slots that are held, how many hold a token; and how many
     would if every sequence had room for max_model_len 4,096 tokens, as without paging."""
     for block_size in (16, 64):
-        plan = Scheduler(BlockManager(100_000, block_size, enable_prefix_caching=False), 256, 8192)
-        prompts, params = workload_256()
-        for i, (prompt, wanted) in enumerate(zip(prompts, params)):
-            plan.add(Sequence(prompt, wanted, (0, i, 0), len(prompt) + wanted.max_tokens))
         tokens = held = contiguous = 0
-        while plan.waiting or plan.running:
-            step = plan.schedule()
+        for plan, _ in planned(*workload_256(), block_size=block_size):
             tokens += sum(seq.num_computed_tokens for seq in plan.running)
             held += (plan.block_manager.num_blocks - plan.block_manager.num_free_blocks) * block_size
             contiguous += len(plan.running) * 4096
-            plan.update(step, [1] * len(step.sampled))
         row(f"held slots that hold a token, block_size {block_size}", 100 * tokens / held, "%")
     row("  without paging, 4,096 slots per sequence", 100 * tokens / contiguous, "%")
 
@@ -220,6 +225,12 @@ class Limits:
         attention = sum(max(s * kv * dim * 4 / self.copy, 4 * heads * dim * (q * (s - q) + q * (q + 1) / 2) / self.product)
                         for q, s in zip(query_lens, seq_lens)) * layers
         return products + attention
+
+    def tokens_per_second(self, shape: dict, prompts: list, params: list, max_num_seqs: int = 256) -> float:
+        """The most output tokens per second, when each step of these requests takes its least time."""
+        seconds = sum(self.step_seconds(shape, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs], len(step.sampled))
+                      for _, step in planned(prompts, params, max_num_seqs))
+        return sum(p.max_tokens for p in params) / seconds
 
 
 def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True,
@@ -384,16 +395,17 @@ def throughput(limits: Limits, quick: bool) -> None:
     llm = random_llm("0.6B", max_model_len=4096)
     warm_up(llm, workload_256(seed=1)[0])
     tokens_per_second, num_in, num_out = workload(llm)
-    row(f"0.6B workload 256 ({num_in:,} in, {num_out:,} out)", tokens_per_second, "tokens/s", 36_990, "vLLM 23,450")
+    row(f"0.6B workload 256 ({num_in:,} in, {num_out:,} out)", tokens_per_second, "tokens/s",
+        limits.tokens_per_second(SHAPES["0.6B"], *workload_256()), "vLLM 23,450")
     if quick:
         return
     del llm
     llm = random_llm("0.6B", max_model_len=1024, max_num_seqs=1024)
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=128)
     prompts = random_prompts(random.Random(0), [128] * 1024)
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=128)] * 1024
     warm_up(llm, prompts)
-    row("0.6B 1,024 x (128 in, 128 out)", rate(lambda: llm.generate(prompts, params), 1024 * 128), "tokens/s", 131_800,
-        "vLLM 36,650, nano-vllm 52,590")
+    row("0.6B 1,024 x (128 in, 128 out)", rate(lambda: llm.generate(prompts, params), 1024 * 128), "tokens/s",
+        limits.tokens_per_second(SHAPES["0.6B"], prompts, params, 1024), "vLLM 36,650, nano-vllm 52,590")
 
 
 def large(limits: Limits, quick: bool) -> None:
@@ -405,7 +417,7 @@ def large(limits: Limits, quick: bool) -> None:
         limit = limits.step_seconds(SHAPES["8B"], [1] * batch, [540] * batch, batch) * 1000
         row(f"8B decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit, peer)
     warm_up(llm, workload_256(seed=1)[0])
-    row("8B workload 256", workload(llm)[0], "tokens/s", 12_880, "vLLM 9,140")
+    row("8B workload 256", workload(llm)[0], "tokens/s", limits.tokens_per_second(SHAPES["8B"], *workload_256()), "vLLM 9,140")
 
 
 def latency(limits: Limits, quick: bool) -> None:
