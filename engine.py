@@ -437,10 +437,9 @@ class Scheduler:
         """The last running sequence gives its blocks back. They are moved to the host, if there is room, and otherwise
         computed again when it returns (preemption by swapping, by recompute); its tokens are kept.
 
-        Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again 3.0 ms
-        for 256 tokens, 6.1 for 1,024, 15.5 for 4,096 and 98 for 16,384: swapping was cheaper up to some 1,000 tokens, and
-        again for very long texts, where attention counts.
-        `bench.py --only swapping` measures it where you are.
+        Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again 2.4 ms
+        for 256 tokens, 5.2 for 1,024, 14.8 for 4,096 and 95 for 16,384: swapping was cheaper up to some 1,000 tokens, and
+        again for very long texts, where attention counts. `bench.py --only swapping` measures it where you are.
         """
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
