@@ -65,7 +65,7 @@ class Sequence:
     token_ids: list[int]  # prompt and generated tokens
     params: SamplingParams
     order: tuple  # (priority, arrival, number in its request): who is served first
-    max_tokens: int  # the sequence ends when it has so many, prompt included
+    max_len: int  # the sequence ends when it has so many tokens, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     seed: int = 0
     request_id: str = ""
@@ -91,7 +91,7 @@ class Sequence:
     host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
     min_free_blocks: int = 0  # it was not admitted because fewer were free
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # set by the runner if a logits processor failed: the message
+    stop_reason: int | str | None = None  # the stop token or string that ended it; the message, if a logits processor failed
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -107,7 +107,7 @@ class Sequence:
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop", token if token in (self.params.stop_token_ids or ()) else None)
-        elif len(self.token_ids) >= self.max_tokens:
+        elif len(self.token_ids) >= self.max_len:
             self.finish("length")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -255,7 +255,8 @@ class BlockManager:
         return True
 
     def find_prefix(self, seq: Sequence) -> tuple[list[int], int, int]:
-        """Blocks that hold the sequence's first tokens already: how many tokens, and the identity of the full blocks."""
+        """Blocks that hold the sequence's first tokens already, how many tokens these are, and the identity of the last full
+        block; ROOT for a sibling's blocks, which `register` looks up one by one."""
         blocks, identity, size = [], ROOT, self.block_size
         if self.enable_prefix_caching and not seq.wants_prompt_logprobs:  # what is not computed has none
             for end in range(size, len(seq.token_ids) + 1, size):
@@ -394,7 +395,7 @@ class Scheduler:
             seq = self.running[turn]
             # Nothing follows a sequence's last possible token, so its K and V are never needed.
             known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
-            num_tokens = min(known, seq.max_tokens - 1) - seq.num_computed_tokens
+            num_tokens = min(known, seq.max_len - 1) - seq.num_computed_tokens
             num_tokens = min(num_tokens, budget, self.max_chunk)
             if seq.wants_prompt_logprobs:
                 num_tokens = min(num_tokens, PROMPT_LOGPROBS_CHUNK)
@@ -548,7 +549,8 @@ class LLM(Frontend):
 
     model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
     revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
-    dtype: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "float16" or "bfloat16"
+    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32" ("float"),
+        "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
@@ -557,7 +559,7 @@ class LLM(Frontend):
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
-    kv_cache_dtype: "auto" (as dtype), or "fp8": e4m3, half the memory of a token, so twice the blocks
+    kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json, as they do in vLLM;
         "vllm": nothing does. Otherwise only `get_default_sampling_params` does
@@ -565,7 +567,8 @@ class LLM(Frontend):
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: others of vLLM's, taken where they ask for nothing and refused where they ask for something
+    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused where
+        they ask for something
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
     Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
@@ -596,8 +599,8 @@ class LLM(Frontend):
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
         self.path, self.tokenizer, self.tokenizer_error = path, None, None
-        self.tokenizer_path = path  # a tokenizer of its own needs no config.json beside it
-        if tokenizer is not None and tokenizer != model:
+        self.tokenizer_path = path
+        if tokenizer is not None and tokenizer != model:  # a directory needs no config.json beside it
             self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
         if load_format != "dummy" and not skip_tokenizer_init:
             try:
@@ -675,7 +678,7 @@ class LLM(Frontend):
 
     def _add_beams(self, token_ids: list[int], width: int, group) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences for a beam search: the one that begins, and those that it will branch into."""
-        max_len, num_candidates = len(token_ids) + group.max_tokens + 1, min(group.num_candidates, self.config.vocab_size)
+        max_len, num_candidates = len(token_ids) + group.max_tokens, min(group.num_candidates, self.config.vocab_size)
         with self.lock.between_steps():
             arrival = next(self.arrivals)
             first, *spares = [

@@ -168,11 +168,11 @@ def store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
 
     k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim];
     slot_mapping: [num_tokens], block_id * block_size + offset, or -1: this token's K and V are not written
-    (padding, or a token whose block is shared and already holds them). What is written is K / k_scale and V / v_scale;
-    an fp8 cache holds numbers of up to 448, and larger ones become that. On a CPU, slots must be evenly spaced, as in a cache
-    whose blocks lie one after another.
+    (padding, or a token whose block is shared and already holds them). An fp8 cache gets K / k_scale and V / v_scale, cut off
+    at 448 and -448; any other gets K and V as they are, and wants scales of 1, by which attention will multiply. On a CPU, and
+    without Triton, slots must be evenly spaced, as in a cache whose blocks lie one after another.
     """
-    if k.device.type == "cpu":
+    if k.device.type == "cpu" or triton is None:
         if slot_mapping.numel() and slot_mapping.min() < 0:
             keep = slot_mapping >= 0
             k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]

@@ -7,7 +7,7 @@ These families are one architecture with a few switches. Every layer is
 
 and `ModelConfig` says how the switches stand: LayerNorm or RMSNorm, learned positions or rope, biases or
 none, an MLP with a gate or without, how many query heads share a kv head. Nothing below asks for a family
-by name; only the two tables at the end do, which turn a checkpoint's configuration and tensor names into ours.
+by name; only the functions at the end do, which turn a checkpoint's configuration and tensor names into ours.
 
 The model sees a **flat batch**: the new tokens of all sequences of a step in one dimension, `[num_tokens]`,
 whether they are a whole prompt, a piece of one, or one decoded token. All layers but attention treat every
@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass
 class ModelConfig:
-    """The switches. Field names are Hugging Face's where it has one."""
+    """The switches, in our words. The functions at the end translate a config.json's."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -194,7 +194,7 @@ class Layer(nn.Module):
         # One product for q, k and v, and one for gate and up: fewer, larger matrices are faster.
         self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # of their weights; fused with rope
+            self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # their weights: `rotate_and_store` norms, too
         self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
         self.mlp_norm = Norm(c, c.hidden_size)
         self.up = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
@@ -372,11 +372,18 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Non
                 num_positions: int) -> Transformer:
     """A Transformer on `device` with a checkpoint's (name, tensor) pairs, or random weights if `tensors` is None.
 
-    One tensor at a time is copied to its place, so memory stays near one copy of the weights.
+    One tensor at a time is copied to its place, so memory stays near one copy of the weights. ValueError: there is no
+    memory for them, or they are not what `config` says.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    model.to(dtype).to_empty(device=device)
+    is_cuda = torch.device(device).type == "cuda"
+    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "not so much memory"
+    try:  # as model.to_empty does, which would import sympy for it: a quarter of a second
+        model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+    except RuntimeError:  # torch.OutOfMemoryError is one
+        size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; use a smaller model or dtype") from None
     if tensors is None:
         for name, parameter in model.named_parameters():
             nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)

@@ -15,7 +15,8 @@ class Frontend:
     """The part of LLM that knows nothing about blocks."""
 
     def get_default_sampling_params(self, **given) -> SamplingParams:
-        """What a request gets that brings no settings; with `given` ones before it."""
+        """What the checkpoint's generation_config.json recommends, and before it what is `given`. Requests without settings
+        follow it with generation_config="auto" only."""
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self):

@@ -78,8 +78,10 @@ class Request:
             return []
         found = []
         for seq, text in zip(self.sequences, self.texts):
-            if text.stop.matched is None and text.read() and text.stop.matched is not None:
-                found.append((seq, text.stop.matched))
+            if text.stop.matched is None:
+                text.read()
+                if text.stop.matched is not None:
+                    found.append((seq, text.stop.matched))
         return found
 
     def take_prompt_logprobs(self, position: int, logprobs: list[tuple]) -> None:
@@ -129,11 +131,11 @@ class _Text:
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
         self.min_tokens, self.shows_stop = params.min_tokens, params.include_stop_str_in_output
 
-    def read(self) -> bool:
-        """Take up what is new of the sequence; True if there was something."""
+    def read(self) -> None:
+        """Take up what is new of the sequence."""
         seq, start = self.seq, self.num_read
         if self.detokenizer is None or self.is_complete:
-            return False
+            return
         token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
         self.num_read += len(token_ids)
         if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not self.shows_stop:
@@ -145,12 +147,11 @@ class _Text:
                 self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.min_tokens)
                 if self.stop.matched is not None:
                     self.is_complete = True
-                    return True
+                    return
         if seq.finish_reason:
             self.is_complete = True
             rest = self.detokenizer.finish()
             self.text += rest if self.stop is None else self.stop.add(rest) + self.stop.finish()
-        return True
 
 
 def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenizer) -> RequestOutput:

@@ -6,8 +6,9 @@ other, runs the forward pass, and samples. It knows how much memory the device h
 What makes it fast on a GPU:
 
 - **Rows.** While a sequence runs it has a row in tensors that stay on the device: its block table, its last token,
-  its sampling settings. A step sends only what is new, as one message of integers.
-- **Blocks move in bulk.** Copy-on-write and swapping move all layers of a step's blocks with one gather and one copy.
+  its sampling settings. A step sends its new tokens and where they belong as one message of integers; tables and settings
+  only where they have changed.
+- **Blocks move in bulk.** Copy-on-write and swapping gather all layers of many blocks at once.
 - **The sampled token stays on the device** and is the next step's input there. The host may therefore launch step
   n + 1 before it has read the tokens of step n (`launch` returns a function that reads them).
 - **CUDA graphs.** A step launches hundreds of kernels, and a CPU cannot launch them as fast as the GPU ends them. So
@@ -87,6 +88,9 @@ class Runner:
             raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or H100); "
                              "use 'auto'")
         self.kernels = _pick_kernels(attention, self.device)
+        if self.device.type == "cuda":
+            gc.collect()  # an engine that is not used any more may hold most of the card until then
+            self.release_memory()
         torch.manual_seed(seed)
         # The torch path asks the device for lengths, which cannot be recorded.
         self.use_graphs = self.device.type == "cuda" and not enforce_eager and self.kernels is TRITON
@@ -123,10 +127,8 @@ class Runner:
 
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
-        if self.device.type == "cuda":
-            gc.collect()  # an engine that is not used any more may hold most of the card until then
-            if self.kernels is TRITON:
-                self._compile()
+        if self.device.type == "cuda" and self.kernels is TRITON:
+            self._compile()
         blocks_per_seq = cdiv(self.max_model_len, self.block_size)
         if num_blocks is None and self.device.type == "cpu":
             num_blocks = max(1, min(GIB // self.block_bytes, self.max_num_seqs * blocks_per_seq))
@@ -215,8 +217,9 @@ class Runner:
         return prompts, [1] * min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def _peak_of(self, query_lens: list[int]) -> int:
-        """Bytes that a step of this shape takes at its peak, as many rows sampled as there can be, every sampling setting used.
-        It writes nothing, and its tables point at block 0 throughout."""
+        """Bytes that a step of this shape takes at its peak, as many rows sampled as there can be, plainly, with
+        filters and greedily. (Log probabilities and edited logits are not among it: few ask for them.) It writes nothing, and its
+        tables point at block 0 throughout."""
         self.release_memory()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -472,7 +475,7 @@ class Runner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Record decode steps, where larger batches are padded by an eighth at most, and steps with prompts."""
+        """Record decode steps of up to 1,024 sequences, padded by an eighth at most from 113 on, and steps with prompts."""
         most_tokens, most_seqs = self.max_num_batched_tokens, min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
         decodes = [_Shape(size, size, 0) for size in {most_seqs} | {size for size in GRAPH_SIZES if size < most_seqs}]
         mixed = [_Shape(size, min(size, most_seqs), size // self.query_tile + min(size, most_seqs))

@@ -41,7 +41,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. -1 where the largest logit is no
-        finite number: some are NaN or infinite, or all are -inf."""
+        finite number: some are NaN or +inf, or all are -inf."""
         if batch.all_greedy:
             largest, tokens = logits.max(-1)
             return torch.where(largest.isfinite(), tokens, -1)
@@ -61,11 +61,6 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
     peaks, sums = summarise(logits, inverse_temperature)  # [R, chunks] each
     drawn = draw(logits, inverse_temperature, peaks, sums, uniform(seed, position))
     return torch.where(peaks.amax(-1).isfinite(), torch.where(is_greedy, best(logits, peaks), drawn), -1)
-
-
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """`Sampler` without compiling: one token id per row, logits [R, vocab_size] -> [R] int64."""
-    return Sampler()(logits, batch)
 
 
 def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -115,7 +110,7 @@ def best(logits: Tensor, peaks: Tensor) -> Tensor:
 
 def draw(logits: Tensor, inverse_temperature: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
     """The token whose stretch of the cumulative probabilities holds u, found in two steps: first its chunk, then the
-    token in it. u [R] in [0, 1) -> [R]."""
+    token in it. u [R] between 0 and 1 -> [R]."""
     peak = peaks.amax(-1, keepdim=True)
     # [R, chunks], of one common peak
     weights = (sums.double() * ((peaks - peak) * inverse_temperature).double().exp()).round().long()
@@ -136,10 +131,10 @@ def units(weights: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, position): [R] int64 each -> [R] float32.
+    """A number between 0 and 1, neither of them, for each (seed, position): [R] int64 each -> [R] float32.
 
-    SplitMix64's finalizer (Steele et al. 2014) over seed and position; int64 products wrap, as wanted. 23 bits:
-    u times any float32 sum then stays below that sum.
+    SplitMix64's finalizer (Steele et al. 2014) over seed and position; int64 products wrap, as wanted. 23 bits and a half
+    are what float32 holds without rounding up to 1.
     """
     x = _mix(_mix(seed) + position * -7046029254386353131)  # 2^64 divided by the golden ratio, as a signed integer
     return (((x >> 41) & 0x7FFFFF).float() + 0.5) * 2.0 ** -23

@@ -147,7 +147,7 @@ class Trace:
         known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
         if seq.candidates:
             return "waits for the other beams"
-        if min(known, seq.max_tokens - 1) <= seq.num_computed_tokens:
+        if min(known, seq.max_len - 1) <= seq.num_computed_tokens:
             return "waits for its token"
         return "waits: the token budget is spent" if is_spent else "waits"
 

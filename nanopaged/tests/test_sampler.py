@@ -1,6 +1,6 @@
 """Logits to tokens: what is drawn, how often, and that a row's draw is that row's own affair.
 
-The sampler is seen from outside only: sample(logits, SamplingBatch) and uniform(seed, position). The reference is a
+The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and uniform(seed, position). The reference is a
 loop over one row in Python's floats. Nothing here is left to chance: the numbers drawn are a hash, so a test that
 passes once passes always.
 """
@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 
-from nanopaged.sampler import SamplingBatch, sample, uniform
+from nanopaged.sampler import Sampler, SamplingBatch, uniform
 
+sample = Sampler()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 INT64_MAX, INT64_MIN = 2**63 - 1, -2**63
