@@ -215,16 +215,17 @@ class Limits:
         row("device bfloat16 matrix product", self.product / 1e12, "TFLOP/s")
 
     def step_seconds(self, shape: dict, query_lens, seq_lens, num_samples: int) -> float:
-        """The least time of a step: all matrix products, and attention."""
+        """The least time of a step: all matrix products, and attention. In the last layer tokens that sample nothing need
+        only K and V, and the others attend alone."""
         d, layers, kv = shape["hidden_size"], shape["num_hidden_layers"], shape["num_key_value_heads"]
         heads, dim = shape["num_attention_heads"], shape["head_dim"]
-        per_layer = d * (heads + 2 * kv) * dim + heads * dim * d + 3 * d * shape["intermediate_size"]
+        store, rest = d * 2 * kv * dim, 2 * heads * dim * d + 3 * d * shape["intermediate_size"]  # weights of a layer
         head, tokens = d * shape["vocab_size"], sum(query_lens)
         products = sum(max(2 * weights / self.copy, 2 * weights * rows / self.product)
-                       for weights, rows in ((per_layer * layers, tokens), (head, num_samples)))
+                       for weights, rows in ((store * layers + rest * (layers - 1), tokens), (rest + head, num_samples)))
         attention = sum(max(s * kv * dim * 4 / self.copy, 4 * heads * dim * (q * (s - q) + q * (q + 1) / 2) / self.product)
-                        for q, s in zip(query_lens, seq_lens)) * layers
-        return products + attention
+                        for q, s in zip(query_lens, seq_lens)) * (layers - 1)
+        return products + attention + sum(seq_lens) * kv * dim * 4 / self.copy * num_samples / len(seq_lens)
 
     def tokens_per_second(self, shape: dict, prompts: list, params: list, max_num_seqs: int = 256) -> float:
         """The most output tokens per second, when each step of these requests takes its least time."""

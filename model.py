@@ -18,7 +18,7 @@ Shapes: T = num_tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable
 
 import torch
@@ -42,7 +42,16 @@ class Batch:
     max_seq_len: int
     num_decodes: int  # how many sequences have one new token
     query_tiles: Tensor | None = None  # the Triton kernel's work list
+    sampled: Tensor | None = None  # [num_samples] sequences, if logits_indices are the last tokens of these and no others
     plan: dict = field(default_factory=dict)  # what the torch path works out once for all layers
+
+    def last_tokens(self) -> "Batch":
+        """The sequences that sample, with one new token each: their last. Padding, of length 0, is still without a query."""
+        seq_lens = self.seq_lens.index_select(0, self.sampled)
+        count = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        return replace(self, block_tables=self.block_tables.index_select(0, self.sampled), seq_lens=seq_lens,
+                       query_start_loc=torch.minimum(count, (seq_lens > 0).sum(dtype=torch.int32)), logits_indices=None,
+                       max_query_len=1, num_decodes=len(seq_lens), query_tiles=None, plan={})
 
 
 @dataclass
@@ -139,11 +148,16 @@ class Transformer(nn.Module):
             rotation = self.rope_table.index_select(0, batch.positions)  # [T, head_dim]
         x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
         for layer, cache in zip(self.layers, kv_cache):
-            x, residual = layer(x, residual, rotation, batch, cache, kernels)
-        if batch.logits_indices is not None:  # rows that sample nothing end here
-            if len(batch.logits_indices) == 0:  # only chunks of prompts: their K and V are all that was wanted
-                return x.new_empty(0, self.config.vocab_size)
-            # x may be in pieces, [pieces, T, D]
+            q, residual = layer.store(x, residual, rotation, batch, cache, kernels)
+            if layer is self.layers[-1] and batch.logits_indices is not None:
+                # After the last layer nobody attends to a token that samples nothing: its K and V are all that is wanted.
+                if len(batch.logits_indices) == 0:  # only chunks of prompts
+                    return q.new_empty(0, self.config.vocab_size)
+                if batch.sampled is not None and len(q) >= 2 * len(batch.sampled):
+                    q, residual = q.index_select(0, batch.logits_indices), residual.index_select(0, batch.logits_indices)
+                    batch = batch.last_tokens()
+            x, residual = layer.attend(q, residual, batch, cache, kernels)
+        if batch.logits_indices is not None:  # x may be in pieces, [pieces, T, D]
             x, residual = x.index_select(-2, batch.logits_indices), residual.index_select(0, batch.logits_indices)
         x, _ = self.norm(x, residual)
         return torch.matmul(x, self.head.weight.T, out=out)
@@ -184,7 +198,7 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer, in two parts: after the first a token's K and V are in the cache."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -201,28 +215,26 @@ class Layer(nn.Module):
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
         self.expand = expand
 
-    def forward(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """x, the last sublayer's output, [T, D] or [pieces, T, D] (see `product_in_pieces`); residual [T, D], what it is
-        still to be added to."""
-        x, residual = self.attention_norm(x, residual)
-        x = self.attend(x, rotation, batch, cache, kernels)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
-
-    def attend(self, x, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> Tensor:
+    def store(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(queries [T, H, head_dim], residual) from x, the last layer's output, [T, D] or [pieces, T, D] (see
+        `product_in_pieces`), and residual [T, D], what it is still to be added to. K and V go into the cache."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
+        x, residual = self.attention_norm(x, residual)
         qkv = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
         q = kernels.rotate_and_store(qkv, c.num_heads, rotation, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
                                      k_scale, v_scale)
+        return q, residual
+
+    def attend(self, q, residual, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """The rest: attention of these queries over the cache, and the MLP; (x, residual) for the next layer."""
+        c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
                               c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
                               sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
                               plan=batch.plan, k_scale=k_scale, v_scale=v_scale)
-        return self.out(o.flatten(1))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.expand(x, self.up, self.config.activation, self.config.gated_mlp))
+        x, residual = self.mlp_norm(self.out(o.flatten(1)), residual)
+        return self.down(self.expand(x, self.up, c.activation, c.gated_mlp)), residual
 
 
 class Embedding(nn.Module):

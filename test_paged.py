@@ -1021,6 +1021,23 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     assert seen == [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
 
 
+def test_the_last_layer_attends_only_for_what_samples():
+    llm, rows = load("qwen3", max_num_batched_tokens=32, enable_prefix_caching=False, enforce_eager=True), []
+    kernels, layers = llm.runner.kernels, llm.config.num_layers
+
+    def attention(q, *args, **kwargs):
+        rows.append(len(q))
+        return kernels.attention(q, *args, **kwargs)
+
+    llm.runner.kernels = kernels._replace(attention=attention)
+    for prompt_logprobs, expected in (
+            (None, [32] * (layers - 1) + [8] * (layers - 1) + [1] + [1] * layers),
+            (0, [32] * layers + [8] * layers + [1] * layers)):  # then most tokens have logits
+        rows.clear()
+        llm.generate(list(range(40)), SamplingParams(max_tokens=2, prompt_logprobs=prompt_logprobs, ignore_eos=True))
+        assert rows == expected
+
+
 def test_which_steps_are_replayed(monkeypatch):
     llm = load(max_num_batched_tokens=8192, max_num_seqs=16)
     if not CUDA:  # they are not replayed here

@@ -406,21 +406,21 @@ class Runner:
             rows += range(part.row, part.row + part.count)
         *message, at, rows = self._send([*parts, indices, rows])
         batch = self._batch(message, rows, max(query_lens), max(parts[4]), query_lens.count(1),
-                            self._to_device(self._query_tiles(query_lens, parts[4])))
+                            self._to_device(self._query_tiles(query_lens, parts[4])), None if prompts else at)
         logits = self.model(batch, self.kv_cache, self.kernels)
         if not indices:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
         return self._sample(logits[:len(indices)], message[5].index_select(0, at), batch.seq_lens.index_select(0, at), needs), logits
 
     def _batch(self, message: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
-               num_decodes: int, query_tiles: Tensor | None) -> Batch:
+               num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> Batch:
         input_ids, positions, slots, starts, lens, rows = message
         # Only sequences with one new token can have one that is not known on the host, and they come first.
         ones, rest = input_ids[:num_decodes], input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
         return Batch(input_ids, positions, slots, self.block_tables.index_select(0, rows), lens, starts, logits_indices,
-                     max_query_len, max_seq_len, num_decodes, query_tiles)
+                     max_query_len, max_seq_len, num_decodes, query_tiles, sampled)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: "_Needs") -> Tensor:
         """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose from."""
@@ -499,9 +499,11 @@ class Runner:
         """A step of this shape as the graph input has it, in which every sequence samples after its last token: their
         logits and tokens."""
         *message, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
-        ends = (message[3][1:] - 1).clamp(min=0) if shape.num_tiles else None
+        ends, seqs = None, None
+        if shape.num_tiles:
+            ends, seqs = (message[3][1:] - 1).clamp(min=0), torch.arange(shape.num_seqs, device=self.device)
         # The longest query is only asked whether it is one token or more; the longest context may be any.
-        batch = self._batch(message, ends, 2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs, tiles.view(-1, 2))
+        batch = self._batch(message, ends, 2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs, tiles.view(-1, 2), seqs)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, message[5], batch.seq_lens, _Needs())
 
