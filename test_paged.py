@@ -1039,17 +1039,22 @@ def test_the_last_layer_attends_only_for_what_samples():
 
 
 def test_which_steps_are_replayed(monkeypatch):
-    llm = load(max_num_batched_tokens=8192, max_num_seqs=16)
+    llm = load(max_num_batched_tokens=8192, max_num_seqs=128)
     if not CUDA:  # they are not replayed here
         monkeypatch.setattr(llm.runner, "_static_step", lambda shape: (torch.empty(0), torch.empty(0)))
     record_graphs(llm, monkeypatch)
     shape = llm.runner.graph_shape
-    assert shape([1] * 5, [100] * 5) == (8, 8, 0) and shape([1] * 16, [20] * 16)[:2] == (16, 16) and shape([1] * 17, [20] * 17) is None
+    assert shape([1] * 5, [100] * 5) == (8, 8, 0) and shape([1] * 128, [20] * 128)[:2] == (128, 128)
+    assert shape([1] * 129, [20] * 129) is None
     assert shape([1, 3], [100, 3])[:2] == (64, 16) and shape([65], [65])[:2] == (256, 16)
+    assert shape([1] * 16 + [3], [20] * 17)[:2] == (64, 64) and shape([1] * 100 + [30], [30] * 101)[:2] == (256, 128)
     assert shape([1030], [1030])[:2] == (2048, 16)  # launching takes longer than computing so much padding
     assert shape([2049], [2049]) is None and shape([3600], [3600])[:2] == (4096, 16)  # and so much, not
     assert shape([8192], [8192])[:2] == (8192, 16)
-    assert shape([1, 64], [4096, 64]) and shape([1, 64], [5000, 64]) is None  # few long contexts are cut among programs
+    # Few long contexts are cut among programs.
+    few, many = [1] * 15 + [20], [1] * 70 + [20]
+    assert shape(few, [5000] * 16)[:2] == (64, 16) and shape(many, [4096] * 71)[:2] == (256, 128)
+    assert shape(many, [5000] * 71) is None
 
 
 def test_chunks_that_sample_nothing_get_no_logits():

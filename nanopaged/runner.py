@@ -467,9 +467,9 @@ class Runner:
         if shape and not only_decodes:
             if PADDED_ANYWAY < num_tokens < shape.num_tokens * 7 / 8:
                 return None
-            # Its decode attention is laid out for many sequences, a program for each context and kv head. Long contexts of
-            # which there are few take too long so.
-            if decodes and max(decodes) > 4096 and len(decodes) * self.config.num_kv_heads < MANY_CONTEXTS:
+            # With room for many sequences it has one program for each context and kv head in decode attention. Long contexts
+            # of which there are few take too long so.
+            if decodes and max(decodes) > 4096 and len(decodes) < MANY_CONTEXTS / self.config.num_kv_heads <= shape.num_seqs:
                 return None
         return shape
 
@@ -478,8 +478,10 @@ class Runner:
         """Record decode steps of up to 1,024 sequences, padded by an eighth at most from 113 on, and steps with prompts."""
         most_tokens, most_seqs = self.max_num_batched_tokens, min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
         decodes = [_Shape(size, size, 0) for size in {most_seqs} | {size for size in GRAPH_SIZES if size < most_seqs}]
-        mixed = [_Shape(size, min(size, most_seqs), size // self.query_tile + min(size, most_seqs))
-                 for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}]
+        # Where sequences are few, logits are computed, and sampled from, for so many only.
+        mixed = [_Shape(size, seqs, size // self.query_tile + seqs)
+                 for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}
+                 for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
         shapes = sorted(decodes + mixed, reverse=True)  # the largest first: the others fit into its memory
         # Recordings compute nothing: slot -1 writes nothing, and row and query length 0 are nobody's.
         self.graph_input = torch.zeros(max(sum(shape.layout) for shape in shapes), dtype=torch.int32, device=self.device)
@@ -536,6 +538,7 @@ IDLE = Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambd
 # Recorded sizes: sequences of decode steps, tokens of steps with prompts.
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]
+FEW_SEQS = 16  # steps with prompts are recorded for so many sequences, and for as many as there can be
 PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
 SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
