@@ -472,7 +472,7 @@ class Scheduler:
             if seq.candidates is not None:  # a beam waits for the others
                 seq.candidates = list(zip(*logprobs[i][2:]))
                 continue
-            if seq.num_logprobs is not None:
+            if seq.num_logprobs is not None and token >= 0:
                 seq.logprobs.append(logprobs[i])
             seq.append(token)
             if seq.status is Status.FINISHED:
@@ -662,7 +662,7 @@ class LLM(Frontend):
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
         with self.lock.between_steps():
             arrival = next(self.arrivals)
-            seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
+            seed = int(params.seed) if params.seed is not None else self.seeds.getrandbits(63)  # numpy's do not wrap around
             sequences = [
                 Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j), max_len, stop,
                          wrap_int64(seed + j), str(arrival), num_logprobs=params.logprobs, bad_words=bad_words,
@@ -688,15 +688,18 @@ class LLM(Frontend):
         return [first], spares
 
     def abort_request(self, request_id: str) -> None:
-        """Stop a request; its blocks are free at once. A finished or unknown id is ignored."""
+        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is done). A
+        finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
-        with self.lock.between_steps():
-            request = self.requests.pop(request_id, None)
-            self.unreported.pop(request_id, None)
-            if request:
-                for seq in request.sequences:
-                    self.scheduler.abort(seq)
-                self._check_if_idle()
+        self.lock.change(lambda: self._abort(request_id))
+
+    def _abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        self.unreported.pop(request_id, None)
+        if request:
+            for seq in request.sequences:
+                self.scheduler.abort(seq)
+            self._check_if_idle()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to tell."""
@@ -723,14 +726,17 @@ class LLM(Frontend):
             step = self.scheduler.schedule()
             if step.seqs:
                 try:
-                    self.launched.append((step, self.runner.launch(step)))
+                    with self.lock.interrupts.let_through():
+                        read = self.runner.launch(step)
                 except BaseException as error:
+                    self.runner.forget_rows(step.seqs)
                     self.scheduler.undo(step)
-                    self.runner.forget_rows()
                     while self.launched:
                         self._update()
                     if not self._can_do_with_less_memory(error):
                         raise
+                else:
+                    self.launched.append((step, read))
             else:
                 self.scheduler.undo(step)  # blocks that it took back it will not move out
                 if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
@@ -756,7 +762,8 @@ class LLM(Frontend):
         if not self.launched:
             return []
         step, read = self.launched[0]
-        sampled = read()  # waits for the GPU; who is interrupted here can come back
+        with self.lock.interrupts.let_through():
+            sampled = read()  # waits for the GPU; who is interrupted here can come back
         self.launched.popleft()
         self.scheduler.update(step, sampled.tokens, sampled.logprobs)
         touched = dict.fromkeys(seq.request_id for seq in step.sampled)

@@ -90,16 +90,20 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """From a checkpoint's config.json. ValueError: an architecture or a setting that is not supported."""
-        if "quantization_config" in hf:
-            method = (hf["quantization_config"] or {}).get("quant_method", "unknown method")
+        if (quantization := hf.get("quantization_config")) is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ValueError(f"the checkpoint is quantised ({method}); use one with float32, float16 or bfloat16 weights")
-        architecture = (hf.get("architectures") or ["none given"])[0]
-        if architecture not in FAMILIES:
-            raise ValueError(f"unknown architecture {architecture!r}; known are {', '.join(FAMILIES)}")
+        architectures = hf.get("architectures") or ["none given"]
+        architecture = architectures[0] if isinstance(architectures, list) else architectures
+        if architecture not in list(FAMILIES):
+            raise ValueError(f"unknown architecture {architecture!r:.80}; known are {', '.join(FAMILIES)}")
         try:
             config = FAMILIES[architecture](hf)
         except KeyError as missing:
             raise ValueError(f"config.json of a {architecture} must have {missing}, and has not") from None
+        except (TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
+        config.check()
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
@@ -108,9 +112,23 @@ class ModelConfig:
             raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
         if config.head_dim % 2:
             raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
-        if config.activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}")
         return config
+
+    def check(self) -> None:
+        """ValueError unless this can be a model: a config.json may hold anything."""
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+                     "max_position_embeddings"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"config.json: {name} must be an integer of at least 1, not {value!r:.80}")
+        rope = {key: self.rope[key] for key in ("rope_theta", *ROPE_TYPES[self.rope["rope_type"]])} if self.rope else {}
+        for name, value in {"the norm's epsilon": self.norm_eps, **rope}.items():
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
+        if len(self.sliding_windows) not in (0, self.num_layers) or any(type(w) is not int or w < 0 for w in self.sliding_windows):
+            raise ValueError(f"config.json: a sliding window must be a number of tokens, and there must be a kind for each of the "
+                             f"{self.num_layers} layers, not windows of {self.sliding_windows!r:.80}")
+        if self.activation not in list(ACTIVATIONS):
+            raise ValueError(f"unknown activation {self.activation!r:.80}; known are {', '.join(ACTIVATIONS)}")
 
 
 ACTIVATIONS: dict[str, Callable] = {

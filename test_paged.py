@@ -4,12 +4,14 @@ On a machine without a GPU the kernel runs in Triton's interpreter, in float32 a
 run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed by Hugging Face transformers
 (nanopaged/golden/make_models.py).
 """
+import gc
 import itertools
 import json
 import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -901,9 +903,10 @@ def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
 def test_the_triton_path_equals_transformers(variant):
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, attention="triton")
-    num_new = 8 if CUDA else 3  # the interpreter takes a second for five
-    outputs = llm.generate([prompt.tolist() for prompt in prompts], SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True))
-    assert tokens_of(outputs) == [continuation.tolist()[:num_new] for continuation in continuations]
+    num_prompts, num_new = (len(prompts), 8) if CUDA else (2, 3)  # the interpreter takes a second for 30 tokens
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    outputs = llm.generate([prompt.tolist() for prompt in prompts[:num_prompts]], params)
+    assert tokens_of(outputs) == [continuation.tolist()[:num_new] for continuation in continuations[:num_prompts]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1388,6 +1391,146 @@ def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
     assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected and not fails
 
 
+@pytest.mark.parametrize("fails_at", [5, 7, 9])
+def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
+    """A sequence that waits out the failed step has a token that the host has not seen; penalties count it all the same."""
+    def run(fails_at, lookahead):
+        llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75)
+        launch, numbers, llm.lookahead = llm.runner.launch, count(1), lookahead
+
+        def fail(step):
+            if next(numbers) == fails_at:
+                raise torch.OutOfMemoryError("for once")
+            return launch(step)
+
+        llm.runner.launch = fail
+        rid = llm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=2.0,
+                                                        allowed_token_ids=list(range(20, 26))))
+        for i in count():
+            if i == 4:  # it takes whole steps for itself
+                llm.add_request(list(range(60, 100)), SamplingParams(temperature=0, max_tokens=1), priority=-1)
+            for output in llm.step():
+                if output.request_id == rid and output.finished:
+                    return output.outputs[0].token_ids
+
+    assert run(fails_at, lookahead=1) == run(0, lookahead=0)
+
+
+@pytest.mark.parametrize("when", [1, 2, 4])
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(when):
+    params, calls = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), count(1)
+    expected = tokens_of(load().generate(PROMPT, params))
+    llm = load()
+    gc.disable()  # it comes when it is called
+    ring = [llm.stream([9, 8, 7], SamplingParams(max_tokens=40))]
+    next(ring[0])
+    ring.append(ring)
+    rid, register, output = llm.add_request(PROMPT, params), llm.scheduler.block_manager.register, None
+    llm.step()
+    ring = None
+
+    def collecting(seq):
+        register(seq)
+        if next(calls) == when:
+            gc.collect()
+
+    llm.scheduler.block_manager.register = collecting
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            pass
+    gc.enable()
+    assert output.request_id == rid and tokens_of([output]) == expected
+    llm.scheduler.block_manager.check_idle()
+
+
+@pytest.mark.parametrize("method", ["grow", "register", "begin_step"])
+def test_an_interrupt_waits_until_the_books_are_written(method):
+    """Ctrl-C while a step is planned: that step is still computed, and the requests of others go on as if nothing had been."""
+    expected = tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
+    llm, calls = load("llama2"), count()
+    rid, original, output = llm.add_request([5, 6, 7], GREEDY), getattr(llm.scheduler.block_manager, method), None
+
+    def interrupted(*args):
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    setattr(llm.scheduler.block_manager, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[8] * 40, [9] * 20], GREEDY)
+    assert list(llm.requests) == [rid]
+    check_books(llm.scheduler)
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            pass
+    assert tokens_of([output]) == expected and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_comes_to_who_waits_for_another_thread():
+    llm, held, done = load("llama2"), threading.Event(), threading.Event()
+
+    def hold():
+        with llm.lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    interrupt = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY)
+    done.set()
+    thread.join()
+    assert len(llm.generate([[5, 6, 7]], GREEDY)) == 1 and not llm.requests
+
+
+def test_an_interrupt_while_a_step_is_computed_comes_at_once():
+    llm = load("llama2", enforce_eager=True)
+    forward, seen = llm.runner.model.forward, []
+
+    def interrupted(*args, **kwargs):
+        if len(seen) == 3:
+            seen.append("before")
+            signal.raise_signal(signal.SIGINT)
+            seen.append("after")
+        seen.append("step")
+        return forward(*args, **kwargs)
+
+    llm.runner.model.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY)
+    assert seen == ["step"] * 3 + ["before"]
+    check_books(llm.scheduler)
+    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
+
+
+def test_an_end_token_that_no_model_has_is_no_end_token():
+    """Some config.json have an eos_token_id of -1."""
+    params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
+    llm = load()
+    expected = tokens_of(llm.generate(PROMPT, params))
+    llm.eos_token_ids = {-1, *llm.eos_token_ids}
+    assert tokens_of(llm.generate(PROMPT, params)) == expected
+
+
+def test_a_seed_may_come_from_numpy():
+    numpy = pytest.importorskip("numpy", reason="seeds of numpy's types")
+    outputs = [load().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in (2**62, numpy.int64(2**62))]
+    assert [[o.token_ids for o in output.outputs] for output in outputs][0] == [o.token_ids for o in outputs[1].outputs]
+
+
+def test_a_token_that_was_not_drawn_has_no_probability():
+    def process(token_ids, logits):
+        return logits * math.nan if len(token_ids) == 2 else logits
+
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, logits_processors=[process], ignore_eos=True)
+    failed = load().generate(PROMPT, params)[0].outputs[0]
+    assert failed.finish_reason == "error" and len(failed.token_ids) == len(failed.logprobs) == 2
+    assert failed.cumulative_logprob == pytest.approx(sum(e[t].logprob for e, t in zip(failed.logprobs, failed.token_ids)))
+
+
 def test_a_leak_is_noticed_whatever_ends_the_last_request():
     for end in (lambda llm: llm.abort_request(llm.add_request(PROMPT)), lambda llm: llm.stream(PROMPT).close(),
                 lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))):
@@ -1583,6 +1726,10 @@ def test_streamed_pieces_join_to_the_text():
     pieces = list(llm.stream("ROMEO:", params))
     assert len(pieces) > 10
     assert "".join(pieces) == llm.generate("ROMEO:", params)[0].outputs[0].text
+    whole = "".join(pieces)
+    streams = [llm.stream("ROMEO:", params) for _ in range(2)]  # in turns: either's steps finish the other, too
+    pieces = [*itertools.zip_longest(*streams, fillvalue="")]
+    assert ["".join(column) for column in zip(*pieces)] == [whole] * 2
     stream = llm.stream("ROMEO:", params)
     next(stream)
     stream.close()  # a reader who leaves
@@ -1689,10 +1836,26 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
     (dict(hidden_act="mish"), "unknown activation 'mish'"),
     (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
+    (dict(quantization_config="awq"), "quantised .awq."),
+    (dict(num_hidden_layers="2"), "num_layers must be an integer of at least 1, not '2'"),
+    (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
+    (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"), (dict(hidden_size=None), "no LlamaForCausalLM can have"),
+    (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"), (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
+    (dict(rope_theta=None), "rope_theta must be a number above 0, not None"), (dict(rope_theta=0), "rope_theta .* not 0"),
+    (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0, not 'x'"),
+    (dict(rms_norm_eps=-1), "epsilon must be a number above 0, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
+    (dict(architectures=True), "unknown architecture True"), (dict(architectures=[[]]), r"unknown architecture \[\]"),
+    (dict(hidden_act=[]), r"unknown activation \[\]"),
+    (dict(architectures=["MistralForCausalLM"], sliding_window=-1), r"windows of \[-1\]"),
+    (dict(architectures=["Qwen2ForCausalLM"], layer_types=["full_attention"] * 2), r"each of the 1 layers, not windows of \[0, 0\]"),
 ])
 def test_unsupported_configurations_get_a_sentence(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(LLAMA | change)
+
+
+def test_a_key_that_is_null_is_no_quantization():
+    assert ModelConfig.from_hf(LLAMA | dict(quantization_config=None)) == ModelConfig.from_hf(LLAMA)
 
 
 def test_a_missing_key_of_the_configuration_is_named():

@@ -138,6 +138,9 @@ class Batch:
 
     def _open_results(self):
         """The output file, open for appending: its results are taken down, half a result at its end is cut off."""
+        if os.path.exists(self.target) and not os.path.isfile(self.target):
+            raise ValueError(f"--output {self.target!r} is a directory, a device or a pipe, and results need a file in "
+                             "which earlier ones can be found; give one, or leave --output out to have the texts printed")
         file, end, start = open_file("--output", self.target, "a+b"), 0, b'{"line": '
         file.seek(0)
         for number, raw in enumerate(file, 1):
@@ -150,14 +153,14 @@ class Batch:
                     raise ValueError
                 self.hashes.extend([0] * (index + 1 - len(self.hashes)))
                 self.hashes[index] = digest
-            except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            except (ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError):
                 raise ValueError(f"--output {self.target!r} exists, and its line {number} is no result of a batch; "
                                  "give another file") from None
             end += len(raw)
             self.num_bad += "error" in result
         file.truncate(end)
         self.num_done = len(self.hashes) - self.hashes.count(0)
-        return file
+        return file.detach()  # without a buffer: what a full disk did not take is not tried once more when it is closed
 
     def _read_lines(self) -> Iterator[tuple[int, bytes, int]]:
         """Number, content and hash of each line, the hash being 0 if it has a result already."""
@@ -232,8 +235,13 @@ class Batch:
 
     def _write(self, number: int, digest: int, result: dict) -> None:
         text = json.dumps({"line": number, "hash": f"{digest:016x}"} | result, ensure_ascii=False, default=asdict)
-        self.results.write(text.encode("utf-8", "backslashreplace") + b"\n")
-        self.results.flush()
+        raw = text.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            while raw:
+                raw = raw[self.results.write(raw):]
+        except OSError as error:
+            raise OSError(f"--output {self.target!r} cannot be written: {error.strerror or error}; once there is room, the "
+                          "same command goes on where it stopped") from None
 
     def _draw(self) -> None:
         """The progress bar, ten times a second at most."""

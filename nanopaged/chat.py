@@ -25,6 +25,7 @@ from pathlib import Path
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, which would say how its model reads a conversation; pass one "
                     "as chat_template=, in Jinja, or give the prompt as text")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
+GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # to templates, not by their variables
 MARK = "THE_MODEL_GOES_ON_HERE "  # a template that strips the message takes the space at its end
 
 
@@ -60,17 +61,20 @@ class ChatTemplate:
                              f"{wrong[0]!r:.80}")
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-               continue_final_message: bool = False, **variables) -> str:
+               continue_final_message: bool = False, variables: dict | None = None) -> str:
         """The prompt for a conversation: messages like {"role": "user", "content": "Hi"}, tools as JSON schemas.
 
         `content` may be a list of parts, {"type": "text", "text": ...}. A template that reads the text of parts gets
         them so; any other gets the texts joined by newlines, as in vLLM, where transformers hands it the list to print.
         With `continue_final_message` the prompt ends with the last message's text, for the model to go on with.
-        Raises ValueError for messages of another form, and if the template refuses them or fails.
+        `variables` of the template may be any but what is given otherwise. Raises ValueError for messages of another form, and if the template refuses them or fails.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message goes on with the last message and add_generation_prompt begins a "
                              "new one; set one of them to False")
+        if taken := [name for name in variables or () if not isinstance(name, str) or name in GIVEN]:
+            raise ValueError(f"a chat template's variables have strings as names, other than {', '.join(GIVEN)}, which are "
+                             f"given otherwise; leave {taken[0]!r:.80} out")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError("messages must be a list of at least one dict like {'role': 'user', 'content': 'Hello'}, "
                              f"not {messages!r:.80}")
@@ -84,7 +88,7 @@ class ChatTemplate:
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
         text = _mark_end(messages[-1]) if continue_final_message else None
-        prompt = _run(source, self.special_tokens | _plain("template variables", {"documents": None} | variables) | {
+        prompt = _run(source, self.special_tokens | _plain("template variables", {"documents": None} | (variables or {})) | {
             "messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt})
         return _cut_at_mark(prompt, text) if continue_final_message else prompt
 
@@ -211,5 +215,5 @@ def _read_json(path: Path) -> dict:
     """The JSON object in a file, {} if there is no file."""
     try:
         return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object ({error}); fetch it again") from None

@@ -162,7 +162,7 @@ def _read_header(file: Path) -> tuple[dict[str, tuple], int]:
             raise ValueError(f"{file} is truncated: its header takes {8 + length:,} bytes, found {size:,}")
         try:
             header = json.loads(f.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: the safetensors header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is a JSON {type(header).__name__}, expected an object")
@@ -211,7 +211,7 @@ def _read_json(file: Path) -> dict:
     _refuse_git_lfs_pointer(file)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}")

@@ -68,11 +68,12 @@ ENGINE
 
 def main(llm_class, argv: list[str] | None = None) -> int:
     """Run the command line with engine.py's LLM class; the exit code."""
+    sys.stdout, sys.stderr = sys.stdout or _nowhere(), _Lossy(sys.stderr or _nowhere())  # None: the shell has closed it
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks, not a traceback
     try:
         return _run(llm_class, _read_arguments(argv))
     except BrokenPipeError:  # `| head` has read enough
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = _nowhere()
         return 0
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
@@ -236,6 +237,34 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _nowhere():
+    """Takes the place of a stream that is closed, or full."""
+    return open(os.devnull, "w", errors="replace")
+
+
+class _Lossy:
+    """stderr that loses what it cannot take: neither the texts nor the exit code are to suffer from that."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError:
+            self.stream = _nowhere()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            self.stream = _nowhere()
+
+
 def _read_template(path: str) -> str:
     with open_file("--chat-template", path, "rb") as file:
         try:
@@ -311,8 +340,11 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(_option(name, kind), dest=name, **how)
     args = parser.parse_args(argv)
     args.model = "shakespeare" if args.model is None else args.model
-    _check_combination(args, talks := args.chat and args.prompt is None and args.prompts is None and sys.stdin.isatty())
-    if args.chat and args.prompt is None and not talks:
+    is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
+    if sys.stdin is None and (is_asked or args.prompts == "-"):
+        raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
+    _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    if is_asked and not talks:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
             raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")

@@ -81,7 +81,7 @@ class Frontend:
         template = self.chat_templates[chat_template]
         if template is None:
             raise ValueError(NO_CHAT_TEMPLATE)
-        text = template.render(messages, tools, add_generation_prompt, continue_final_message, **(chat_template_kwargs or {}))
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -94,9 +94,12 @@ class Frontend:
             raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
         request, length = self._add(prompt, params), 0
         try:
-            while request.request_id in self.requests:
+            goes_on = True
+            while goes_on:
                 with self.lock.for_step():
-                    self._step()
+                    goes_on = request.request_id in self.requests
+                    if goes_on:  # else others' steps have finished it
+                        self._step()
                     text = request.output().outputs[0].text
                 if len(text) > length:
                     yield text[length:]

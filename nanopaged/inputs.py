@@ -98,11 +98,12 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
             raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
         if unknown := [key for key in prompt if key not in keys and prompt[key] is not None]:
             raise ValueError(f"a prompt given as a dict has the keys 'prompt' and 'prompt_token_ids'; leave {unknown[0]!r} out")
-        text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
-        if isinstance(prompt, str) and text is None:
-            raise ValueError(f"the key 'prompt_token_ids' holds a list of token ids, not {prompt!r:.80}")
+        if isinstance(token_ids, str):
+            raise ValueError(f"the key 'prompt_token_ids' holds a list of token ids, not {token_ids!r:.80}")
+        prompt = text if token_ids is None else token_ids
     else:
         text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, str):

@@ -235,7 +235,7 @@ def _bans(start: Start, vocab_size: int) -> list[list[int]]:
     """The bans of one sequence, but for tokens that the model does not have."""
     bans = [[start.params.min_tokens, token] for token in start.stop_ids if start.params.min_tokens]
     bans += [[ALWAYS, word[-1], *(token + 1 for token in word[-2::-1])] for word in start.bad_words]
-    return [ban for ban in bans if ban[1] < vocab_size]
+    return [ban for ban in bans if 0 <= ban[1] < vocab_size]
 
 
 def _process(function: Callable, token_ids: list[int], logits: Tensor) -> Tensor:

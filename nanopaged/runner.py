@@ -367,9 +367,10 @@ class Runner:
             if len(rows):
                 self.settings[rows] = settings.view(-1, SETTINGS_INTS)
 
-    def forget_rows(self) -> None:
-        """A step failed half-way: whatever its sequences' rows hold now is sent again."""
-        self.owners = [None] * len(self.owners)
+    def forget_rows(self, seqs) -> None:
+        """A step failed half-way: whatever the rows of its sequences hold now is sent again."""
+        for seq in seqs:
+            self.owners[seq.row] = None
 
     def _flatten(self, work) -> list[list[int]]:
         """The step as lists: input ids, positions and slots of its tokens; starts, lengths and rows of its sequences."""

@@ -22,6 +22,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from types import NoneType
 
 import regex
 import tiktoken
@@ -46,13 +47,29 @@ class _NotByteLevel(Exception):
     """Why tiktoken cannot express a tokenizer.json, as the end of a sentence that starts "it has"."""
 
 
+class _Unreadable(ValueError):
+    """A whole sentence. Any other error, while a tokenizer is made, comes of a damaged file."""
+
+
 def load_tokenizer(path: Path) -> "Tokenizer":
     """The tokenizer of the checkpoint directory `path`: its tokenizer.json, or GPT-2's pair vocab.json and merges.txt.
 
-    Raises ValueError, in one sentence, where there is none, or one that needs the package `tokenizers` and it is missing.
+    Raises ValueError, in one sentence, where there is none, or a damaged one, or one that needs the package `tokenizers`
+    and it is missing.
     """
     path = Path(path)
-    config = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
+    try:
+        return _load(path)
+    except _Unreadable:
+        raise
+    except Exception as error:  # KeyError, TypeError; and the package `tokenizers` raises a plain Exception
+        files = "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.json or merges.txt"
+        raise ValueError(f"{path} has a {files} that cannot be read ({type(error).__name__}: {error!s:.200}); fetch it again, "
+                         "or pass prompts as token ids") from None
+
+
+def _load(path: Path) -> "Tokenizer":
+    config = _read_special_tokens(path / "special_tokens_map.json") | _read_special_tokens(path / "tokenizer_config.json")
     if (path / "tokenizer.json").exists():
         spec = _read_json(path / "tokenizer.json")
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
@@ -60,8 +77,8 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     else:
         sentencepiece = (path / "tokenizer.model").exists()
         found = "only a SentencePiece tokenizer.model, which is not read here" if sentencepiece else "none of them"
-        raise ValueError(f"looked in {path} for tokenizer.json, or vocab.json and merges.txt, and found {found}; add a "
-                         "tokenizer.json (save_pretrained of a fast tokenizer writes one) or pass prompts as token ids")
+        raise _Unreadable(f"looked in {path} for tokenizer.json, or vocab.json and merges.txt, and found {found}; add a "
+                          "tokenizer.json (save_pretrained of a fast tokenizer writes one) or pass prompts as token ids")
     try:
         return Tokenizer(spec, config)
     except _NotByteLevel as reason:
@@ -96,8 +113,8 @@ class Tokenizer:
         self._tokens |= {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self.vocab_size = max(self._tokens.values(), default=-1) + 1
         # GPT-2's files name neither token: "<|endoftext|>" is its class's default. Qwen's name None.
-        self.bos_token_id = self._tokens.get(_content(config.get("bos_token", "<|endoftext|>")))
-        self.eos_token_id = self._tokens.get(_content(config.get("eos_token", "<|endoftext|>")))
+        self.bos_token_id = self._tokens.get(config.get("bos_token", "<|endoftext|>"))
+        self.eos_token_id = self._tokens.get(config.get("eos_token", "<|endoftext|>"))
 
     def _prepare_bpe(self, model: dict):
         self._vocab: dict[str, int] = model["vocab"]
@@ -231,7 +248,7 @@ class _AddedTokens:
     """Finds added tokens in text: the leftmost, and of those that start there the longest."""
 
     def __init__(self, tokens: dict[str, dict]):
-        self._tokens = tokens
+        self._tokens = {text: (token["id"], token["lstrip"], token["rstrip"]) for text, token in tokens.items()}
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")       # (?!): matches nothing
 
@@ -239,14 +256,14 @@ class _AddedTokens:
         """`text` in order, as ids of added tokens and the text between them."""
         end = 0
         for match in self._pattern.finditer(text):
-            token = self._tokens[match[0]]
+            token_id, lstrip, rstrip = self._tokens[match[0]]
             between = text[end:match.start()]
-            between = between.rstrip(_WHITE_SPACE) if token["lstrip"] else between
+            between = between.rstrip(_WHITE_SPACE) if lstrip else between
             if between:
                 yield between
-            yield token["id"]
+            yield token_id
             end = match.end()
-            if token["rstrip"]:
+            if rstrip:
                 end = len(text) - len(text[end:].lstrip(_WHITE_SPACE))
         if end < len(text):
             yield text[end:]
@@ -315,22 +332,40 @@ def _template_ids(post_processor: dict | None) -> tuple[list[int], list[int]]:
 
 
 def _read_json(path: Path) -> dict:
-    """The content of a JSON file, {} where there is none."""
+    """The JSON object in a file, {} where there is no file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); fetch it again") from None
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"{path} is not JSON ({error}); fetch it again, or pass prompts as token ids") from None
+    if not isinstance(value, dict):
+        raise _Unreadable(f"{path} is not a JSON object but {value!r:.80}; fetch it again, or pass prompts as token ids")
+    return value
+
+
+def _read_special_tokens(path: Path) -> dict:
+    """The content of tokenizer_config.json, or of special_tokens_map.json, with every token by its text.
+
+    There it is the text alone or {"content": text, ...}, and null where there is no such token.
+    """
+    config = _read_json(path)
+    tokens = {key: token for key, token in config.items() if key.endswith("_token")}  # and add_bos_token: true
+    config |= {key: token["content"] for key, token in tokens.items() if isinstance(token, dict) and "content" in token}
+    for key in ("bos_token", "eos_token"):
+        if not isinstance(config.get(key), (str, NoneType)):
+            raise _Unreadable(f"{path}: {key} is {config[key]!r:.80}, expected a text, null or {{\"content\": a text}}; fetch "
+                              "the file again, or pass prompts as token ids")
+    return config
 
 
 def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
     """GPT-2's two files, and OPT's, in the form of a tokenizer.json."""
     if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
-        raise ValueError(f"{path} has the vocab.json and merges.txt of a {kind}, and without tokenizer.json only those of a "
-                         "GPT2Tokenizer are understood; add tokenizer.json or pass prompts as token ids")
+        raise _Unreadable(f"{path} has the vocab.json and merges.txt of a {kind}, and without tokenizer.json only those of a "
+                          "GPT2Tokenizer are understood; add tokenizer.json or pass prompts as token ids")
     vocab = _read_json(path / "vocab.json")
     lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
-    special = {_content(token) for key, token in config.items() if key.endswith("_token")} | {"<|endoftext|>"}
+    special = {token for key, token in config.items() if key.endswith("_token") and isinstance(token, str)} | {"<|endoftext|>"}
     ids = {token: vocab[token] for token in special & vocab.keys()} | _read_json(path / "added_tokens.json")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = {token: plain | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
@@ -338,17 +373,12 @@ def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
         added[token["content"]] = plain | token | {"id": int(i)}
     template = None
     if config.get("add_bos_token"):          # OPT
-        bos = _content(config.get("bos_token", "<|endoftext|>"))
+        bos = config.get("bos_token", "<|endoftext|>")
         template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos}}, {"Sequence": {"id": "A"}}],
                     "special_tokens": {bos: {"ids": [added[bos]["id"]]}}}
     byte_level = {"type": "ByteLevel", "add_prefix_space": config.get("add_prefix_space", False)}
     return {"model": {"vocab": vocab, "merges": merges}, "added_tokens": list(added.values()),
             "pre_tokenizer": byte_level, "decoder": byte_level, "post_processor": template}
-
-
-def _content(token: dict | str | None) -> str | None:
-    """tokenizer_config.json names a token by its text alone or as {"content": text, ...}."""
-    return token["content"] if isinstance(token, dict) else token
 
 
 class _HuggingFaceTokenizer(Tokenizer):
@@ -358,8 +388,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} is not a byte-level BPE that tiktoken can run (it has {reason}); `pip install tokenizers` "
-                             "to read it, or pass prompts as token ids") from None
+            raise _Unreadable(f"{path} is not a byte-level BPE that tiktoken can run (it has {reason}); `pip install "
+                              "tokenizers` to read it, or pass prompts as token ids") from None
         self._read_tokens(spec, config)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()

@@ -352,7 +352,8 @@ def test_what_may_change_between_two_runs(folder):
 @pytest.mark.parametrize("content", [
     b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
     b'{"line": 0, "hash": "5"}\n', b'{"line": 5, "hash": "5"}\n{"line": -1, "hash": "5"}\n', b'{"line": "1", "hash": "5"}\n',
-    b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n', b'{"line": 1, "hash": "12345678123456781"}\n'])
+    b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n', b'{"line": 1, "hash": "12345678123456781"}\n',
+    b'{"line": 100000000000000000, "hash": "5"}\n'])
 def test_a_file_that_holds_something_else_is_left_alone(capsys, folder, content):
     (folder / "out.jsonl").write_bytes(content)
     assert run("--prompts", "in.txt", "--output", "out.jsonl", llm_class=None) == 2
@@ -376,13 +377,38 @@ def test_files_that_cannot_be_used(capsys, folder, source, target, words):
     assert (folder / "in.jsonl").read_bytes() == before and not (folder / "out.jsonl").exists()
 
 
-def test_a_full_disk(capsys, folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("target", ["/dev/null", "pipe"])
+def test_results_go_to_a_file_only(capsys, folder, target):
+    """Nothing is read from what may never end, as /dev/full does not."""
+    os.mkfifo(folder / "pipe")
+    assert run("--prompts", "in.txt", "--output", target, llm_class=None) == 2
+    assert_refused(capsys.readouterr(), "--output", repr(target), "a device or a pipe")
 
-    monkeypatch.setattr(Batch, "_write", full)
-    assert run("--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL) == 2
-    assert "No space left" in capsys.readouterr().err and nothing_left(load(num_blocks=128))
+
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for some of what is to be written."""
+
+    def write(self, raw):
+        if not (room := max(0, 300 - self.tell())):
+            raise OSError(28, "No space left on device")
+        return super().write(raw[:room])
+
+
+def test_a_full_disk(capsys, folder, monkeypatch):
+    """It takes half a result. Once there is room, the same command goes on."""
+    argv = ["--prompts", "in.txt", *GREEDY, *POOL, "--output"]
+    assert run(*argv, "whole.jsonl") == 0
+    whole, open_file = comparable(results("whole.jsonl")), batch.open_file
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "open_file", lambda option, path, mode: (
+            io.BufferedRandom(FullDisk(path, mode)) if option == "--output" else open_file(option, path, mode)))
+        assert run(*argv, "out.jsonl") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: --output 'out.jsonl' cannot be written: No space left on device; ") and ". " not in error
+    assert "goes on where it stopped" in error and nothing_left(load(num_blocks=128))
+    assert (folder / "out.jsonl").stat().st_size == 300
+    assert run(*argv, "out.jsonl") == 0 and comparable(results()) == whole
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ def standing_clock(monkeypatch):
     monkeypatch.setattr(chat, "datetime", StandingClock)
 
 
-def render(source: str, messages=QUESTION, **arguments) -> str:
-    return ChatTemplate(source, EXPECTED["special_tokens"]).render(messages, **arguments)
+def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=True, continue_final_message=False, **variables) -> str:
+    template = ChatTemplate(source, EXPECTED["special_tokens"])
+    return template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
 
 
 def complaint(function, *arguments, **more) -> str:
@@ -118,7 +119,7 @@ def test_own_template_with_the_checkpoints_special_tokens(tmp_path):
                                                "eos_token": None, "pad_token": 5, "add_bos_token": True}})
     template = load_chat_template(tmp_path, "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_bos_token }}")
     assert template.render(QUESTION) == "<s>|||"
-    assert template.render(QUESTION, bos_token="<B>", eos_token="<E>") == "<B>|<E>||"
+    assert template.render(QUESTION, variables=dict(bos_token="<B>", eos_token="<E>")) == "<B>|<E>||"
 
 
 def test_broken_files(tmp_path):
@@ -172,6 +173,8 @@ def test_wrong_arguments():
     endless["itself"] = endless
     assert "tools must be made of" in complaint(render, SHOW, tools=[endless])
     assert "set one of them to False" in complaint(render, SHOW, continue_final_message=True)
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", 1):
+        assert f"leave {name!r} out" in complaint(ChatTemplate(SHOW, {}).render, QUESTION, variables={name: True})
 
 
 def test_continuing_what_the_template_does_not_keep():

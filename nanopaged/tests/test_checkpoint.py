@@ -91,7 +91,7 @@ def test_reads_config(tmp_path):
 
 @pytest.mark.parametrize("text, problem", [
     ('{"model_type": ', "not valid JSON"), ("", "not valid JSON"), ("\xff", "not valid JSON"),
-    ("[1]", "expected a JSON object, found a list"),
+    pytest.param("[" * 100_000, "not valid JSON", id="deep"), ("[1]", "expected a JSON object, found a list"),
     ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer")])
 def test_broken_config_is_an_error(tmp_path, text, problem):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
@@ -301,6 +301,7 @@ def test_truncated_header(tmp_path):
     (b"<!DOCTYPE html><html>not found</html>", "is no safetensors file"),
     ((5).to_bytes(8, "little") + b"{'a':", "header is not JSON"),
     ((2).to_bytes(8, "little") + b"\xff\xfe", "header is not JSON"),
+    pytest.param((100_000).to_bytes(8, "little") + b"[" * 100_000, "header is not JSON", id="deep"),
     ((2).to_bytes(8, "little") + b"[]", "header is a JSON list"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git-lfs pointer.*git lfs pull")])
 def test_not_a_safetensors_file(tmp_path, contents, problem):

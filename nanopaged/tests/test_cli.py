@@ -410,6 +410,16 @@ def test_a_damaged_checkpoint_is_refused(capsys, tmp_path, files, word):
     assert_refused(capsys.readouterr(), *([word] if word != "config.json" else []))
 
 
+def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
+    model = checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    llm = LLM(model, **SMALL)
+    assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+    with pytest.raises(ValueError, match="tokenizer.json that cannot be read"):
+        llm.generate(ROMEO)
+
+
 @pytest.mark.parametrize("argv, word", [
     (["--prompt", ""], "empty"), (["--prompt", ROMEO, "--prompt", ""], "empty"), (["--prompt", "", "--n", "2"], "empty"),
     (["--prompt", "what light " * 2000], "max_model_len 1024"), (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
@@ -460,6 +470,12 @@ def test_any_text_is_a_prompt(capsys, prompt):
     assert capsys.readouterr().out == f"{prompt}{expected.outputs[0].text}\n"
 
 
+def test_a_dict_may_say_that_there_are_no_token_ids():
+    prompts = [{"prompt": ROMEO, "prompt_token_ids": None}, ROMEO]
+    first, second = generate(prompts, max_tokens=4, temperature=0)
+    assert first.prompt == ROMEO and first.outputs[0].text == second.outputs[0].text
+
+
 def test_help_fits_a_screen_and_names_every_option(capsys):
     assert run("--help") == 0
     captured = capsys.readouterr()
@@ -489,6 +505,44 @@ def test_sampling_parameters_without_an_option():
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {"logits_processors", "detokenize"}
     for_vllms_sake = {"tokenizer", "skip_tokenizer_init", "num_gpu_blocks_override"}
     assert set(LLM.__init__.__kwdefaults__) - for_vllms_sake == set(cli.ENGINE)
+
+
+# --------------------------------------------------------------------------------------------------
+# Streams that are closed or full
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("argv", [["--chat"], ["--prompts", "-"]], ids=" ".join)
+def test_a_closed_stdin(capsys, monkeypatch, argv):
+    """As after <&- in the shell: the interpreter has None for it."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(*argv, llm_class=None) == 2
+    assert_refused(capsys.readouterr(), "stdin is closed", "--prompt TEXT")
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream_that_is_not_needed(capsys, monkeypatch, name):
+    monkeypatch.setattr(sys, name, None)
+    assert run("--prompt", ROMEO, "--max-tokens", "4", "--temperature", "0", *POOL) == 0
+    captured, [expected] = capsys.readouterr(), generate(ROMEO, max_tokens=4, temperature=0)
+    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{expected.outputs[0].text}\n")
+    assert ("4 new tokens" in captured.err) == (name != "stderr") and "error" not in captured.err
+
+
+class Full(io.StringIO):
+    """As /dev/full, which still has what it could not write when the interpreter flushes it at its end."""
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("argv, code", [(["--max-tokens", "4"], 0), (["--max-tokens", "4", "--n", "2"], 0),
+                                        (["--top-p", "2"], 2)], ids=["one text", "two texts", "an error"])
+def test_what_a_full_stderr_cannot_take_is_lost(capsys, monkeypatch, argv, code):
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert run("--prompt", ROMEO, *argv, *POOL) == code
+    sys.stderr.flush()
+    captured = capsys.readouterr()
+    assert captured.out.count(ROMEO) == (0 if code else argv.count("--n") + 1) and captured.err == ""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -182,6 +182,48 @@ def test_broken_file(tmp_path):
     assert "tokenizer.json is not JSON" in one_sentence(error)
 
 
+def damaged(part: tuple[str, ...]) -> str:
+    """The content of a tokenizer.json that lacks one part."""
+    holder = spec = json.loads((GOLDEN / "llama3" / "tokenizer.json").read_text(encoding="utf-8"))
+    for key in part[:-1]:
+        holder = holder[key]
+    del holder[part[-1]]
+    return json.dumps(spec)
+
+
+NO_OBJECTS = ["[]", "null", '"x"', "[" * 100_000]
+ADDED_TOKEN = ["id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"]
+
+
+@pytest.mark.parametrize("name, text", [
+    *((name, text) for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json") for text in NO_OBJECTS),
+    *(("tokenizer.json", f'{{"model": {model}}}') for model in ("null", "[]", "{}", '{"vocab": 5}')), ("tokenizer.json", "{}"),
+    *(("tokenizer.json", damaged(part)) for part in (("model",), ("model", "vocab"))),
+    pytest.param("tokenizer.json", damaged(("model", "merges")), marks=needs_tokenizers),
+    *(("tokenizer.json", damaged(("added_tokens", 0, key))) for key in ADDED_TOKEN),
+    *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "[]", "5", '{"content": []}')),
+    ("special_tokens_map.json", '{"bos_token": {}}')], ids=lambda value: None if len(value) < 60 else "long")
+def test_damaged_files(tmp_path, name, text):
+    """Whatever is wrong with them, it is a ValueError: the engine starts without a tokenizer then."""
+    shutil.copy(GOLDEN / "llama3" / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in one_sentence(error) and name in str(error.value) and "token ids" in str(error.value)
+    assert len(str(error.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("name, content", [
+    ("vocab.json", b"[]"), ("vocab.json", b'{"a": "b"}'), ("merges.txt", b"\xff"), ("added_tokens.json", b'{"<x>": null}')])
+def test_damaged_vocab_and_merges(tmp_path, name, content):
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="vocab.json") as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in one_sentence(error) and "token ids" in str(error.value)
+
+
 def test_vocab_and_merges_of_another_class(tmp_path):
     for file in ("vocab.json", "merges.txt"):
         shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
