@@ -42,7 +42,7 @@ class Batch:
     max_seq_len: int
     num_decodes: int  # how many sequences have one new token
     query_tiles: Tensor | None = None  # the Triton kernel's work list
-    sampled: Tensor | None = None  # [num_samples] sequences, if logits_indices are the last tokens of these and no others
+    sampled: Tensor | None = None  # sequences: logits_indices begin with the last tokens of these
     plan: dict = field(default_factory=dict)  # what the torch path works out once for all layers
 
     def last_tokens(self) -> "Batch":
@@ -167,18 +167,26 @@ class Transformer(nn.Module):
         x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
         for layer, cache in zip(self.layers, kv_cache):
             q, residual = layer.store(x, residual, rotation, batch, cache, kernels)
-            if layer is self.layers[-1] and batch.logits_indices is not None:
-                # After the last layer nobody attends to a token that samples nothing: its K and V are all that is wanted.
-                if len(batch.logits_indices) == 0:  # only chunks of prompts
-                    return q.new_empty(0, self.config.vocab_size)
-                if batch.sampled is not None and len(q) >= 2 * len(batch.sampled):
-                    q, residual = q.index_select(0, batch.logits_indices), residual.index_select(0, batch.logits_indices)
-                    batch = batch.last_tokens()
-            x, residual = layer.attend(q, residual, batch, cache, kernels)
-        if batch.logits_indices is not None:  # x may be in pieces, [pieces, T, D]
-            x, residual = x.index_select(-2, batch.logits_indices), residual.index_select(0, batch.logits_indices)
-        x, _ = self.norm(x, residual)
-        return torch.matmul(x, self.head.weight.T, out=out)
+            if layer is not self.layers[-1]:
+                x, residual = layer.attend(q, residual, batch, cache, kernels)
+        # After the last layer nobody attends to these tokens any more: of those without logits, K and V are all that is wanted.
+        x, rows = [], batch.logits_indices
+        if batch.sampled is not None and batch.max_query_len > 1:
+            few, rows = rows.split([len(batch.sampled), len(rows) - len(batch.sampled)])
+            if len(few):
+                x += [self.finish(q.index_select(0, few), residual.index_select(0, few), batch.last_tokens(), cache, kernels)]
+        if rows is None or len(rows):
+            x += [self.finish(q, residual, batch, cache, kernels, rows)]
+        if not x:  # only chunks of prompts
+            return q.new_empty(0, self.config.vocab_size)
+        return torch.matmul(x[0] if len(x) == 1 else torch.cat(x), self.head.weight.T, out=out)
+
+    def finish(self, q, residual, batch: Batch, cache: tuple, kernels: Kernels, rows: Tensor | None = None) -> Tensor:
+        """What the head takes, of these rows or all: the rest of the last layer, and the norm."""
+        x, residual = self.layers[-1].attend(q, residual, batch, cache, kernels)
+        if rows is not None:  # x may be in pieces, [pieces, T, D]
+            x, residual = x.index_select(-2, rows), residual.index_select(0, rows)
+        return self.norm(x, residual)[0]
 
     def fuse(self) -> None:
         """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""

@@ -1035,10 +1035,16 @@ def test_the_last_layer_attends_only_for_what_samples():
     llm.runner.kernels = kernels._replace(attention=attention)
     for prompt_logprobs, expected in (
             (None, [32] * (layers - 1) + [8] * (layers - 1) + [1] + [1] * layers),
-            (0, [32] * layers + [8] * layers + [1] * layers)):  # then most tokens have logits
+            # With logits for all: what samples is computed by itself all the same, so that its bits are.
+            (0, [32] * layers + [8] * (layers - 1) + [1, 8] + [1] * layers)):
         rows.clear()
         llm.generate(list(range(40)), SamplingParams(max_tokens=2, prompt_logprobs=prompt_logprobs, ignore_eos=True))
         assert rows == expected
+    rows.clear()
+    for prompt in ([5], [6], [7, 8]):  # nor does it depend on how many others there are
+        llm.add_request(prompt, SamplingParams(max_tokens=1))
+    llm.step()
+    assert rows == [4] * (layers - 1) + [3]
 
 
 def test_which_steps_are_replayed(monkeypatch):

@@ -407,7 +407,7 @@ class Runner:
             rows += range(part.row, part.row + part.count)
         *message, at, rows = self._send([*parts, indices, rows])
         batch = self._batch(message, rows, max(query_lens), max(parts[4]), query_lens.count(1),
-                            self._to_device(self._query_tiles(query_lens, parts[4])), None if prompts else at)
+                            self._to_device(self._query_tiles(query_lens, parts[4])), at)
         logits = self.model(batch, self.kv_cache, self.kernels)
         if not indices:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
