@@ -316,10 +316,17 @@ def paging(limits: Limits, quick: bool) -> None:
 # The engine, on a CUDA device
 # --------------------------------------------------------------------------------------------------
 
+class CardTooSmall(Exception):
+    """The engine's sentence about it."""
+
+
 def random_llm(shape: str, **options) -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
+        try:
+            return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
+        except ValueError as error:
+            raise CardTooSmall(error) from None
 
 
 def random_prompts(rng: random.Random, lengths) -> list[list[int]]:
@@ -529,7 +536,7 @@ def main() -> None:
     for section in sections:
         try:
             section(limits, args.quick) if section in ON_CUDA else section(args.quick)
-        except ValueError as error:  # the engine's word for a card that is too small
+        except CardTooSmall as error:
             print(f"{section.__name__} is left out from here on: {error}")
         gc.collect()  # engines that are not used any more
         torch.cuda.empty_cache()  # what they held is for the next section, which may be another process

@@ -170,16 +170,17 @@ class Transformer(nn.Module):
             if layer is not self.layers[-1]:
                 x, residual = layer.attend(q, residual, batch, cache, kernels)
         # After the last layer nobody attends to these tokens any more: of those without logits, K and V are all that is wanted.
-        x, rows = [], batch.logits_indices
+        # What samples is computed by itself whatever else is: its attention's bits must not go with the batch.
+        hidden, rows, cache = [], batch.logits_indices, kv_cache[-1]
         if batch.sampled is not None and batch.max_query_len > 1:
             few, rows = rows.split([len(batch.sampled), len(rows) - len(batch.sampled)])
             if len(few):
-                x += [self.finish(q.index_select(0, few), residual.index_select(0, few), batch.last_tokens(), cache, kernels)]
+                hidden += [self.finish(q.index_select(0, few), residual.index_select(0, few), batch.last_tokens(), cache, kernels)]
         if rows is None or len(rows):
-            x += [self.finish(q, residual, batch, cache, kernels, rows)]
-        if not x:  # only chunks of prompts
+            hidden += [self.finish(q, residual, batch, cache, kernels, rows)]
+        if not hidden:  # only chunks of prompts
             return q.new_empty(0, self.config.vocab_size)
-        return torch.matmul(x[0] if len(x) == 1 else torch.cat(x), self.head.weight.T, out=out)
+        return torch.matmul(hidden[0] if len(hidden) == 1 else torch.cat(hidden), self.head.weight.T, out=out)
 
     def finish(self, q, residual, batch: Batch, cache: tuple, kernels: Kernels, rows: Tensor | None = None) -> Tensor:
         """What the head takes, of these rows or all: the rest of the last layer, and the norm."""
@@ -242,7 +243,7 @@ class Layer(nn.Module):
         self.expand = expand
 
     def store(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(queries [T, H, head_dim], residual) from x, the last layer's output, [T, D] or [pieces, T, D] (see
+        """(queries [T, H, head_dim], residual) from x, the output of the layer before, [T, D] or [pieces, T, D] (see
         `product_in_pieces`), and residual [T, D], what it is still to be added to. K and V go into the cache."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         x, residual = self.attention_norm(x, residual)

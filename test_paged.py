@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench
 import kernel
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
@@ -1353,6 +1354,27 @@ def test_a_machine_without_triton_attends_with_torch(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
     assert tokens_of(outputs) == [continuation.tolist()[:8] for continuation in continuations]
+
+
+def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(monkeypatch, capsys):
+    def large(quick):
+        bench.random_llm("8B")
+
+    def broken(quick):
+        raise ValueError("a mistake")
+
+    def too_large(*args, **kwargs):
+        raise ValueError("the weights take 15.3 GiB")
+
+    monkeypatch.setattr(bench, "LLM", too_large)
+    monkeypatch.setattr(bench, "ON_CUDA", [])
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    monkeypatch.setattr(bench, "ANYWHERE", [large, lambda quick: print("and on")])
+    bench.main()
+    assert capsys.readouterr().out.endswith("large is left out from here on: the weights take 15.3 GiB\nand on\n")
+    monkeypatch.setattr(bench, "ANYWHERE", [broken])
+    with pytest.raises(ValueError, match="a mistake"):
+        bench.main()
 
 
 def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):

@@ -21,6 +21,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
+from nanopaged.inputs import read_json
+
 # What to say where load_chat_template finds none.
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, which would say how its model reads a conversation; pass one "
                     "as chat_template=, in Jinja, or give the prompt as text")
@@ -67,7 +69,8 @@ class ChatTemplate:
         `content` may be a list of parts, {"type": "text", "text": ...}. A template that reads the text of parts gets
         them so; any other gets the texts joined by newlines, as in vLLM, where transformers hands it the list to print.
         With `continue_final_message` the prompt ends with the last message's text, for the model to go on with.
-        `variables` of the template may be any but what is given otherwise. Raises ValueError for messages of another form, and if the template refuses them or fails.
+        `variables` of the template may be any but what is given otherwise. Raises ValueError for messages of another form,
+        and if the template refuses them or fails.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message goes on with the last message and add_generation_prompt begins a "
@@ -213,7 +216,4 @@ def _special_tokens(path: Path, config: dict) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict:
     """The JSON object in a file, {} if there is no file."""
-    try:
-        return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error}); fetch it again") from None
+    return read_json(path) if path.exists() else {}

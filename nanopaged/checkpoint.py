@@ -21,6 +21,8 @@ from typing import Iterator
 
 import torch
 
+from nanopaged.inputs import read_json, refuse_git_lfs_pointer
+
 BUNDLED = {"shakespeare": Path(__file__).parent / "shakespeare"}
 WEIGHT_FILES = (    # the first of these that is there is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -63,7 +65,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
 
 def read_config(path: Path) -> dict:
     """config.json of the checkpoint directory `path`. Raises ValueError if it is not a JSON object."""
-    return _read_json(Path(path) / "config.json")
+    return read_json(Path(path) / "config.json")
 
 
 def eos_token_ids(path: Path) -> set[int]:
@@ -76,7 +78,7 @@ def eos_token_ids(path: Path) -> set[int]:
     for file in (Path(path) / "config.json", Path(path) / "generation_config.json"):
         if file.name == "generation_config.json" and not file.exists():
             continue    # it is optional
-        value = _read_json(file).get("eos_token_id")
+        value = read_json(file).get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
             raise ValueError(f"{file}: eos_token_id is {value!r}, expected an integer, a list of integers or null")
@@ -86,12 +88,12 @@ def eos_token_ids(path: Path) -> set[int]:
 
 def read_generation_config(path: Path) -> dict:
     """generation_config.json, empty if there is none."""
-    return _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    return read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> name of the file beside the index that holds it. ValueError if the index has no such map."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(f"{index}: expected a \"weight_map\" of tensor names to file names")
     return weight_map
@@ -116,7 +118,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of one safetensors file; the tensors and the errors are as in `read_tensors`."""
-    _refuse_git_lfs_pointer(file)
+    refuse_git_lfs_pointer(file)
     entries, data_start = _read_header(file)
     size, expected = file.stat().st_size, data_start + max((end for *_, end in entries.values()), default=0)
     if size != expected:
@@ -191,7 +193,7 @@ def _parse_entry(what: str, entry: dict) -> tuple[torch.dtype, list[int], int, i
 
 def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """A pickled dict of tensors; only tensors are unpickled, never code."""
-    _refuse_git_lfs_pointer(file)
+    refuse_git_lfs_pointer(file)
     with file.open("rb") as f:
         is_zip = f.read(4) == b"PK\x03\x04"    # what torch has saved since 1.6, and all that it can map
     try:
@@ -203,23 +205,3 @@ def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(f"{file}: expected a dict of names to tensors and nothing else")
     for name in list(tensors):
         yield name, tensors.pop(name)    # not ours any more: in a file that was not mapped, this frees it
-
-
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise FileNotFoundError(f"no {file.name} in {file.parent}")
-    _refuse_git_lfs_pointer(file)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}")
-    return value
-
-
-def _refuse_git_lfs_pointer(file: Path) -> None:
-    """Cloning from the Hub without git-lfs leaves a few lines of text where the weights should be."""
-    with file.open("rb") as f:
-        if f.read(23) == b"version https://git-lfs":
-            raise ValueError(f"{file} is a git-lfs pointer, not the file; run `git lfs pull` in the clone")

@@ -1,4 +1,5 @@
-"""What users hand in, checked: numbers, choices, prompts. Every complaint is one sentence that names what was given."""
+"""What users hand in, checked: numbers, choices, prompts, JSON files. Every complaint is one sentence, and names what was given."""
+import json
 from pathlib import Path
 from typing import Callable, TypedDict
 
@@ -126,3 +127,24 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
 def wrap_int64(seed: int) -> int:
     """Seeds wrap around at 64 bits, as the arithmetic on them does."""
     return (seed + 2**63) % 2**64 - 2**63
+
+
+def read_json(file: Path) -> dict:
+    """The JSON object in a file of a checkpoint. FileNotFoundError, or ValueError in one sentence."""
+    if not file.is_file():
+        raise FileNotFoundError(f"no {file.name} in {file.parent}")
+    refuse_git_lfs_pointer(file)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}; fetch it again")
+    return value
+
+
+def refuse_git_lfs_pointer(file: Path) -> None:
+    """Cloning from the Hub without git-lfs leaves a few lines of text where the weights should be."""
+    with file.open("rb") as f:
+        if f.read(23) == b"version https://git-lfs":
+            raise ValueError(f"{file} is a git-lfs pointer, not the file; run `git lfs pull` in the clone")

@@ -17,7 +17,6 @@ about models or touches the network.
 """
 
 import codecs
-import json
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -26,6 +25,8 @@ from types import NoneType
 
 import regex
 import tiktoken
+
+from nanopaged.inputs import read_json
 
 # GPT-2 writes each byte as one printable character: itself where it is printable, else one from U+0100 upwards.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -334,12 +335,9 @@ def _template_ids(post_processor: dict | None) -> tuple[list[int], list[int]]:
 def _read_json(path: Path) -> dict:
     """The JSON object in a file, {} where there is no file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"{path} is not JSON ({error}); fetch it again, or pass prompts as token ids") from None
-    if not isinstance(value, dict):
-        raise _Unreadable(f"{path} is not a JSON object but {value!r:.80}; fetch it again, or pass prompts as token ids")
-    return value
+        return read_json(path) if path.exists() else {}
+    except ValueError as error:
+        raise _Unreadable(f"{error}, or pass prompts as token ids") from None
 
 
 def _read_special_tokens(path: Path) -> dict:

@@ -123,9 +123,9 @@ def test_own_template_with_the_checkpoints_special_tokens(tmp_path):
 
 
 def test_broken_files(tmp_path):
-    for wrong in ("{", [5]):
+    for wrong, message in (("{", " is not valid JSON"), ([5], ": expected a JSON object")):
         write(tmp_path, {"tokenizer_config.json": wrong})
-        assert "tokenizer_config.json is not a JSON object" in complaint(load_chat_template, tmp_path)
+        assert f"tokenizer_config.json{message}" in complaint(load_chat_template, tmp_path)
     for wrong in (5, [{"name": "default"}], {"default": None}):
         write(tmp_path, {"tokenizer_config.json": {"chat_template": wrong}})
         assert "must be a string" in complaint(load_chat_template, tmp_path)

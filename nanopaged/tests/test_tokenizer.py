@@ -179,7 +179,10 @@ def test_broken_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(ValueError) as error:
         load_tokenizer(tmp_path)
-    assert "tokenizer.json is not JSON" in one_sentence(error)
+    assert "tokenizer.json is not valid JSON" in one_sentence(error)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="tokenizer.json is a git-lfs pointer"):
+        load_tokenizer(tmp_path)
 
 
 def damaged(part: tuple[str, ...]) -> str:
