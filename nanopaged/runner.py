@@ -20,7 +20,6 @@ import math
 import struct
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Callable, Iterable, Iterator, NamedTuple
@@ -30,8 +29,9 @@ from torch import Tensor
 
 from kernel import MANY_CONTEXTS, TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
+from nanopaged.garbage import no_garbage_collection
 from nanopaged.logits import LogitsEditor, Start, top_logprobs
-from nanopaged.sampler import Sampler, SamplingBatch
+from nanopaged.sampler import Sampler, SamplingBatch, mix
 
 GIB = 2**30
 FP8 = torch.float8_e4m3fn
@@ -106,7 +106,11 @@ class Runner:
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
         self.owners: list = [None] * rows  # the sequence whose settings they are
-        with _no_garbage_collection():  # torch's compiler is imported
+        # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
+        self.compiled = None
+        if self.device.type == "cuda" and self.kernels is TRITON:
+            self.compiled = ThreadPoolExecutor(1).submit(self._compile_kernels)
+        with no_garbage_collection():
             self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
             self.sampler = Sampler(fused=self.use_graphs)
             self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
@@ -127,7 +131,7 @@ class Runner:
 
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
-        if self.device.type == "cuda" and self.kernels is TRITON:
+        if self.compiled is not None:
             self._compile()
         blocks_per_seq = cdiv(self.max_model_len, self.block_size)
         if num_blocks is None and self.device.type == "cpu":
@@ -247,21 +251,20 @@ class Runner:
 
     # ---- compiling, on a CUDA device
 
+    @no_garbage_collection()
     @torch.inference_mode()
     def _compile(self) -> None:
-        """Compile what steps will need: Triton's kernels in a thread, and meanwhile what `fuse` has torch compile, by steps
-        whose attention does nothing."""
-        with ThreadPoolExecutor(1) as thread:
-            compiled = thread.submit(self._compile_kernels)
-            if self.use_graphs:
-                self.kernels, self.kv_cache = IDLE, [(None, None, 1.0, 1.0)] * self.config.num_layers
-                # The largest first: torch tries a few shapes for a kernel, and keeps what is best at its first call. One
-                # row and few rows have kernels of their own.
-                for query_lens in (*self._largest_steps(), [1, 1], [1]):
-                    if len(query_lens) <= self.max_num_seqs:
-                        self._peak_of(query_lens)
-                self.kernels = TRITON
-            compiled.result()
+        """Compile what steps will need: what `fuse` has torch compile, by steps whose attention does nothing; Triton's kernels
+        are on their way in a thread."""
+        if self.use_graphs:
+            self.kernels, self.kv_cache = IDLE, [(None, None, 1.0, 1.0)] * self.config.num_layers
+            # The largest first: torch tries a few shapes for a kernel, and keeps what is best at its first call. One
+            # row and few rows have kernels of their own.
+            for query_lens in (*self._largest_steps(), [1, 1], [1]):
+                if len(query_lens) <= self.max_num_seqs:
+                    self._peak_of(query_lens)
+            self.kernels = TRITON
+        self.compiled.result()
 
     def _compile_kernels(self) -> None:
         """Call Triton's kernels in each of their forms, with nothing to do."""
@@ -474,6 +477,7 @@ class Runner:
                 return None
         return shape
 
+    @no_garbage_collection()
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         """Record decode steps of up to 1,024 sequences, padded by an eighth at most from 113 on, and steps with prompts."""
@@ -488,15 +492,12 @@ class Runner:
         self.graph_input = torch.zeros(max(sum(shape.layout) for shape in shapes), dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         pool = None
-        gc.collect()
-        gc.freeze()  # torch collects garbage before each recording: what is here now need not be looked at every time
         for shape in shapes:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, tokens = self._static_step(shape)
             pool = pool or graph.pool()
             self.graphs[shape] = graph, logits, tokens
-        gc.unfreeze()
 
     def _static_step(self, shape: _Shape) -> tuple[Tensor, Tensor]:
         """A step of this shape as the graph input has it, in which every sequence samples after its last token: their
@@ -545,18 +546,6 @@ SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
 
 
-@contextmanager
-def _no_garbage_collection():
-    """For imports of thousands of modules: the collector would look at all of them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _integers(parts: list[list[int]]) -> Tensor:
     """Lists of integers, one after another, as one int32 tensor on the host."""
     return torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
@@ -565,7 +554,7 @@ def _integers(parts: list[list[int]]) -> Tensor:
 def _settings(seq) -> tuple[int, ...]:
     """A sequence's sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
     p = seq.params
-    return struct.unpack("8i", struct.pack("fff4xqq", p.temperature, p.top_p, p.min_p, seq.seed, min(p.top_k, 2**31 - 1)))
+    return struct.unpack("8i", struct.pack("fff4xqq", p.temperature, p.top_p, p.min_p, mix(seq.seed), min(p.top_k, 2**31 - 1)))
 
 
 class _PromptPart(NamedTuple):

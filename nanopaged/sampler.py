@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import compile_rows
+from nanopaged.inputs import wrap_int64
 from nanopaged.params import SMALLEST_TEMPERATURE
 
 
@@ -23,13 +24,14 @@ class SamplingBatch:
     top_k: Tensor  # [R] int64, 0: all
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
-    seed: Tensor  # [R] int64
+    seed: Tensor  # [R] int64, as `mix` returns it
     position: Tensor  # [R] int64, of the token that is drawn, in its sequence
     all_greedy: bool  # every row is greedy: nothing is drawn
     any_filter: bool  # some row has a top_k, top_p or min_p: the rows are sorted
 
 
 UNIT = 2.0**38  # see units
+COLDEST = 2.0**120  # 1 / temperature of greedy rows
 CHUNK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
@@ -57,10 +59,11 @@ class Sampler:
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Draw from softmax(logits / temperature), or take the best where the temperature is as good as 0: [R]."""
     is_greedy = temperature < SMALLEST_TEMPERATURE
-    inverse_temperature = 1 / temperature.masked_fill(is_greedy, 1.0)[:, None]  # a division per row, not per logit
+    # A division per row, not per logit. A greedy row draws, too, so coldly that nothing but its largest logit has any weight.
+    inverse_temperature = torch.where(is_greedy, COLDEST, 1 / temperature)[:, None]
     peaks, sums = summarise(logits, inverse_temperature)  # [R, chunks] each
-    drawn = draw(logits, inverse_temperature, peaks, sums, uniform(seed, position))
-    return torch.where(peaks.amax(-1).isfinite(), torch.where(is_greedy, best(logits, peaks), drawn), -1)
+    tokens = draw(logits, inverse_temperature, peaks, sums, torch.where(is_greedy, 0.0, uniform(seed, position)))
+    return torch.where(peaks.amax(-1).isfinite(), tokens, -1)
 
 
 def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -102,12 +105,6 @@ def one_chunk(logits: Tensor, chunk: Tensor) -> Tensor:
     return inside.masked_fill(ids >= logits.shape[-1], -math.inf)
 
 
-def best(logits: Tensor, peaks: Tensor) -> Tensor:
-    """The token with the largest logit: [R]."""
-    chunk = peaks.argmax(-1)
-    return chunk * CHUNK + one_chunk(logits, chunk).argmax(-1)
-
-
 def draw(logits: Tensor, inverse_temperature: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
     """The token whose stretch of the cumulative probabilities holds u, found in two steps: first its chunk, then the
     token in it. u [R] between 0 and 1 -> [R]."""
@@ -131,19 +128,28 @@ def units(weights: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number between 0 and 1, neither of them, for each (seed, position): [R] int64 each -> [R] float32.
+    """A number between 0 and 1, neither of them, for each (seed, position): [R] int64 each, the seeds mixed -> [R] float32.
 
-    SplitMix64's finalizer (Steele et al. 2014) over seed and position; int64 products wrap, as wanted. 23 bits and a half
-    are what float32 holds without rounding up to 1.
+    The 64 bits are mix(seed + position * GOLDEN), of which the upper 23 are used: with half a unit added that is what float32
+    holds without rounding up to 1. Its products wrap, as wanted, and its last line does not touch those bits.
     """
-    x = _mix(_mix(seed) + position * -7046029254386353131)  # 2^64 divided by the golden ratio, as a signed integer
+    x = seed + position * GOLDEN
+    x = (x ^ _shift(x, 30)) * MULTIPLIERS[0]
+    x = (x ^ _shift(x, 27)) * MULTIPLIERS[1]
     return (((x >> 41) & 0x7FFFFF).float() + 0.5) * 2.0 ** -23
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shift(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shift(x, 31)
+def mix(x: int) -> int:
+    """A 64-bit integer each of whose bits depends on all of x's: SplitMix64's finalizer (Steele et al. 2014). Seeds are
+    mixed on the host, once: the draws of seeds 1, 2, 3 must have nothing to do with each other."""
+    x %= 2**64
+    x = (x ^ x >> 30) * MULTIPLIERS[0] % 2**64
+    x = (x ^ x >> 27) * MULTIPLIERS[1] % 2**64
+    return wrap_int64(x ^ x >> 31)
+
+
+GOLDEN = wrap_int64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
+MULTIPLIERS = wrap_int64(0xBF58476D1CE4E5B9), wrap_int64(0x94D049BB133111EB)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

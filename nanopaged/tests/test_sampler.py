@@ -1,16 +1,17 @@
 """Logits to tokens: what is drawn, how often, and that a row's draw is that row's own affair.
 
-The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and uniform(seed, position). The reference is a
+The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and uniform(mix(seed), position). The reference is a
 loop over one row in Python's floats. Nothing here is left to chance: the numbers drawn are a hash, so a test that
 passes once passes always.
 """
 import math
 import random
+from functools import lru_cache
 
 import pytest
 import torch
 
-from nanopaged.sampler import Sampler, SamplingBatch, uniform
+from nanopaged.sampler import Sampler, SamplingBatch, mix, uniform
 
 sample = Sampler()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,13 +24,17 @@ def integers(values) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int64, device=DEVICE)
 
 
+def uniform_of(seeds, positions) -> torch.Tensor:
+    return uniform(integers(map(lru_cache(mix), seeds)), integers(positions))
+
+
 def settings_batch(rows: list[dict], seeds, positions, **flags) -> SamplingBatch:
     """One entry for each row; the flags as the engine sets them, unless given."""
     rows = [DEFAULTS | row for row in rows]
     floats = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32, device=DEVICE)
               for name in ("temperature", "top_p", "min_p")}
     any_filter = any(row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0 for row in rows)
-    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows), seed=integers(seeds),
+    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows), seed=integers(map(mix, seeds)),
                          position=integers(positions), **dict(all_greedy=all(row["temperature"] == 0 for row in rows),
                                                               any_filter=any_filter) | flags)
 
@@ -120,6 +125,21 @@ def test_greedy_ignores_filters_and_numbers(settings):
     assert set(draws(logits, 50, temperature=0, **settings)) == {logits.index(max(logits))}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_greedy_rows_among_others_tell_neighbouring_numbers_apart(dtype):
+    """The best logit is the next number after all others, wherever it stands; of equal ones the first is taken."""
+    others = torch.tensor([1e-6, 1e-3, 1.0, 30.0, 1000.0, -1e-3, -30.0], device=DEVICE).to(dtype)
+    best = torch.nextafter(others.float(), others.float() + 1) if dtype is torch.float32 else (
+        others.view(torch.int16) + others.sign().short()).view(dtype)
+    assert (best > others).all()
+    logits = others[:, None].repeat(2, 5000)
+    places = [0, 127, 128, 2500, 4863, 4998, 4999]
+    for row, place in enumerate(places):
+        logits[row, place] = best[row]
+    tokens = sample(logits, settings_batch([dict(temperature=0)] * 14, range(14), range(14), all_greedy=False)).tolist()
+    assert tokens == places + [0] * 7
+
+
 def test_greedy_rows_among_others_stay_greedy():
     logits = normal(40, 100)
     rows = [dict(temperature=0 if i % 2 else 5.0, top_k=i % 3) for i in range(40)]
@@ -187,7 +207,7 @@ def test_every_draw_is_the_references(vocab_size, ties):
     seeds = [rng.randrange(INT64_MIN, INT64_MAX) for _ in rows]
     positions = [rng.randrange(100_000) for _ in rows]
     tokens = sample(logits, settings_batch(rows, seeds, positions)).tolist()
-    numbers = uniform(integers(seeds), integers(positions)).tolist()
+    numbers = uniform_of(seeds, positions).tolist()
     for i, row in enumerate(rows):
         # The engine's settings are float32; the reference takes them as they arrive there.
         row = {name: torch.tensor(value).item() if isinstance(value, float) else value for name, value in row.items()}
@@ -230,7 +250,7 @@ def test_top_p_of_one_keeps_the_tail():
     """4000 tokens that weigh 5e-8 each, behind three likely ones; the positions are those whose number falls there."""
     logits = torch.cat([torch.zeros(3), torch.full((4000,), math.log(1.5e-7))]).to(DEVICE)
     positions = torch.arange(10**6, device=DEVICE)
-    positions = positions[uniform(torch.zeros_like(positions), positions) > 1 - 1e-4].tolist()
+    positions = positions[uniform(torch.full_like(positions, mix(0)), positions) > 1 - 1e-4].tolist()
     batch = settings_batch([dict(top_p=1.0, min_p=1e-9)] * len(positions), [0] * len(positions), positions)
     tokens = sample(logits.repeat(len(positions), 1), batch).tolist()
     assert len(positions) > 50 and all(token > 3 for token in tokens) and len(set(tokens)) > 40
@@ -405,7 +425,7 @@ def test_a_large_vocabulary_is_drawn_from_its_whole_range(settings):
     tokens, numbers = [], []
     for seed in range(2):
         tokens += draws(torch.zeros(vocab_size), count, seed=seed, **settings)
-        numbers += uniform(integers([seed] * count), integers(range(count))).tolist()
+        numbers += uniform_of([seed] * count, range(count)).tolist()
     ends = settings_batch([settings] * 2, *zip(LOWEST, HIGHEST))
     tokens += sample(torch.zeros(2, vocab_size, device=DEVICE), ends).tolist()
     numbers += [0, 1]
@@ -426,7 +446,7 @@ def test_one_likely_token_anywhere_in_a_large_vocabulary(token, settings):
 # --------------------------------------------------------------------------------------------------
 
 def numbers(seeds, positions) -> torch.Tensor:
-    return uniform(integers(seeds), integers(positions)).double().cpu()
+    return uniform_of(seeds, positions).double().cpu()
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -486,7 +506,7 @@ def test_the_streams_of_neighbouring_seeds_have_nothing_to_do_with_each_other():
 def test_the_numbers_are_in_range_at_the_ends_of_int64():
     ends = [INT64_MIN, INT64_MIN + 1, -2**32, -2**31, -1, 0, 1, 2**31, 2**32, INT64_MAX - 1, INT64_MAX]
     pairs = [(seed, position) for seed in ends for position in ends]
-    u = uniform(*map(integers, zip(*pairs)))
+    u = uniform_of(*zip(*pairs))
     assert u.dtype == torch.float32 and u.device.type == DEVICE and u.shape == (len(pairs),)
     assert ((u >= 0) & (u < 1)).all()
     assert u.unique().numel() >= len(pairs) - 2
@@ -495,7 +515,7 @@ def test_the_numbers_are_in_range_at_the_ends_of_int64():
 def test_the_numbers_are_those_of_every_machine_and_version():
     """A seed that was written down gives the same text tomorrow: the 23 bits are fixed."""
     pairs = [(0, 1), (0, 2), (1, 1), (42, 100), (-1, 1), (INT64_MAX, 1000), (INT64_MIN, 1000), (123456789, 2**40)]
-    bits = [int(u * 2**23) for u in uniform(*map(integers, zip(*pairs))).tolist()]
+    bits = [int(u * 2**23) for u in uniform_of(*zip(*pairs)).tolist()]
     assert bits == [split_mix(seed, position) for seed, position in pairs]
     assert bits == [7409748, 3619919, 6289344, 5085537, 5422012, 1589214, 4181483, 3688069]
 
