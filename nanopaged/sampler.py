@@ -31,8 +31,9 @@ class SamplingBatch:
 
 
 UNIT = 2.0**38  # see units
-COLDEST = 2.0**120  # 1 / temperature of greedy rows
+COLDEST = 2.0**120  # the inverse temperature of greedy rows
 CHUNK = 128  # tokens of the vocabulary whose probabilities are summed first
+SUM_UNIT = 2.0**23  # see summarise: as fine as float32, and CHUNK times it is an int32, of which a GPU adds more than of int64
 
 
 class Sampler:
@@ -59,8 +60,9 @@ class Sampler:
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Draw from softmax(logits / temperature), or take the best where the temperature is as good as 0: [R]."""
     is_greedy = temperature < SMALLEST_TEMPERATURE
-    # A division per row, not per logit. A greedy row draws, too, so coldly that nothing but its largest logit has any weight.
-    inverse_temperature = torch.where(is_greedy, COLDEST, 1 / temperature)[:, None]
+    # For powers of 2, which is what a GPU computes: exp(x / temperature) = 2 ** (x * inverse_temperature). A greedy row draws,
+    # too, so coldly that nothing but its largest logit has any weight.
+    inverse_temperature = torch.where(is_greedy, COLDEST, math.log2(math.e) / temperature)[:, None]
     peaks, sums = summarise(logits, inverse_temperature)  # [R, chunks] each
     tokens = draw(logits, inverse_temperature, peaks, sums, torch.where(is_greedy, 0.0, uniform(seed, position)))
     return torch.where(peaks.amax(-1).isfinite(), tokens, -1)
@@ -81,13 +83,14 @@ def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def summarise(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each CHUNK of the vocabulary, the largest logit and the sum of exp((logit - largest) / temperature): [R, chunks]
-    each. This is the only pass over all logits; everything after it looks at one chunk. (The difference first: then no
-    compiler can fuse it with the product, and weights are never above 1.)"""
+    """Of each CHUNK of the vocabulary, the largest logit, and the sum of exp((logit - largest) / temperature) in integers, of
+    which SUM_UNIT are 1: [R, chunks] each. This is the only pass over all logits; everything after it looks at one chunk.
+    (The difference first: then no compiler can fuse it with the product, and weights are never above 1.)"""
     chunks = in_chunks(logits).float()
     peaks = chunks.amax(-1)
     safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
-    return peaks, units(((chunks - safe[:, :, None]) * inverse_temperature[:, :, None]).exp()).sum(-1)
+    weights = ((chunks - safe[:, :, None]) * inverse_temperature[:, :, None]).exp2()
+    return peaks, (weights * SUM_UNIT).int().sum(-1, dtype=torch.int32)
 
 
 def in_chunks(logits: Tensor) -> Tensor:
@@ -110,12 +113,12 @@ def draw(logits: Tensor, inverse_temperature: Tensor, peaks: Tensor, sums: Tenso
     token in it. u [R] between 0 and 1 -> [R]."""
     peak = peaks.amax(-1, keepdim=True)
     # [R, chunks], of one common peak
-    weights = (sums.double() * ((peaks - peak) * inverse_temperature).double().exp()).round().long()
+    weights = (sums.double() * (UNIT / SUM_UNIT) * ((peaks - peak) * inverse_temperature).double().exp2()).round().long()
     cumulative = weights.cumsum(-1)
     target = (u.double() * cumulative[:, -1]).long()[:, None]
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
     weight, before = weights.gather(1, chunk), (cumulative - weights).gather(1, chunk)
-    inner = units(((one_chunk(logits, chunk[:, 0]).float() - peaks.gather(1, chunk)) * inverse_temperature).exp()).cumsum(-1)
+    inner = units(((one_chunk(logits, chunk[:, 0]).float() - peaks.gather(1, chunk)) * inverse_temperature).exp2()).cumsum(-1)
     target = ((target - before).double() / weight * inner[:, -1:]).long()  # from the common peak to the chunk's own
     token = torch.searchsorted(inner, torch.minimum(target, inner[:, -1:] - 1), right=True)
     return (chunk * CHUNK + token)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN leads past the end
