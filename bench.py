@@ -12,7 +12,9 @@ noisy: compare within a run. Peers' figures were taken by others on one H200, in
 """
 import argparse
 import gc
+import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -111,23 +113,30 @@ def transformers_generate(llm: LLM, num_new: int):
 
 def scheduler(quick: bool) -> None:
     """Schedule and update alone, no model: ms per decode step, with few and many requests waiting, small and large pools."""
-    for num_running in (256, 1024):
-        for num_waiting, num_blocks in ((0, 20_000), (10_000, 20_000), (0, 1_000_000)):
-            plan = Scheduler(BlockManager(num_blocks, 64), num_running, 8192)
-            params = SamplingParams(max_tokens=1000, ignore_eos=True)
-            for i in range(num_running + num_waiting):
-                plan.add(Sequence([i % 1000] * 8, params, (0, i, 0), 1008))
-            while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
-                step = plan.schedule()
-                plan.update(step, [1] * len(step.sampled))
-            times = []
-            for _ in range(20 if quick else 300):
-                started = time.perf_counter()
-                step = plan.schedule()
-                plan.update(step, [1] * len(step.sampled))
-                times.append(time.perf_counter() - started)
-            row(f"scheduler, {num_running} running, {num_waiting} waiting, {num_blocks} blocks",
-                statistics.median(times) * 1000, "ms/step")
+    best = {}
+    for _ in range(3):  # in turns, and the best of each: the machine may be busy now and then
+        for case in itertools.product((256, 1024), ((0, 20_000), (10_000, 20_000), (0, 1_000_000))):
+            best[case] = min(best.get(case, math.inf), scheduler_ms(case[0], *case[1], steps=20 if quick else 100))
+    for (num_running, (num_waiting, num_blocks)), ms in best.items():
+        row(f"scheduler, {num_running} running, {num_waiting} waiting, {num_blocks} blocks", ms, "ms/step")
+
+
+def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> float:
+    """The median of so many decode steps."""
+    plan = Scheduler(BlockManager(num_blocks, 64), num_running, 8192)
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    for i in range(num_running + num_waiting):
+        plan.add(Sequence([i % 1000] * 8, params, (0, i, 0), 1008))
+    while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
+        step = plan.schedule()
+        plan.update(step, [1] * len(step.sampled))
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step = plan.schedule()
+        plan.update(step, [1] * len(step.sampled))
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
 
 
 def planned(prompts: list, params: list, max_num_seqs: int = 256, block_size: int = 64):
@@ -485,10 +494,12 @@ print(time.time())
 
 
 def start(limits: Limits, quick: bool) -> None:
-    """Process start to first token, with the compile caches empty and then full. One start before them, with caches of its
-    own, has Python compile byte code, which pip does where it installs packages."""
+    """Process start to first token, with the compile caches empty and then full; twice, and the best, for it is the host's
+    work, and the host may be busy. One start before them, with caches of its own, has Python compile byte code, which pip
+    does where it installs packages."""
+    seconds = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as folder:
-        for label, caches, peer in (("", "first", ""), ("cold", "second", "vLLM 56, nano-vllm about 15"), ("warm", "second", "")):
+        for caches, label in (("first", ""), ("second", "cold"), ("second", "warm"), ("third", "cold"), ("third", "warm")):
             environment = os.environ | dict(TRITON_CACHE_DIR=f"{folder}/{caches}/triton", PYTHONPYCACHEPREFIX=f"{folder}/python",
                                             TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
             environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -496,7 +507,9 @@ def start(limits: Limits, quick: bool) -> None:
             ended = float(subprocess.run([sys.executable, "-c", START.format(root=str(Path(__file__).parent))], env=environment,
                                          check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
             if label:
-                row(f"0.6B process start to first token, caches {label}", ended - started, "s", peer=peer)
+                seconds[label].append(ended - started)
+    for label, peer in (("cold", "vLLM 56, nano-vllm about 15; "), ("warm", "")):
+        row(f"0.6B process start to first token, caches {label}", min(seconds[label]), "s", peer=f"{peer}the other time {max(seconds[label]):.1f}")
 
 
 # --------------------------------------------------------------------------------------------------
