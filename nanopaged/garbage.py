@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def no_garbage_collection():
     """Also a decorator. What there is already is frozen: spared where torch itself has garbage collected, after a compilation
-    and before a recording."""
+    and before a recording. (Objects that a caller had frozen are not frozen any more afterwards.)"""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
