@@ -1,8 +1,8 @@
 """Python's garbage collector, kept out of the way of torch's compiler.
 
-The collector looks at the youngest objects whenever there are some hundred more of them than before, and now and then at all.
-To be imported, and to compile, torch's compiler makes objects by the hundred thousand, of which hardly any is garbage: to look
-at them again and again is a sixth of the time.
+The collector looks at the youngest objects whenever there are some hundred more of them than before, and now and then at all
+objects. To be imported, and to compile, torch's compiler makes objects by the hundred thousand, of which hardly any is
+garbage: to look at them again and again is a sixth of the time.
 """
 import gc
 from contextlib import contextmanager
