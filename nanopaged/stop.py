@@ -6,7 +6,12 @@ text is held back for as long as some stop string begins with it:
 
     stop ["\n\nUser:"]      piece  "Yes."  "\n\n"  "Us"    "eful" ...    or    "er: and"
                             shown  "Yes."  ""      ""      "\n\nUseful"        "", and that is the end
+
+The search is that of Knuth, Morris and Pratt (1977): a character costs the same however long the stop strings are.
 """
+from functools import lru_cache
+
+
 
 
 class StopChecker:
@@ -20,36 +25,50 @@ class StopChecker:
     def __init__(self, stop: list[str], include: bool = False):
         self.stop, self.include = stop, include
         self.matched: str | None = None
-        self._tail = ""  # the end of the text: as much as a stop string can still begin in
-        self._num_shown = 0  # leading characters of it that have been shown
+        self._lengths = [0] * len(stop)  # of the longest end of the text that each stop string begins with
+        self._borders = [_borders(string) for string in stop]
+        self._held = ""  # the end of the text that has not been shown
 
     def add(self, piece: str, may_stop: bool = True) -> str:
         """What can be shown now. may_stop=False: a stop string does not count if it ends in this piece (min_tokens)."""
         if self.matched is not None:
             return ""
-        before, shown, text = len(self._tail), self._num_shown, self._tail + piece
-        ends = []
-        for i, stop in enumerate(self.stop if may_stop else ()):
-            start = text.find(stop, max(0, before + 1 - len(stop)))  # one that ends in this piece
-            if start >= 0:
-                ends.append((start + len(stop), i))
-        if ends:
-            end, i = min(ends)
-            self.matched, self._tail = self.stop[i], ""
-            return text[shown:end if self.include else end - len(self.stop[i])]
-        end = len(text) if self.include else len(text) - self._num_held(text)
-        cut = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
-        self._tail, self._num_shown = text[cut:], end - cut
-        return text[shown:end]
+        text = self._held + piece
+        for end, char in enumerate(piece, len(self._held) + 1):
+            for i in range(len(self.stop)):
+                if self._advance(i, char) and may_stop and self.matched is None:
+                    self.matched = self.stop[i]
+            if self.matched is not None:
+                self._held = ""
+                return text[:end if self.include else end - len(self.matched)]
+        end = len(text) if self.include else len(text) - max(self._lengths, default=0)
+        self._held = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
         """The text has ended without a stop string: what was held back."""
-        rest, self._tail, self._num_shown = self._tail[self._num_shown:], "", 0
+        rest, self._held = self._held, ""
         return rest
 
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        for length in range(min(len(text), max(map(len, self.stop), default=1) - 1), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stop):
-                return length
-        return 0
+    def _advance(self, i: int, char: str) -> bool:
+        """Take the text's next character into account for stop string i; whether the text ends with that string now."""
+        stop, borders, length = self.stop[i], self._borders[i], self._lengths[i]
+        while length and stop[length] != char:
+            length = borders[length]
+        length += stop[length] == char
+        is_complete = length == len(stop)
+        self._lengths[i] = borders[length] if is_complete else length
+        return is_complete
+
+
+@lru_cache(maxsize=1024)
+def _borders(string: str) -> tuple[int, ...]:
+    """For each length of the string's beginnings, how long the longest shorter beginning is that it ends with: of "abab", which
+    ends with "ab", 2. That much of a match is left when the next character does not fit."""
+    borders = [0, 0]
+    for end in range(1, len(string)):
+        length = borders[end]
+        while length and string[length] != string[end]:
+            length = borders[length]
+        borders.append(length + (string[length] == string[end]))
+    return tuple(borders)

@@ -145,4 +145,4 @@ def test_a_long_text_is_not_kept():
     shown = "".join(checker.add("xyzaaaaaaa") for _ in range(1000)) + checker.finish()
     assert shown == "xyzaaaaaaa" * 1000 and checker.matched is None
     checker.add("xyz" * 1000)
-    assert len(checker._tail) < 10
+    assert len(checker._held) < 10
