@@ -35,8 +35,11 @@ things. Its placeholders of score -1e9 are nothing here: with fewer than beam_wi
 in the vocabulary, max_tokens=1) there are fewer results. And sums are Python's floats, not float32; of equal candidates
 those of the better parent go first, then as the caller ordered them, where torch takes any.
 """
+import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from nanopaged.params import BeamSearchParams
 
@@ -93,11 +96,10 @@ class BeamGroup:
         if any(math.isnan(logprob) for beam in candidates for _, logprob in beam):
             self.ended, self.live = [replace(beam, finish_reason="error") for beam in self.live], []
             return []
-        grown = [(beam.cumulative_logprob + logprob, parent, token) for parent, beam in enumerate(self.live)
-                 for token, logprob in candidates[parent]]
-        grown.sort(key=lambda candidate: candidate[0], reverse=True)  # equal ones stay in order
         live, origins = [], []
-        for rank, (logprob, parent, token) in enumerate(grown):
+        for rank, (logprob, parent, token) in enumerate(self._best_first(candidates)):
+            if len(live) == self.beam_width and rank >= self.beam_width:
+                break
             beam = self._beam(self.live[parent].token_ids + [token], logprob)
             if beam.finish_reason is None and len(live) < self.beam_width:
                 live.append(beam)
@@ -109,6 +111,14 @@ class BeamGroup:
         if live and self._may_stop():
             self.live, origins = [], []
         return origins
+
+    def _best_first(self, candidates: list[list[tuple[int, float]]]) -> Iterator[tuple[float, int, int]]:
+        """All candidates together: (cumulative log probability, index of the parent, token). Of equal ones the better parent's
+        first. Each beam's candidates are in order already, so those that nobody asks for are never sorted."""
+        def of_beam(parent: int) -> Iterator[tuple[float, int, int]]:
+            before = self.live[parent].cumulative_logprob
+            return ((before + logprob, parent, token) for token, logprob in candidates[parent])
+        return heapq.merge(*map(of_beam, range(len(self.live))), key=itemgetter(0), reverse=True)
 
     def results(self) -> list[Beam]:
         """The beams that have ended, best score first: beam_width of them once the search is done."""
