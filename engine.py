@@ -31,10 +31,11 @@ import random
 import sys
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from kernel import cdiv
 from model import ModelConfig
@@ -52,7 +53,9 @@ from torch import OutOfMemoryError  # after kernel.py, which keeps torch from co
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
 NULL = -1  # in a block table: that block fell out of the sliding window and is somebody else's now
-PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens at a time where the logits of all of them are needed
+PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens that a step computes of a sequence that wants the logits of all of them,
+PROMPT_LOGPROBS_VALUES = 2**23  # and how many log probabilities these may be
+STEPS_UNTIL_MORE = 64  # after a step that ran out of memory: so many steps later the token budget is doubled again
 
 
 # --------------------------------------------------------------------------------------------------
@@ -77,6 +80,7 @@ class Sequence:
     candidates: list | None = None  # a beam's best next tokens, (token, log probability); beam search takes its pick
     logprobs: list[tuple] = field(default_factory=list)  # of the generated tokens, as the runner gives them
     wants_prompt_logprobs: bool = False
+    max_chunk: int | None = None  # tokens that one step computes of it at most; None: as many as the budget allows
     bad_words: list[list[int]] = ()
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
     num_held_tokens: int = 0  # those of them that were there when it was admitted: never written by this sequence
@@ -90,6 +94,7 @@ class Sequence:
     num_null_blocks: int = 0  # leading entries of the table that are NULL
     host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
     min_free_blocks: int = 0  # it was not admitted because fewer were free
+    found: tuple = (None, None)  # what it could share then: key of the first block that was not cached, sibling
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; the message, if a logits processor failed
 
@@ -257,27 +262,47 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> tuple[list[int], int, int]:
         """Blocks that hold the sequence's first tokens already, how many tokens these are, and the identity of the last full
         block; ROOT for a sibling's blocks, which `register` looks up one by one."""
-        blocks, identity, size = [], ROOT, self.block_size
+        blocks, identity, size, missing_key = [], ROOT, self.block_size, None
         if self.enable_prefix_caching and not seq.wants_prompt_logprobs:  # what is not computed has none
             for end in range(size, len(seq.token_ids) + 1, size):
-                found = self.cached.get((identity, tuple(seq.token_ids[end - size:end])))
-                if found is None:
+                key = (identity, tuple(seq.token_ids[end - size:end]))
+                if key not in self.cached:
+                    missing_key = key
                     break
-                block, identity = found
+                block, identity = self.cached[key]
                 blocks.append(block)
-        # A sibling that has the prompt shares its last block, too, though it is not full. Not with who has generated
-        # tokens already: it would have to copy that block before this step, which may only now compute it.
-        num_tokens = seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
-        for other in seq.siblings:
-            if (len(blocks) * size < num_tokens <= other.num_computed_tokens
-                    and other.num_null_blocks <= self._num_unseen(num_tokens - 1)):
-                return other.block_table[:cdiv(num_tokens, size)], num_tokens, ROOT
+        num_tokens, sibling = self._num_shareable(seq), self._find_sibling(seq)
+        seq.found = missing_key, sibling
+        if sibling and len(blocks) * size < num_tokens:
+            return sibling.block_table[:cdiv(num_tokens, size)], num_tokens, ROOT
         return blocks, len(blocks) * size, identity
+
+    def _num_shareable(self, seq: Sequence) -> int:
+        """Tokens of its prompt that a sequence can share with a sibling, which has the same prompt: all of them, though the
+        last block is not full. Only whole blocks once it has generated tokens: it would have to copy the last one before
+        this step, which may only now compute it."""
+        size = self.block_size
+        return seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
+
+    def _find_sibling(self, seq: Sequence) -> Sequence | None:
+        """A running sequence of the same prompt that has these tokens in its blocks."""
+        num_tokens = self._num_shareable(seq)
+        for other in seq.siblings:
+            if num_tokens <= other.num_computed_tokens and other.num_null_blocks <= self._num_unseen(num_tokens - 1):
+                return other
+        return None
+
+    def _is_still_blocked(self, seq: Sequence) -> bool:
+        """Whether the pool has too few free blocks, as it had last time, and the sequence can share no more than it could then.
+        Its prompt need not be looked up again."""
+        missing_key, sibling = seq.found
+        return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.cached
+                and self._find_sibling(seq) is sibling)
 
     def admit(self, seq: Sequence) -> bool:
         """Start the sequence's table with the blocks it can share and those that wait for it on the host. False, and
         nothing done, if the pool has too few free blocks for the rest of its tokens."""
-        if self.num_free_blocks < seq.min_free_blocks:  # as last time: do not look its prompt up again
+        if self._is_still_blocked(seq):
             return False
         blocks, num_tokens, identity = self.find_prefix(seq)
         num_held_tokens = max(num_tokens, seq.num_computed_tokens)  # it has computed some if it was swapped
@@ -295,7 +320,7 @@ class BlockManager:
             return False
         for block in blocks:
             self._hold(block)
-        seq.min_free_blocks = 0
+        seq.min_free_blocks, seq.found = 0, (None, None)
         seq.num_held_tokens, seq.num_computed_tokens = num_held_tokens, num_computed_tokens
         seq.block_table, seq.identity = blocks, identity
         seq.num_registered_blocks = num_found if identity != ROOT else 0
@@ -396,9 +421,7 @@ class Scheduler:
             # Nothing follows a sequence's last possible token, so its K and V are never needed.
             known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
             num_tokens = min(known, seq.max_len - 1) - seq.num_computed_tokens
-            num_tokens = min(num_tokens, budget, self.max_chunk)
-            if seq.wants_prompt_logprobs:
-                num_tokens = min(num_tokens, PROMPT_LOGPROBS_CHUNK)
+            num_tokens = min(num_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if self.block_manager.window:
                     self.block_manager.slide(seq)
@@ -621,6 +644,7 @@ class LLM(Frontend):
         num_host_blocks = self.runner.allocate_host_pool(swap_space)
         self.scheduler = Scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks),
                                    max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens, self.num_small_steps = max_num_batched_tokens, 0
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
         self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
@@ -628,7 +652,7 @@ class LLM(Frontend):
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
         self.chat_templates: dict = {}  # those that were used, by their source
-        self.lock = StepLock()  # held while a step is computed, and by who changes what it looks at
+        self.lock = StepLock()  # held while a step is computed, and by callers that change what it looks at
         # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
         # computes step n; a sequence that turns out finished has then wasted one token.
         self.launched: deque[tuple[Step, Callable[[], Sampled]]] = deque()
@@ -645,9 +669,13 @@ class LLM(Frontend):
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
-        return self._add(prompt, params, priority, is_reported=True).request_id
+        request = self._read_request(prompt, params, priority)
+        with self.lock:
+            self._add(request, is_reported=True)
+        return request.request_id
 
-    def _add(self, prompt, params: SamplingParams | None, priority: int = 0, is_reported: bool = False) -> Request:
+    def _read_request(self, prompt, params: SamplingParams | None, priority: int = 0) -> Request:
+        """A request that is checked and tokenised, and not added yet."""
         if params is None:
             params = self.get_default_sampling_params() if self.defaults_for_all else SamplingParams()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
@@ -659,27 +687,34 @@ class LLM(Frontend):
         if params.stop:
             self.get_tokenizer()  # without one there is no text to find them in
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer)
+
+    def _add(self, request: Request, is_reported: bool = False) -> None:
+        """Queue a request; the caller has the lock."""
+        params, token_ids = request.params, request.prompt_token_ids
+        arrival = next(self.arrivals)
+        seed = int(params.seed) if params.seed is not None else self.seeds.getrandbits(63)
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        with self.lock.between_steps():
-            arrival = next(self.arrivals)
-            seed = int(params.seed) if params.seed is not None else self.seeds.getrandbits(63)  # numpy's do not wrap around
-            sequences = [
-                Sequence(list(token_ids), params, (priority if self.use_priority else 0, arrival, j), max_len, stop,
-                         wrap_int64(seed + j), str(arrival), num_logprobs=params.logprobs, bad_words=bad_words,
-                         wants_prompt_logprobs=params.prompt_logprobs is not None and j == 0,
-                         waits_for_token=bool(params.logits_processors))
-                for j in range(params.n)]
-            request = Request(str(arrival), text, token_ids, params, sequences, self.tokenizer, is_reported)
-            self.requests[request.request_id] = request
-            for seq in sequences:
-                seq.siblings = sequences[0].siblings
-                self.scheduler.add(seq)
-        return request
+        count, chunk = params.prompt_logprobs, None
+        if count is not None:
+            values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
+            chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, values)))
+        sequences = [
+            Sequence(list(token_ids), params, (request.priority, arrival, j), max_len, request.stop_token_ids,
+                     wrap_int64(seed + j), str(arrival), num_logprobs=params.logprobs, bad_words=request.bad_words,
+                     wants_prompt_logprobs=count is not None and j == 0, max_chunk=chunk if j == 0 else None,
+                     waits_for_token=bool(params.logits_processors))
+            for j in range(params.n)]
+        request.start(str(arrival), sequences, is_reported)
+        self.requests[request.request_id] = request
+        for seq in sequences:
+            seq.siblings = sequences[0].siblings
+            self.scheduler.add(seq)
 
     def _add_beams(self, token_ids: list[int], width: int, group) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences for a beam search: the one that begins, and those that it will branch into."""
         max_len, num_candidates = len(token_ids) + group.max_tokens, min(group.num_candidates, self.config.vocab_size)
-        with self.lock.between_steps():
+        with self.lock:
             arrival = next(self.arrivals)
             first, *spares = [
                 Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len, request_id=f"beam {arrival}",
@@ -699,6 +734,7 @@ class LLM(Frontend):
         if request:
             for seq in request.sequences:
                 self.scheduler.abort(seq)
+            request.end()
             self._check_if_idle()
 
     def has_unfinished_requests(self) -> bool:
@@ -715,72 +751,93 @@ class LLM(Frontend):
     def step(self) -> list[RequestOutput]:
         """Compute one step; what came of it for every request of `add_request` that got a token, and of such requests in
         steps that others made meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
-        with self.lock.for_step():
-            self._step()
+        with self.lock.turn(self._has_reports):
+            if not self.unreported:
+                self._step()
             reports, self.unreported = self.unreported, {}
             return [request.output() for request in reports.values()]
 
-    def _step(self) -> list[Request]:
-        """The step itself; the requests that got a token."""
-        with self.lock:
-            step = self.scheduler.schedule()
-            if step.seqs:
-                try:
-                    with self.lock.interrupts.let_through():
-                        read = self.runner.launch(step)
-                except BaseException as error:
-                    self.runner.forget_rows(step.seqs)
-                    self.scheduler.undo(step)
-                    while self.launched:
-                        self._update()
-                    if not self._can_do_with_less_memory(error):
-                        raise
-                else:
-                    self.launched.append((step, read))
+    def _has_reports(self) -> bool:
+        return bool(self.unreported)
+
+    @contextmanager
+    def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Compute steps until is_done(), which those of other threads may bring about; then the caller has the lock."""
+        with self.lock.turn(is_done):
+            while not is_done():
+                self._step()
+                self.lock.pass_on(is_done)
+            yield
+
+    def _step(self) -> None:
+        """The step itself; the caller has the lock."""
+        step = self.scheduler.schedule()
+        if step.seqs:
+            try:
+                with self.lock.interrupts.let_through():
+                    read = self.runner.launch(step)
+            except BaseException as error:
+                self.runner.forget_rows(step.seqs)
+                self.scheduler.undo(step)
+                while self.launched:
+                    self._update()
+                if not self._can_do_with_less_memory(error):
+                    raise
             else:
-                self.scheduler.undo(step)  # blocks that it took back it will not move out
-                if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
-                    for seq in [seq for seq in self.scheduler.running if seq.candidates]:
-                        self.scheduler.retire(seq)
-            if len(self.launched) > self.lookahead or not step.seqs:
-                return self._update()
-            return []
+                self.launched.append((step, read))
+                self._ask_for_more_again()
+        else:
+            self.scheduler.undo(step)  # blocks that it took back it will not move out
+            if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
+                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
+                    self.scheduler.retire(seq)
+        if len(self.launched) > self.lookahead or not step.seqs:
+            self._update()
 
     def _can_do_with_less_memory(self, error: BaseException) -> bool:
-        """After a step that ran out of the device's memory: go on with half the token budget, and say so."""
+        """After a step that ran out of the device's memory: go on with half the token budget for a while, and say so."""
         budget = self.scheduler.max_num_batched_tokens // 2
         if not isinstance(error, OutOfMemoryError) or budget == 0:
             return False
-        print(f"out of memory: steps compute at most {budget} tokens from now on; start with a lower "
+        print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
               "gpu_memory_utilization to leave room for more", file=sys.stderr)
-        self.scheduler.max_num_batched_tokens = budget
+        self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
         self.runner.release_memory()
         return True
 
-    def _update(self) -> list[Request]:
-        """Read the tokens of the oldest launched step; the requests that got one."""
+    def _ask_for_more_again(self) -> None:
+        """What took the memory may be gone: let a budget that was halved grow back."""
+        if self.scheduler.max_num_batched_tokens < self.max_num_batched_tokens:
+            self.num_small_steps += 1
+            if self.num_small_steps == STEPS_UNTIL_MORE:
+                self.num_small_steps = 0
+                self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    def _update(self) -> None:
+        """Read the tokens of the oldest launched step, and tell their requests."""
         if not self.launched:
-            return []
+            return
         step, read = self.launched[0]
         with self.lock.interrupts.let_through():
             sampled = read()  # waits for the GPU; who is interrupted here can come back
         self.launched.popleft()
         self.scheduler.update(step, sampled.tokens, sampled.logprobs)
-        touched = dict.fromkeys(seq.request_id for seq in step.sampled)
-        requests = [self.requests[request_id] for request_id in touched if request_id in self.requests]
         for seq, position, logprobs in sampled.prompt_logprobs:
             if seq.request_id in self.requests:
                 self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
-        for request in requests:
-            for seq, stop in request.find_stop_strings():
-                seq.finish("stop", stop)
+        for seq in step.sampled:
+            request = self.requests.get(seq.request_id)
+            if request is None:
+                continue
+            reason = request.take(seq)
+            if reason is not None:
+                seq.finish(*reason)
                 self.scheduler.retire(seq)
             if request.finished:
                 del self.requests[request.request_id]
             if request.is_reported:
                 self.unreported[request.request_id] = request
         self._check_if_idle()
-        return requests
 
 
 if __name__ == "__main__":

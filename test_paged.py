@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import bench
+import engine
 import kernel
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
@@ -589,6 +590,30 @@ def test_a_blocked_head_of_the_queue_is_not_looked_up_again(monkeypatch):
     assert len(blocked.token_ids) == 30
 
 
+def test_a_blocked_sample_is_admitted_as_soon_as_it_can_share_the_prompt():
+    """The first of two samples has most of the pool; the others fit as soon as they can share its blocks."""
+    model = fake(num_blocks=24, caching=False)
+    seqs = siblings(3, range(60), max_new=5)
+    seqs[0].max_chunk = 40
+    for seq in seqs:
+        model.scheduler.add(seq)
+    assert model.step().num_tokens == [40]  # 14 blocks are left, and the prompt needs 15
+    assert model.step().num_tokens == [20, 1, 1]
+    model.run()
+    assert model.num_computed == 60 + 2 + 3 * 4
+
+
+def test_a_blocked_prompt_is_admitted_as_soon_as_the_cache_has_it():
+    model = fake(num_blocks=12, max_num_batched_tokens=16)
+    first, second = sequence([1] * 40, max_new=4), sequence([1] * 40, max_new=4)
+    model.scheduler.add(first)
+    model.step()
+    model.scheduler.add(second)  # needs 10 blocks, of which it can share what there is
+    num_steps = next(i for i in count(1) if second in model.step().seqs)
+    assert num_steps <= 2 and first.status is Status.RUNNING
+    model.run()
+
+
 def test_a_failed_step_is_undone():
     model = fake()
     seqs = [sequence([1] * 9), sequence([1] * 9)]
@@ -978,7 +1003,7 @@ class PretendedGraph:
 
     @classmethod
     @contextmanager
-    def record(cls, graph, pool=None):
+    def record(cls, graph, pool=None, stream=None):
         cls.recording = graph
         yield
         cls.recording = None
@@ -1401,6 +1426,50 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
     assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
     assert "at most 16 tokens" in capsys.readouterr().err
     llm.scheduler.block_manager.check_idle()
+
+
+def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
+    llm = load(max_num_batched_tokens=64)
+    launch = llm.runner.launch
+
+    def small_card(step):
+        if sum(step.num_tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step)
+
+    llm.runner.launch = small_card
+    long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_MORE * 2 + 20, ignore_eos=True)
+    llm.generate([PROMPT] * 5, GREEDY)
+    assert llm.scheduler.max_num_batched_tokens == 16
+    llm.runner.launch = launch
+    llm.generate([PROMPT], long)
+    assert llm.scheduler.max_num_batched_tokens == 64
+
+
+@pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
+def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeypatch, count, longest):
+    """Those of all tokens take as much memory as many steps."""
+    monkeypatch.setattr(engine, "PROMPT_LOGPROBS_VALUES", 30)
+    llm = load()
+    launch, seen = llm.runner.launch, []
+    llm.runner.launch = lambda step: seen.append(max(step.num_tokens)) or launch(step)
+    outputs = llm.generate([list(range(40))], SamplingParams(max_tokens=2, prompt_logprobs=count, temperature=0))
+    assert max(seen) == longest and len(outputs[0].prompt_logprobs) == 40
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; on one, and on a CPU, any thread computes steps in other tests")
+def test_engines_on_two_gpus_and_steps_from_another_thread():
+    expected = tokens_of(load().generate([PROMPT] * 3, GREEDY))
+    engines = [load(device=f"cuda:{i}", enforce_eager=eager) for i in (1, 0) for eager in (False, True)]
+    for llm in engines:
+        assert tokens_of(llm.generate([PROMPT] * 3, GREEDY)) == expected
+    results = []
+    threads = [threading.Thread(target=lambda llm=llm: results.append(tokens_of(llm.generate([PROMPT] * 3, GREEDY)))) for llm in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4 and torch.cuda.current_device() == 0
 
 
 def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():

@@ -43,17 +43,24 @@ class Frontend:
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
             raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for each")
-        requests = []
+        requests = [self._read_request(*given) for given in zip(prompts, sampling_params, priority or [0] * len(prompts))]
+        pending = []
+
+        def is_done() -> bool:
+            while pending and pending[-1].request_id not in self.requests:
+                pending.pop()
+            return not pending
+
         try:
-            for prompt, params, order in zip(prompts, sampling_params, priority or [0] * len(prompts)):
-                requests.append(self._add(prompt, params, order))
-            while any(request.request_id in self.requests for request in reversed(requests)):
-                with self.lock.for_step():
-                    self._step()
+            with self.lock:
+                for request in requests:
+                    self._add(request)
+                    pending.append(request)
+            with self._steps_until(is_done):
+                return [request.output() for request in requests]
         finally:  # an error, or Ctrl-C
-            for request in requests:
-                self.abort_request(request.request_id)
-        return [request.output() for request in requests]
+            if pending:
+                self.lock.change(lambda: [self._abort(request.request_id) for request in pending])
 
     def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = False,
              lora_request=None, **template) -> list[RequestOutput]:
@@ -92,20 +99,18 @@ class Frontend:
         """
         if params is not None and getattr(params, "n", 1) > 1:
             raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
-        request, length = self._add(prompt, params), 0
+        request, length = self._read_request(prompt, params), 0
         try:
-            goes_on = True
-            while goes_on:
-                with self.lock.for_step():
-                    goes_on = request.request_id in self.requests
-                    if goes_on:  # else others' steps have finished it
-                        self._step()
-                    text = request.output().outputs[0].text
+            with self.lock:
+                self._add(request)
+            while request.changed or not request.finished:
+                with self._steps_until(lambda: bool(request.changed)):
+                    text = request.read_text()
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
-        finally:
-            self.abort_request(request.request_id)
+        finally:  # also when the garbage collector closes this generator, at any point of the program: so nothing may wait here
+            self.lock.defer(lambda: self._abort(request.request_id))
         if request.sequences[0].finish_reason == "error":
             raise RuntimeError(request.sequences[0].stop_reason)
 
@@ -116,6 +121,10 @@ class Frontend:
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
         searches = []
+
+        def can_branch(beams: list) -> bool:
+            return bool(beams) and all(beam.candidates for beam in beams)
+
         try:
             for prompt in as_list(prompts):
                 text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
@@ -123,10 +132,9 @@ class Frontend:
                 beams, spares = self._add_beams(token_ids, params.beam_width, group)
                 searches.append((text, token_ids, group, beams, spares))
             while not all(group.done for _, _, group, _, _ in searches):
-                with self.lock.for_step():
-                    self._step()
+                with self._steps_until(lambda: any(can_branch(beams) for *_, beams, _ in searches)):
                     for _, _, group, beams, spares in searches:
-                        if beams and all(beam.candidates for beam in beams):
+                        if can_branch(beams):
                             beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
         finally:
             with self.lock:

@@ -20,7 +20,8 @@ import math
 import struct
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from itertools import islice
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -71,6 +72,16 @@ class _Needs:
         self.num_logprobs = -1 if -1 in wanted else max(wanted, default=0)
 
 
+def _on_its_device(method: Callable) -> Callable:
+    """Triton launches on the current device, and each thread has its own. Any thread may call an engine, and a thread may call
+    engines on several devices, so the current device is set for each call."""
+    @wraps(method)
+    def call(self, *args, **kwargs):
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return method(self, *args, **kwargs)
+    return call
+
+
 class Runner:
     """A model on a device, with its KV pool."""
 
@@ -105,7 +116,7 @@ class Runner:
                              "tokens; lower max_num_seqs or max_model_len") from None
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
-        self.owners: list = [None] * rows  # the sequence whose settings they are
+        self.owners: list[tuple | None] = [None] * rows  # the order of the sequence whose settings they are
         # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
         self.compiled = None
         if self.device.type == "cuda" and self.kernels is TRITON:
@@ -129,6 +140,7 @@ class Runner:
         c = self.config
         return 2 * c.num_layers * self.block_size * c.num_kv_heads * c.head_dim * self.kv_dtype.itemsize
 
+    @_on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
         if self.compiled is not None:
@@ -184,6 +196,7 @@ class Runner:
         return [tuple(2.0 ** math.ceil(math.log2(max(x, 2.0**-20) / 64)) if math.isfinite(x) else 1.0 for x in pair)
                 for pair in largest]
 
+    @_on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks. ValueError if
         there is not so much."""
@@ -266,10 +279,9 @@ class Runner:
             self.kernels = TRITON
         self.compiled.result()
 
+    @_on_its_device
     def _compile_kernels(self) -> None:
         """Call Triton's kernels in each of their forms, with nothing to do."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device.index or 0)  # a thread has its own
         c, most = self.config, min(self.max_num_seqs, 1024)
         rows, make, ints = max(2, most), partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
         cache, lens, starts, tiles = self._one_block(), make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
@@ -287,6 +299,7 @@ class Runner:
 
     # ---- a step
 
+    @_on_its_device
     @torch.inference_mode()
     def launch(self, step) -> Callable[[], "Sampled"]:
         """Start computing an engine.Step; the function returned waits for it and gives what came of it."""
@@ -322,10 +335,11 @@ class Runner:
 
         def read_all() -> Sampled:
             tokens, *lists = read()
-            logprobs = dict(zip(rows, zip(*lists[:4])))
+            logprobs = {i: _only(sampled[i].num_logprobs, *found) for i, found in zip(rows, zip(*lists[:4]))}
             prompt_logprobs = zip(*lists[-4:])
             return Sampled([tokens[i] for i in order], [logprobs.get(i) for i in order] if rows else None,
-                           [(part.seq, part.first, list(islice(prompt_logprobs, part.count))) for part in prompts])
+                           [(part.seq, part.first, [_only(part.seq.params.prompt_logprobs, *found)
+                                                    for found in islice(prompt_logprobs, part.count)]) for part in prompts])
 
         return read_all
 
@@ -353,8 +367,8 @@ class Runner:
         width, cells, blocks, rows, settings, starts = self.block_tables.shape[1], [], [], [], [], []
         for seq in step.seqs:
             if seq.num_sent_blocks < len(seq.block_table):
-                if self.owners[seq.row] is not seq:
-                    self.owners[seq.row] = seq
+                if self.owners[seq.row] != seq.order:
+                    self.owners[seq.row] = seq.order
                     rows.append(seq.row)
                     settings += _settings(seq)
                     n = seq.num_prompt_tokens
@@ -491,10 +505,11 @@ class Runner:
         # Recordings compute nothing: slot -1 writes nothing, and row and query length 0 are nobody's.
         self.graph_input = torch.zeros(max(sum(shape.layout) for shape in shapes), dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
-        pool = None
+        # Without a stream of its own torch.cuda.graph takes one of the first device that it recorded on.
+        pool, stream = None, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         for shape in shapes:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 logits, tokens = self._static_step(shape)
             pool = pool or graph.pool()
             self.graphs[shape] = graph, logits, tokens
@@ -544,6 +559,7 @@ FEW_SEQS = 16  # steps with prompts are recorded for so many sequences, and for 
 PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
 SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
+MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 
 
 def _integers(parts: list[list[int]]) -> Tensor:
@@ -584,10 +600,24 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
+def _only(count: int, own: float, rank: int, ids, logprobs) -> tuple:
+    """A token's log probabilities with those of the `count` best only (-1: all): another sequence of the step may want more."""
+    if 0 <= count < len(ids):
+        ids, logprobs = ids[:count], logprobs[:count]
+        if isinstance(ids, Tensor):  # a list: a tensor would keep the memory of the whole one
+            ids, logprobs = ids.tolist(), logprobs.tolist()
+    return own, rank, ids, logprobs
+
+
+def _as_list(tensor: Tensor) -> list:
+    """As Python's numbers, row by row; very long rows stay tensors until their numbers are looked at."""
+    return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
+
+
 def _reader(*tensors: Tensor) -> Callable[[], list[list]]:
     """A function that waits for the tensors and returns them as lists."""
     if tensors[0].device.type != "cuda":
-        lists = [tensor.tolist() for tensor in tensors]
+        lists = [_as_list(tensor) for tensor in tensors]
         return lambda: lists
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(copies, tensors):
@@ -597,7 +627,7 @@ def _reader(*tensors: Tensor) -> Callable[[], list[list]]:
 
     def read() -> list[list]:
         done.synchronize()
-        return [copy.tolist() for copy in copies]
+        return [_as_list(copy) for copy in copies]
 
     return read
 
@@ -614,7 +644,7 @@ def _pick_device(device: str) -> torch.device:
     if picked.type == "cuda":
         if not torch.cuda.is_available() or (picked.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
-        torch.cuda.set_device(picked.index or 0)  # Triton launches on the current device
+        picked = torch.device("cuda", picked.index if picked.index is not None else torch.cuda.current_device())
     return picked
 
 
