@@ -19,7 +19,8 @@ about models or touches the network.
 import codecs
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from types import NoneType
 
@@ -149,14 +150,17 @@ class Tokenizer:
                 ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
         return self._before + ids + self._after if add_special_tokens else ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. Bytes that form no character become U+FFFD; ids that name no token become nothing."""
         token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
         return b"".join(token_bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A stream of ids to text, for one sequence."""
-        return Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        """A stream of ids to text, for one sequence: the text that the ids after this prompt add to it."""
+        detokenizer = Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+        # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
+        detokenizer.add(prompt_token_ids[-3:])
+        return detokenizer
 
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
@@ -188,7 +192,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Ids in, text out, in pieces that join to exactly `decode(all ids)` and never show half a character."""
+    """Ids in, text out, in pieces that join to what `decode` gives after the prompt and never show half a character."""
 
     def __init__(self, token_bytes: dict[int, bytes]):
         self._token_bytes = token_bytes
@@ -397,37 +401,52 @@ class _HuggingFaceTokenizer(Tokenizer):
         _check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
-        return _PrefixDetokenizer(self._tokenizer, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        return _PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
 
 
 class _PrefixDetokenizer(Detokenizer):
-    """Detokenizer for decoders whose text depends on what stands before: decodes with the last shown ids in front."""
+    """Detokenizer for decoders whose text depends on what stands before: decodes with the last shown ids in front.
 
-    def __init__(self, tokenizer, skip_special_tokens: bool):
+    Llama 2's decoder strips the space at the beginning of a text, so the first generated ids need the prompt's in front.
+    """
+
+    def __init__(self, tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._skipped = {i for i, token in added.items() if token.special and skip_special_tokens}
         self._prefix, self._pending = [], []
+        for token_id in reversed(prompt_token_ids):
+            if self._is_visible(token_id):
+                self._prefix.insert(0, token_id)
+                # Three ids may be the beginning of a character, and a run of byte tokens reads right only as a whole.
+                if len(self._prefix) > 3 and not self._is_byte(token_id):
+                    break
 
     def add(self, ids: Iterable[int]) -> str:
-        self._pending += [i for i in ids if i not in self._skipped and self._tokenizer.id_to_token(i) is not None]
+        self._pending += filter(self._is_visible, ids)
         # A byte token may change what the bytes before it read as, so a run of them waits for its end.
-        last = self._tokenizer.id_to_token(self._pending[-1]) if self._pending else ""
-        if re.fullmatch("<0x[0-9A-F]{2}>", last) or self._decode(self._pending).endswith("\ufffd"):
+        if self._pending and self._is_byte(self._pending[-1]) or self._decode(self._pending).endswith("\ufffd"):
             return ""
         return self.finish()
 
     def finish(self) -> str:
         shown, pending = self._decode(self._prefix), self._pending
-        text = self._decode(self._prefix + pending)[len(shown):]
+        text = self._decode(self._prefix + pending)
+        text = text[len(commonprefix([shown, text])):]  # not len(shown): the prompt may end inside a character
         # The prefix needs some text of its own: a decoder that strips a leading space would strip it from the next ids.
         self._prefix = pending if self._decode(pending) else self._prefix + pending
         self._pending = []
         return text
+
+    def _is_visible(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token_id)) is not None
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
