@@ -623,6 +623,8 @@ class LLM(Frontend):
                                    max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:  # some fine-tunes change only the tokenizer's
+            self.eos_token_ids.add(self.tokenizer.eos_token_id)
         self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
         self.defaults_for_all = generation_config == "auto"
         self.requests: dict[str, Request] = {}  # those under way

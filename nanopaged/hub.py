@@ -43,7 +43,7 @@ except ImportError:    # Windows
 from nanopaged.checkpoint import WEIGHT_FILES, read_weight_map
 
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-            "added_tokens.json", "chat_template.jinja")
+            "added_tokens.json", "chat_template.jinja", "chat_template.json")
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))    # the first that is there
 TIMEOUT = (10, 60)    # seconds to wait for a connection, and for the next byte
 PAUSES = (1, 2, 4)    # seconds before another try, growing while no try brings a byte

@@ -40,6 +40,8 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 _DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Unicode White_Space. Python's own \s and str.strip() take U+001C..1F too, which no tokenizer's regex does.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _MAX_TIKTOKEN_TEXT = 400_000         # characters: somewhere below a million spaces in a row tiktoken's regex panics
 _NO_RANK = 1 << 32
@@ -65,7 +67,7 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     except _Unreadable:
         raise
     except Exception as error:  # KeyError, TypeError; and the package `tokenizers` raises a plain Exception
-        files = "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.json or merges.txt"
+        files = "tokenizer.json or tokenizer_config.json" if (path / "tokenizer.json").exists() else "vocab.json or merges.txt"
         raise ValueError(f"{path} has a {files} that cannot be read ({type(error).__name__}: {error!s:.200}); fetch it again, "
                          "or pass prompts as token ids") from None
 
@@ -74,6 +76,9 @@ def _load(path: Path) -> "Tokenizer":
     config = _read_special_tokens(path / "special_tokens_map.json") | _read_special_tokens(path / "tokenizer_config.json")
     if (path / "tokenizer.json").exists():
         spec = _read_json(path / "tokenizer.json")
+        known = {token["content"] for token in spec.get("added_tokens", [])}
+        spec["added_tokens"] = spec.get("added_tokens", []) + [
+            token for token in _tokens_of_config(config) if token["content"] not in known]
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
         spec = _spec_of_vocab_and_merges(path, config)
     else:
@@ -114,9 +119,10 @@ class Tokenizer:
         self._tokens: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {t: i for i, (t, _) in enumerate(vocab)}
         self._tokens |= {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self.vocab_size = max(self._tokens.values(), default=-1) + 1
-        # GPT-2's files name neither token: "<|endoftext|>" is its class's default. Qwen's name None.
-        self.bos_token_id = self._tokens.get(config.get("bos_token", "<|endoftext|>"))
-        self.eos_token_id = self._tokens.get(config.get("eos_token", "<|endoftext|>"))
+        # GPT-2's files name neither token, nor their class: "<|endoftext|>" is the default of that class alone.
+        default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in _GPT2_CLASSES else None
+        self.bos_token_id = self._tokens.get(config.get("bos_token", default))
+        self.eos_token_id = self._tokens.get(config.get("eos_token", default))
 
     def _prepare_bpe(self, model: dict):
         self._vocab: dict[str, int] = model["vocab"]
@@ -359,9 +365,15 @@ def _read_special_tokens(path: Path) -> dict:
     return config
 
 
+def _tokens_of_config(config: dict) -> list[dict]:
+    """The added tokens that tokenizer_config.json lists, as tokenizer.json writes them."""
+    return [_ADDED_TOKEN | {"special": False} | token | {"id": int(i)}
+            for i, token in config.get("added_tokens_decoder", {}).items()]
+
+
 def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
     """GPT-2's two files, and OPT's, in the form of a tokenizer.json."""
-    if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+    if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in _GPT2_CLASSES:
         raise _Unreadable(f"{path} has the vocab.json and merges.txt of a {kind}, and without tokenizer.json only those of a "
                           "GPT2Tokenizer are understood; add tokenizer.json or pass prompts as token ids")
     vocab = _read_json(path / "vocab.json")
@@ -369,10 +381,8 @@ def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
     special = {token for key, token in config.items() if key.endswith("_token") and isinstance(token, str)} | {"<|endoftext|>"}
     ids = {token: vocab[token] for token in special & vocab.keys()} | _read_json(path / "added_tokens.json")
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = {token: plain | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
-    for i, token in config.get("added_tokens_decoder", {}).items():
-        added[token["content"]] = plain | token | {"id": int(i)}
+    added = {token: _ADDED_TOKEN | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
+    added |= {token["content"]: token for token in _tokens_of_config(config)}
     template = None
     if config.get("add_bos_token"):          # OPT
         bos = config.get("bos_token", "<|endoftext|>")
@@ -394,6 +404,10 @@ class _HuggingFaceTokenizer(Tokenizer):
                               "tokenizers` to read it, or pass prompts as token ids") from None
         self._read_tokens(spec, config)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        flags = (*_ADDED_TOKEN, "special")
+        self._tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags})
+                                    for token in spec["added_tokens"] if token["content"] not in known])
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 

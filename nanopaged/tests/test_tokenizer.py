@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nanopaged import LLM, SamplingParams
 from nanopaged.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
@@ -167,6 +168,59 @@ def test_special_tokens_named_beside_vocab_and_merges(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (641, 641, 642)
     assert tokenizer.decode(tokenizer.encode("a<x>b"), skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("config, has_default", [
+    ({"model_max_length": 1024}, True), ({"tokenizer_class": "GPT2Tokenizer"}, True), ({"tokenizer_class": "GPT2TokenizerFast"}, True),
+    ({"tokenizer_class": "Qwen2Tokenizer"}, False), ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
+def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default):
+    """Elsewhere <|endoftext|> may be a token that ends no text."""
+    shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    default = tokenizer.encode("<|endoftext|>")[0] if has_default else None
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == default
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>", "bos_token": None}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.eos_token_id] == tokenizer.encode("<|im_end|>") and tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["qwen", pytest.param("llama2", marks=needs_tokenizers)])
+def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
+    shutil.copy(GOLDEN / name / "tokenizer.json", tmp_path)
+    first = load_tokenizer(tmp_path).vocab_size
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    tokens = {first: flags | {"content": "<|new|>", "special": True}, first + 1: flags | {"content": "<call>", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens, "eos_token": "<|new|>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a<|new|>b<call>", add_special_tokens=False)
+    assert [i for i in ids if i >= first] == [first, first + 1]
+    assert tokenizer.decode(ids).replace(" ", "") == "a<|new|>b<call>"
+    assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "ab<call>"
+    assert "".join(pieces(tokenizer, ids, True)) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (first, first + 2)
+
+
+@pytest.mark.parametrize("tokens", ['["x"]', '{"x": {"content": "x"}}', '{"5": "x"}', '{"5": {}}'])
+def test_damaged_list_of_tokens(tmp_path, tokens):
+    shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"added_tokens_decoder": {tokens}}}')
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert "tokenizer_config.json" in one_sentence(error)
+
+
+def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
+    """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
+    shutil.copy(GOLDEN / "gpt2" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "A"}')
+    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(tmp_path), num_blocks=16, device="cpu")
+    end = llm.get_tokenizer().eos_token_id
+    assert llm.eos_token_ids == {2, end}
+    params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
+    sample = llm.generate([[5, 6]], params)[0].outputs[0]
+    assert (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason) == ([end], "", "stop", None)
+    assert llm.generate([[5, 6]], SamplingParams(**vars(params) | {"ignore_eos": True}))[0].outputs[0].text == "AAAAA"
 
 
 def made_by_hand(merges: list[str], ignore_merges: bool) -> Tokenizer:
