@@ -118,14 +118,14 @@ def _read_message(name: str, message, keep_parts: bool) -> dict:
 
 
 def _read_arguments(name: str, call) -> None:
-    """Templates want a call's arguments as a dict. OpenAI's API has them as a JSON string, and models write none at times."""
+    """Give a tool call its arguments as a dict, which templates expect; OpenAI's API has them as a JSON string."""
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict) and not isinstance(function.get("arguments"), (dict, list)):
         try:
             function["arguments"] = json.loads(function.get("arguments") or "{}")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name} has a tool call with the arguments {function['arguments']!r:.80}, expected a dict or a "
-                             f"string with a JSON object ({error})") from None
+            raise ValueError(f"{name} has a tool call with the arguments {function['arguments']!r:.80}; give a dict or "
+                             f"a string with a JSON object ({error})") from None
 
 
 def _mark_end(message: dict) -> str:

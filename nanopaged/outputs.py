@@ -167,7 +167,8 @@ def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenize
             detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
             text = detokenizer.add(visible) + detokenizer.finish()
             whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
-        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason,
-                                        NO_TOKEN if beam.finish_reason == "error" else None, None, beam.cumulative_logprob, beam.score))
+        stop_reason = NO_TOKEN if beam.finish_reason == "error" else None
+        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
+                                        beam.cumulative_logprob, beam.score))
         sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
     return RequestOutput("", prompt, prompt_token_ids, outputs, group.done, sequences=sequences)

@@ -67,7 +67,8 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     except _Unreadable:
         raise
     except Exception as error:  # KeyError, TypeError; and the package `tokenizers` raises a plain Exception
-        files = "tokenizer.json or tokenizer_config.json" if (path / "tokenizer.json").exists() else "vocab.json or merges.txt"
+        has_json = (path / "tokenizer.json").exists()
+        files = "tokenizer_config.json or tokenizer.json" if has_json else "vocab.json or merges.txt"
         raise ValueError(f"{path} has a {files} that cannot be read ({type(error).__name__}: {error!s:.200}); fetch it again, "
                          "or pass prompts as token ids") from None
 
@@ -425,7 +426,8 @@ class _HuggingFaceTokenizer(Tokenizer):
 class _PrefixDetokenizer(Detokenizer):
     """Detokenizer for decoders whose text depends on what stands before: decodes with the last shown ids in front.
 
-    Llama 2's decoder strips the space at the beginning of a text, so the first generated ids need the prompt's in front.
+    Llama 2's decoder strips the space at the beginning of a text, so the first generated ids need the prompt's before
+    them.
     """
 
     def __init__(self, tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]):

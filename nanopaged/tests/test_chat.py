@@ -153,7 +153,7 @@ def test_text_parts():
     ({"arguments": None}, ""), ({}, "")])
 def test_arguments_of_tool_calls_are_dicts(function, expected):
     """As in vLLM: the API's form of them is a JSON string."""
-    source = "{% for call in messages[1].tool_calls %}{% for k, v in call.function.arguments|items %}{{ k }}={{ v }};{% endfor %}{% endfor %}"
+    source = "{% for k, v in messages[1].tool_calls[0].function.arguments|items %}{{ k }}={{ v }};{% endfor %}"
     calls = [{"type": "function", "function": {"name": "f"} | function}]
     messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}]
     before = copy.deepcopy(messages)
@@ -165,7 +165,7 @@ def test_arguments_of_tool_calls_are_dicts(function, expected):
 def test_arguments_that_are_no_json(arguments):
     calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
     message = complaint(render, SHOW, [*QUESTION, {"role": "assistant", "tool_calls": calls}])
-    assert f"message 1 has a tool call with the arguments {arguments!r}, expected a dict or a string" in message
+    assert f"message 1 has a tool call with the arguments {arguments!r}; give a dict or a string" in message
 
 
 @pytest.mark.parametrize("calls", [["x"], "x", 5, [{"name": "f"}], [{"function": "f"}]])

@@ -196,5 +196,6 @@ def test_a_stop_string_begins_with_the_first_generated_space(llama2, include):
 def test_beams_go_on_after_the_prompt(llama2):
     output, = llama2.beam_search(PROMPT, BeamSearchParams(beam_width=32, max_tokens=1))
     for sample, sequence in zip(output.outputs, output.sequences):
-        assert PROMPT + sample.text == sequence.text == llama2.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        assert sequence.text == llama2.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        assert PROMPT + sample.text == sequence.text
     assert any(sample.text.startswith(" ") for sample in output.outputs)

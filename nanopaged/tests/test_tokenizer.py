@@ -171,8 +171,9 @@ def test_special_tokens_named_beside_vocab_and_merges(tmp_path):
 
 
 @pytest.mark.parametrize("config, has_default", [
-    ({"model_max_length": 1024}, True), ({"tokenizer_class": "GPT2Tokenizer"}, True), ({"tokenizer_class": "GPT2TokenizerFast"}, True),
-    ({"tokenizer_class": "Qwen2Tokenizer"}, False), ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
+    ({"model_max_length": 1024}, True), ({"tokenizer_class": "GPT2Tokenizer"}, True),
+    ({"tokenizer_class": "GPT2TokenizerFast"}, True), ({"tokenizer_class": "Qwen2Tokenizer"}, False),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
 def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default):
     """Elsewhere <|endoftext|> may be a token that ends no text."""
     shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
@@ -190,8 +191,10 @@ def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
     shutil.copy(GOLDEN / name / "tokenizer.json", tmp_path)
     first = load_tokenizer(tmp_path).vocab_size
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    tokens = {first: flags | {"content": "<|new|>", "special": True}, first + 1: flags | {"content": "<call>", "special": False}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens, "eos_token": "<|new|>"}))
+    tokens = {first: flags | {"content": "<|new|>", "special": True},
+              first + 1: flags | {"content": "<call>", "special": False}}
+    config = {"added_tokens_decoder": tokens, "eos_token": "<|new|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("a<|new|>b<call>", add_special_tokens=False)
     assert [i for i in ids if i >= first] == [first, first + 1]
@@ -383,7 +386,8 @@ def test_real_gpt2_vocabulary():
         if reference:
             assert ids == reference.encode(text).ids, text
             ids = [rng.randrange(50257) for _ in range(8)]
-            assert "".join(pieces(tokenizer, ids, False)) == tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False)
+            decoded = reference.decode(ids, skip_special_tokens=False)
+            assert "".join(pieces(tokenizer, ids, False)) == tokenizer.decode(ids) == decoded
 
 
 def hugging_face_gpt2(folder: Path):
