@@ -616,14 +616,16 @@ class LLM(Frontend):
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space,
             seed=seed)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        path = find_checkpoint(model, revision)
+        # A model that cannot be run is refused before its weights are downloaded.
+        path = find_checkpoint(model, revision, check=lambda path: ModelConfig.from_hf(read_config(path)),
+                               config_only=load_format == "dummy")
         self.config = ModelConfig.from_hf(read_config(path))
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
         self.path, self.tokenizer, self.tokenizer_error = path, None, None
         self.tokenizer_path = path
-        if tokenizer is not None and tokenizer != model:  # a directory needs no config.json beside it
+        if tokenizer not in (None, model) and load_format != "dummy":  # a directory needs no config.json beside it
             self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
         if load_format != "dummy" and not skip_tokenizer_init:
             try:
@@ -647,6 +649,8 @@ class LLM(Frontend):
         self.max_num_batched_tokens, self.num_small_steps = max_num_batched_tokens, 0
         self.use_priority = scheduling_policy == "priority"
         self.eos_token_ids = eos_token_ids(path)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
         self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
         self.defaults_for_all = generation_config == "auto"
         self.requests: dict[str, Request] = {}  # those under way

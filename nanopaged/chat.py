@@ -107,12 +107,25 @@ def _read_message(name: str, message, keep_parts: bool) -> dict:
     if not (isinstance(content, str) or is_parts or content is None and message.get("tool_calls")):
         raise ValueError(f"{name} must have as content a string or a list of {{'type': 'text', 'text': 'Hello'}}, or "
                          f"none but tool_calls, not {content!r:.80}")
+    for call in message["tool_calls"] if isinstance(message.get("tool_calls"), list) else ():
+        _read_arguments(name, call)
     if is_parts and not keep_parts:
         message["content"] = "\n".join(part["text"] for part in content)
     for key in ("reasoning_content", "thinking", "reasoning"):  # templates read it by the first name or the second
         if key in message:
             return {"thinking": message[key]} | message | {"reasoning_content": message[key]}
     return message
+
+
+def _read_arguments(name: str, call) -> None:
+    """Give a tool call its arguments as a dict, which templates expect; OpenAI's API has them as a JSON string."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and not isinstance(function.get("arguments"), (dict, list)):
+        try:
+            function["arguments"] = json.loads(function.get("arguments") or "{}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name} has a tool call with the arguments {function['arguments']!r:.80}; give a dict or "
+                             f"a string with a JSON object ({error})") from None
 
 
 def _mark_end(message: dict) -> str:

@@ -17,7 +17,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterable, Iterator
 
 import torch
 
@@ -37,16 +37,20 @@ DTYPES = {
 }
 
 
-def find_checkpoint(model: str, revision: str | None = None) -> Path:
+def find_checkpoint(model: str, revision: str | None = None, check: Callable[[Path], object] | None = None,
+                    config_only: bool = False) -> Path:
     """The directory of a checkpoint: a bundled name ("shakespeare"), a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
 
     What is a directory here goes before a name on the Hub. Such a name is looked up in the cache of the Hugging Face
-    tools, and else downloaded into it, at `revision` (a branch, tag or commit): see nanopaged/hub.py, also for errors.
+    tools, and else downloaded into it, at `revision` (a branch, tag or commit): see nanopaged/hub.py, also for errors
+    and for `check` and `config_only`, which limit what is downloaded.
 
-    Raises FileNotFoundError if there is no such directory or no config.json in it, ValueError if that gets a revision.
+    Raises FileNotFoundError if there is no such directory or no config.json in it, ValueError if that gets a revision,
+    and ValueError for an adapter or a model in GGUF format.
     """
     path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if path.is_file():
+        refuse_other_formats(f"model {str(model)!r}", [path.name])
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
     if not path.is_dir():
         if not isinstance(model, str) or not HUB_NAME.fullmatch(model):
@@ -54,13 +58,25 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
                 f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
                 "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
         from nanopaged.hub import download    # here, so that what is local does not pay for it
-        return download(model, revision)
+        return download(model, revision, check, config_only)
     if revision is not None:
         raise ValueError(f"revision {revision!r} was given with {path}, which is a directory and has none; leave it "
                          "out, or pass the model's name on the Hub")
     if not (path / "config.json").is_file():
+        refuse_other_formats(str(path), [file.name for file in path.iterdir()])
         raise FileNotFoundError(f"{path} holds no config.json, so it is not a checkpoint in Hugging Face layout")
     return path
+
+
+def refuse_other_formats(model: str, names: Iterable[str]) -> None:
+    """ValueError for an adapter or a model in GGUF format, by the names of its files, which are no checkpoint."""
+    names = sorted(names)
+    if "adapter_config.json" in names:
+        raise ValueError(f"{model} is a LoRA adapter (it has adapter_config.json), and only whole models are run here; "
+                         "merge it into its base model (merge_and_unload of the package peft) and pass the result")
+    if gguf := [name for name in names if name.lower().endswith(".gguf")]:
+        raise ValueError(f"{model} is in GGUF format ({gguf[0]}), which is not read here; pass the model in Hugging "
+                         "Face layout (config.json and safetensors), from which such files are converted")
 
 
 def read_config(path: Path) -> dict:
@@ -110,6 +126,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     path = Path(path)
     file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if file is None:
+        refuse_other_formats(str(path), [file.name for file in path.glob("*")])
         other = sorted(f.name for f in path.glob("*") if f.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
         found = f" (not read: {', '.join(other[:5])})" if other else ""
         raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{found}")

@@ -28,7 +28,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 try:
@@ -40,23 +40,29 @@ try:
 except ImportError:    # Windows
     fcntl = None
 
-from nanopaged.checkpoint import WEIGHT_FILES, read_weight_map
+from nanopaged.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats
 
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-            "added_tokens.json", "chat_template.jinja")
+            "added_tokens.json", "chat_template.jinja", "chat_template.json")
+TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja", re.ASCII)
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))    # the first that is there
 TIMEOUT = (10, 60)    # seconds to wait for a connection, and for the next byte
 PAUSES = (1, 2, 4)    # seconds before another try, growing while no try brings a byte
 CHUNK_BYTES = 1 << 18    # what is read at once, and at most lost by a cut
 
 
-def download(repo_id: str, revision: str | None = None) -> Path:
+def download(repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None,
+             config_only: bool = False) -> Path:
     """The snapshot directory of the model `repo_id` ("org/name") at a branch, tag or commit; "main" if none is given.
 
     If the cache does not have it whole, downloads what is missing: settings, a tokenizer, one set of weights.
 
+    check: called with the snapshot directory once config.json is there and before anything larger is downloaded. If it
+        raises an error, the download ends with that error.
+    config_only: config.json is enough, and nothing else is downloaded
+
     Raises FileNotFoundError if there is no such model or revision, PermissionError if it is gated, ConnectionError if
-    the Hub cannot be reached, ValueError for a bad revision or damaged content, OSError if the cache cannot be written.
+    the Hub cannot be reached, ValueError for a bad revision, damaged content or another format, OSError if the cache cannot be written.
     """
     revision = "main" if revision is None else revision
     if not isinstance(revision, str) or not _stays_inside(revision):
@@ -66,6 +72,8 @@ def download(repo_id: str, revision: str | None = None) -> Path:
     snapshot = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
     weights = _weight_files(snapshot)
     has_model = bool(weights) and _has(snapshot, ["config.json", *weights])
+    if config_only and _has(snapshot, ["config.json"]):
+        return snapshot
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if has_model and (is_offline or any(_has(snapshot, files) for files in TOKENIZERS)):
         return snapshot
@@ -73,7 +81,7 @@ def download(repo_id: str, revision: str | None = None) -> Path:
         raise FileNotFoundError(f"model {repo_id!r} at {revision!r} is not, or not wholly, in the cache {folder}, and "
                                 "HF_HUB_OFFLINE forbids to download it; unset that, or pass a local directory")
     try:
-        return _complete(_Hub(repo_id, snapshot.name if has_model else revision), folder)
+        return _complete(_Hub(repo_id, snapshot.name if has_model else revision), folder, check, config_only)
     except OSError as error:
         if has_model:    # prompts of token ids work all the same
             _say(f"{repo_id}: going on without the tokenizer, which the cache lacks ({error})")
@@ -84,18 +92,25 @@ def download(repo_id: str, revision: str | None = None) -> Path:
                       "another directory, and start again: what has come is kept") from error
 
 
-def _complete(hub: "_Hub", folder: Path) -> Path:
-    """Downloads what the snapshot lacks. The weights come last, so where they are whole the rest is there too."""
+def _complete(hub: "_Hub", folder: Path, check: Callable[[Path], object] | None, config_only: bool) -> Path:
+    """Downloads what the snapshot lacks. config.json comes first, so that it can be checked before anything large is
+    downloaded. The weights come last, so where they are whole the rest is there too."""
     commit, names = hub.list_files()
     weights = next((name for name in WEIGHT_FILES if name in names), None)
-    if "config.json" not in names or weights is None:
+    if "config.json" not in names or (weights is None and not config_only):
+        refuse_other_formats(f"model {hub.repo_id!r}", names)
         raise FileNotFoundError(f"model {hub.repo_id!r} at {hub.endpoint} lacks config.json, or has none of "
-                                f"{', '.join(WEIGHT_FILES)}; pass one in that layout (neither GGUF nor an adapter)")
-    tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
-    index = [weights] if weights.endswith(".json") else []
-    _fetch_all(hub, folder, commit, [name for name in (*SETTINGS, *tokenizer, *index) if name in names])
+                                f"{', '.join(WEIGHT_FILES)}; pass one in that layout")
     snapshot = folder / "snapshots" / commit
-    _fetch_all(hub, folder, commit, _weight_files(snapshot) if index else [weights])
+    _fetch_all(hub, folder, commit, ["config.json"])
+    if check is not None:
+        check(snapshot)
+    if not config_only:
+        tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
+        templates = sorted(filter(TEMPLATE.fullmatch, names))
+        index = [weights] if weights.endswith(".json") else []
+        _fetch_all(hub, folder, commit, [name for name in (*SETTINGS, *templates, *tokenizer, *index) if name in names])
+        _fetch_all(hub, folder, commit, _weight_files(snapshot) if index else [weights])
     if hub.revision != commit:
         ref = folder / "refs" / hub.revision
         ref.parent.mkdir(parents=True, exist_ok=True)

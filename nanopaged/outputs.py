@@ -137,7 +137,9 @@ class _Sample:
     def __init__(self, index: int, seq, params, tokenizer):
         self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
         self.text, self.num_read, self.is_complete = "", 0, False
-        self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens) if tokenizer and params.detokenize else None
+        self.detokenizer = None
+        if tokenizer and params.detokenize:
+            self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
         self.logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -232,9 +234,14 @@ def beam_output(prompt: str | None, prompt_token_ids: list[int], group, tokenize
     outputs, sequences = [], []
     for index, beam in enumerate(group.results()):
         visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-        outputs.append(CompletionOutput(index, tokenizer.decode(visible) if tokenizer else "", beam.token_ids, beam.finish_reason,
-                                        NO_TOKEN if beam.finish_reason == "error" else None, None, beam.cumulative_logprob, beam.score))
+        text = whole_text = ""
         tokens = prompt_token_ids + beam.token_ids
-        sequences.append(BeamSearchSequence(tokens, tokenizer.decode(tokens) if tokenizer else "", beam.cumulative_logprob,
-                                            beam.finish_reason))
+        if tokenizer:
+            detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
+            text = detokenizer.add(visible) + detokenizer.finish()
+            whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
+        stop_reason = NO_TOKEN if beam.finish_reason == "error" else None
+        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
+                                        beam.cumulative_logprob, beam.score))
+        sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
     return RequestOutput("", prompt, prompt_token_ids, outputs, group.done, sequences=sequences)

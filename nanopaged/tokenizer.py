@@ -19,7 +19,8 @@ about models or touches the network.
 import codecs
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from types import NoneType
 
@@ -39,6 +40,8 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 _DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Unicode White_Space. Python's own \s and str.strip() take U+001C..1F too, which no tokenizer's regex does.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _MAX_TIKTOKEN_TEXT = 400_000         # characters: somewhere below a million spaces in a row tiktoken's regex panics
 _NO_RANK = 1 << 32
@@ -64,7 +67,8 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     except _Unreadable:
         raise
     except Exception as error:  # KeyError, TypeError; and the package `tokenizers` raises a plain Exception
-        files = "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.json or merges.txt"
+        has_json = (path / "tokenizer.json").exists()
+        files = "tokenizer_config.json or tokenizer.json" if has_json else "vocab.json or merges.txt"
         raise ValueError(f"{path} has a {files} that cannot be read ({type(error).__name__}: {error!s:.200}); fetch it again, "
                          "or pass prompts as token ids") from None
 
@@ -73,6 +77,9 @@ def _load(path: Path) -> "Tokenizer":
     config = _read_special_tokens(path / "special_tokens_map.json") | _read_special_tokens(path / "tokenizer_config.json")
     if (path / "tokenizer.json").exists():
         spec = _read_json(path / "tokenizer.json")
+        known = {token["content"] for token in spec.get("added_tokens", [])}
+        spec["added_tokens"] = spec.get("added_tokens", []) + [
+            token for token in _tokens_of_config(config) if token["content"] not in known]
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
         spec = _spec_of_vocab_and_merges(path, config)
     else:
@@ -113,9 +120,10 @@ class Tokenizer:
         self._tokens: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {t: i for i, (t, _) in enumerate(vocab)}
         self._tokens |= {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self.vocab_size = max(self._tokens.values(), default=-1) + 1
-        # GPT-2's files name neither token: "<|endoftext|>" is its class's default. Qwen's name None.
-        self.bos_token_id = self._tokens.get(config.get("bos_token", "<|endoftext|>"))
-        self.eos_token_id = self._tokens.get(config.get("eos_token", "<|endoftext|>"))
+        # GPT-2's files name neither token, nor their class: "<|endoftext|>" is the default of that class alone.
+        default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in _GPT2_CLASSES else None
+        self.bos_token_id = self._tokens.get(config.get("bos_token", default))
+        self.eos_token_id = self._tokens.get(config.get("eos_token", default))
 
     def _prepare_bpe(self, model: dict):
         self._vocab: dict[str, int] = model["vocab"]
@@ -149,14 +157,17 @@ class Tokenizer:
                 ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
         return self._before + ids + self._after if add_special_tokens else ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. Bytes that form no character become U+FFFD; ids that name no token become nothing."""
         token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
         return b"".join(token_bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A stream of ids to text, for one sequence."""
-        return Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        """A stream of ids to text, for one sequence: the text that the ids after this prompt add to it."""
+        detokenizer = Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+        # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
+        detokenizer.add(prompt_token_ids[-3:])
+        return detokenizer
 
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
@@ -188,7 +199,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Ids in, text out, in pieces that join to exactly `decode(all ids)` and never show half a character."""
+    """Ids in, text out, in pieces that join to what `decode` gives after the prompt and never show half a character."""
 
     def __init__(self, token_bytes: dict[int, bytes]):
         self._token_bytes = token_bytes
@@ -355,9 +366,15 @@ def _read_special_tokens(path: Path) -> dict:
     return config
 
 
+def _tokens_of_config(config: dict) -> list[dict]:
+    """The added tokens that tokenizer_config.json lists, as tokenizer.json writes them."""
+    return [_ADDED_TOKEN | {"special": False} | token | {"id": int(i)}
+            for i, token in config.get("added_tokens_decoder", {}).items()]
+
+
 def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
     """GPT-2's two files, and OPT's, in the form of a tokenizer.json."""
-    if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+    if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in _GPT2_CLASSES:
         raise _Unreadable(f"{path} has the vocab.json and merges.txt of a {kind}, and without tokenizer.json only those of a "
                           "GPT2Tokenizer are understood; add tokenizer.json or pass prompts as token ids")
     vocab = _read_json(path / "vocab.json")
@@ -365,10 +382,8 @@ def _spec_of_vocab_and_merges(path: Path, config: dict) -> dict:
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
     special = {token for key, token in config.items() if key.endswith("_token") and isinstance(token, str)} | {"<|endoftext|>"}
     ids = {token: vocab[token] for token in special & vocab.keys()} | _read_json(path / "added_tokens.json")
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = {token: plain | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
-    for i, token in config.get("added_tokens_decoder", {}).items():
-        added[token["content"]] = plain | token | {"id": int(i)}
+    added = {token: _ADDED_TOKEN | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
+    added |= {token["content"]: token for token in _tokens_of_config(config)}
     template = None
     if config.get("add_bos_token"):          # OPT
         bos = config.get("bos_token", "<|endoftext|>")
@@ -390,6 +405,10 @@ class _HuggingFaceTokenizer(Tokenizer):
                               "tokenizers` to read it, or pass prompts as token ids") from None
         self._read_tokens(spec, config)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        flags = (*_ADDED_TOKEN, "special")
+        self._tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags})
+                                    for token in spec["added_tokens"] if token["content"] not in known])
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -397,37 +416,53 @@ class _HuggingFaceTokenizer(Tokenizer):
         _check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
-        return _PrefixDetokenizer(self._tokenizer, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        return _PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
 
 
 class _PrefixDetokenizer(Detokenizer):
-    """Detokenizer for decoders whose text depends on what stands before: decodes with the last shown ids in front."""
+    """Detokenizer for decoders whose text depends on what stands before: decodes with the last shown ids in front.
 
-    def __init__(self, tokenizer, skip_special_tokens: bool):
+    Llama 2's decoder strips the space at the beginning of a text, so the first generated ids need the prompt's before
+    them.
+    """
+
+    def __init__(self, tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._skipped = {i for i, token in added.items() if token.special and skip_special_tokens}
         self._prefix, self._pending = [], []
+        for token_id in reversed(prompt_token_ids):
+            if self._is_visible(token_id):
+                self._prefix.insert(0, token_id)
+                # Three ids may be the beginning of a character, and a run of byte tokens reads right only as a whole.
+                if len(self._prefix) > 3 and not self._is_byte(token_id):
+                    break
 
     def add(self, ids: Iterable[int]) -> str:
-        self._pending += [i for i in ids if i not in self._skipped and self._tokenizer.id_to_token(i) is not None]
+        self._pending += filter(self._is_visible, ids)
         # A byte token may change what the bytes before it read as, so a run of them waits for its end.
-        last = self._tokenizer.id_to_token(self._pending[-1]) if self._pending else ""
-        if re.fullmatch("<0x[0-9A-F]{2}>", last) or self._decode(self._pending).endswith("\ufffd"):
+        if self._pending and self._is_byte(self._pending[-1]) or self._decode(self._pending).endswith("\ufffd"):
             return ""
         return self.finish()
 
     def finish(self) -> str:
         shown, pending = self._decode(self._prefix), self._pending
-        text = self._decode(self._prefix + pending)[len(shown):]
+        text = self._decode(self._prefix + pending)
+        text = text[len(commonprefix([shown, text])):]  # not len(shown): the prompt may end inside a character
         # The prefix needs some text of its own: a decoder that strips a leading space would strip it from the next ids.
         self._prefix = pending if self._decode(pending) else self._prefix + pending
         self._pending = []
         return text
+
+    def _is_visible(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token_id)) is not None
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -148,6 +148,32 @@ def test_text_parts():
     assert render("the text. {{ messages[0].content }}", parts) == "the text. a\nb"
 
 
+@pytest.mark.parametrize("function, expected", [
+    ({"arguments": '{"a": [1, "ö"]}'}, "a=[1, 'ö'];"), ({"arguments": {"a": 1}}, "a=1;"), ({"arguments": ""}, ""),
+    ({"arguments": None}, ""), ({}, "")])
+def test_arguments_of_tool_calls_are_dicts(function, expected):
+    """As in vLLM: the API's form of them is a JSON string."""
+    source = "{% for k, v in messages[1].tool_calls[0].function.arguments|items %}{{ k }}={{ v }};{% endfor %}"
+    calls = [{"type": "function", "function": {"name": "f"} | function}]
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}]
+    before = copy.deepcopy(messages)
+    assert render(source, messages) == expected
+    assert messages == before
+
+
+@pytest.mark.parametrize("arguments", ["{", "a=1", 5])
+def test_arguments_that_are_no_json(arguments):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    message = complaint(render, SHOW, [*QUESTION, {"role": "assistant", "tool_calls": calls}])
+    assert f"message 1 has a tool call with the arguments {arguments!r}; give a dict or a string" in message
+
+
+@pytest.mark.parametrize("calls", [["x"], "x", 5, [{"name": "f"}], [{"function": "f"}]])
+def test_tool_calls_of_another_form_are_the_templates_matter(calls):
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert render("{{ messages[1].tool_calls }}", messages) == str(calls)
+
+
 @pytest.mark.parametrize("messages, part", [
     ("Hello", "messages must be a list"), (QUESTION[0], "messages must be a list"), (None, "not None"), ([], "not []"),
     (["Hello"], "message 0 must be a dict"), ([*QUESTION, {"content": "x"}], "message 1 must be a dict"),

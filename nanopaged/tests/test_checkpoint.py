@@ -84,6 +84,27 @@ def test_a_file_is_an_error(tmp_path):
         find_checkpoint(str(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.parametrize("names, words", [
+    (["adapter_config.json", "adapter_model.safetensors"], ["LoRA adapter", "merge", "whole models"]),
+    (["model.Q8_0.gguf"], ["GGUF", "model.Q8_0.gguf", "Hugging Face layout"])])
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_directory_in_another_format(tmp_path, names, words, has_config):
+    for name in [*names, *["config.json"] * has_config]:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError) as caught:
+        list(read_tensors(find_checkpoint(str(tmp_path))))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path)) and "\n" not in message and ". " not in message
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "MODEL.GGUF"])
+def test_a_gguf_file(tmp_path, name):
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=rf"{name}' is in GGUF format \({name}\).* pass the model in Hugging Face"):
+        find_checkpoint(str(tmp_path / name))
+
+
 def test_reads_config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "name": "\u00e9"}', encoding="utf-8")
     assert read_config(tmp_path) == {"model_type": "gpt2", "name": "\u00e9"}

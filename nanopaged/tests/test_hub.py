@@ -16,7 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from nanopaged import hub
+from nanopaged import LLM, hub
+from nanopaged.chat import load_chat_template
 from nanopaged.checkpoint import BUNDLED, find_checkpoint, read_config, read_tensors
 
 COMMIT, OTHER = "1" * 40, "2" * 40
@@ -268,12 +269,58 @@ print(snapshot_download("org/model", cache_dir={str(theirs)!r}))
 @pytest.mark.parametrize("extra, taken", [
     ({"README.md", "pytorch_model.bin", "onnx/model.onnx", "consolidated.safetensors", "original/params.json",
       "vocab.json", "merges.txt", "tokenizer.model", "model.gguf", "../config.json", "training.json"}, set()),
-    ({"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"},
-     {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"})])
+    ({"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+      "chat_template.json"},
+     {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+      "chat_template.json"})])
 def test_only_files_that_are_read(fake, extra, taken):
     fake.files[COMMIT] |= {name: name.encode() for name in extra}
     assert set(contents(find_checkpoint("org/model"))) == set(FILES) | taken
     assert set(fake.asked()) == set(fake.asked("HEAD")) == set(FILES) | taken
+
+
+def test_chat_templates_by_name(fake):
+    names = {"additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"}
+    others = {"additional_chat_templates/README.md", "additional_chat_templates/a/b.jinja",
+              "x/additional_chat_templates/a.jinja", "additional_chat_templates/../../x.jinja"}
+    fake.files[COMMIT] |= {name: name.encode() for name in names | others}
+    snapshot = find_checkpoint("org/model")
+    assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == set(FILES) | names
+    assert load_chat_template(snapshot).templates.keys() == {"tool_use", "rag"}
+    assert fake.asked()[-1] == "model.safetensors"
+
+
+def test_a_model_that_cannot_be_run_is_refused_before_it_is_downloaded(fake, folder):
+    fake.files[COMMIT]["config.json"] = b'{"architectures": ["MambaForCausalLM"]}'
+    with pytest.raises(ValueError, match="unknown architecture 'MambaForCausalLM'"):
+        LLM("org/model")
+    assert fake.asked() == fake.asked("HEAD") == ["config.json"]
+    assert not (folder / "refs").exists()    # so that nobody takes it for whole
+
+
+def test_a_check_sees_the_config_alone(fake, folder):
+    seen = []
+    snapshot = find_checkpoint("org/model", check=lambda path: seen.append((path, contents(path))))
+    assert seen == [(snapshot, {"config.json": FILES["config.json"]})] and contents(snapshot) == FILES
+
+
+def test_dummy_weights_need_config_json_alone(fake, folder):
+    config = json.loads((Path(hub.__file__).parent / "golden" / "qwen3" / "config.json").read_text())
+    fake.files[COMMIT]["config.json"] = json.dumps(config).encode()
+    llm = LLM("org/model", load_format="dummy", tokenizer="org/nothing", num_blocks=16, device="cpu")
+    assert fake.asked() == ["config.json"] and set(contents(llm.path)) == {"config.json"}
+    fake.requests.clear()
+    assert find_checkpoint("org/model", config_only=True) == llm.path and fake.requests == []
+    del fake.files[COMMIT]["model.safetensors"]    # dummy weights stand for any, GGUF too
+    fake.files[COMMIT]["model.gguf"] = b"GGUF"
+    shutil.rmtree(folder)
+    assert find_checkpoint("org/model", config_only=True) == llm.path
+
+
+def test_weights_that_follow_a_config(fake, folder):
+    snapshot = find_checkpoint("org/model", config_only=True)
+    assert contents(snapshot) == {"config.json": FILES["config.json"]}
+    assert contents(find_checkpoint("org/model")) == FILES
 
 
 @pytest.mark.parametrize("there, taken", [
@@ -637,7 +684,17 @@ def test_no_such_revision(fake):
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_no_checkpoint_in_the_repo(fake, missing):
     del fake.files[COMMIT][missing]
-    refusal(FileNotFoundError, "config.json", "model.safetensors", "GGUF")
+    refusal(FileNotFoundError, "config.json", "model.safetensors")
+    assert fake.asked() == []
+
+
+@pytest.mark.parametrize("there, words", [
+    (["config.json", "model-Q4_K_M.gguf"], ["GGUF", "model-Q4_K_M.gguf", "Hugging Face layout"]),
+    (["README.md", "b.gguf", "a.gguf"], ["GGUF", "a.gguf"]),
+    (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], ["LoRA adapter", "merge"])])
+def test_other_formats_in_the_repo(fake, there, words):
+    fake.files[COMMIT] = dict.fromkeys(there, b"{}")
+    refusal(ValueError, "model 'org/model' is", *words)
     assert fake.asked() == []
 
 
@@ -735,7 +792,7 @@ def test_a_bar_on_a_terminal(fake, capsys, monkeypatch):
 @pytest.mark.parametrize("model", ["gpt2", "org/model", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
 def test_names_that_go_to_the_hub(monkeypatch, model):
     monkeypatch.setattr(hub, "download", lambda *arguments: arguments)
-    assert find_checkpoint(model) == (model, None) and find_checkpoint(model, "v1") == (model, "v1")
+    assert find_checkpoint(model)[:2] == (model, None) and find_checkpoint(model, "v1")[:2] == (model, "v1")
 
 
 @pytest.mark.parametrize("model", [

@@ -2,12 +2,19 @@
 
 The reference looks at the whole text, character by character.
 """
+import importlib.util
 import itertools
+import json
 import random
+from pathlib import Path
 
 import pytest
 
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.stop import StopChecker
+from nanopaged.tokenizer import load_tokenizer
+
+GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def reference(text: str, stop: list[str], include: bool, num_safe: int = 0) -> tuple[str, str | None]:
@@ -146,3 +153,49 @@ def test_a_long_text_is_not_kept():
     assert shown == "xyzaaaaaaa" * 1000 and checker.matched is None
     checker.add("xyz" * 1000)
     assert len(checker._held) < 10
+
+
+# In the engine: the text of generated tokens is what they add to the prompt's
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory):
+    """An engine with random weights and Llama 2's kind of tokenizer, whose decoder strips a text's first space."""
+    if importlib.util.find_spec("tokenizers") is None:
+        pytest.skip("needs the package `tokenizers`")
+    path, tokenizer = tmp_path_factory.mktemp("llama2"), load_tokenizer(GOLDEN / "tokenizers" / "llama2")
+    config = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.vocab_size}))
+    llm = LLM(str(path), load_format="dummy", num_blocks=64, device="cpu")
+    llm.tokenizer = tokenizer
+    return llm
+
+
+def params_of_words(llm, *words: str, **options) -> SamplingParams:
+    """Settings that generate these words, each of one token, again and again."""
+    token_ids = [llm.tokenizer.encode(word, add_special_tokens=False) for word in words]
+    assert all(len(ids) == 1 for ids in token_ids)
+    return SamplingParams(temperature=0, allowed_token_ids=[ids[0] for ids in token_ids], **options)
+
+
+def test_the_first_generated_space_is_text(llama2):
+    params = params_of_words(llama2, "the", max_tokens=3)
+    assert llama2.generate(PROMPT, params)[0].outputs[0].text == " the the the"
+    assert "".join(llama2.stream(PROMPT, params)) == " the the the"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_begins_with_the_first_generated_space(llama2, include):
+    params = params_of_words(llama2, "the", max_tokens=9, stop=[" the"], include_stop_str_in_output=include)
+    sample = llama2.generate(PROMPT, params)[0].outputs[0]
+    assert (sample.text, sample.stop_reason, len(sample.token_ids)) == (" the" if include else "", " the", 1)
+
+
+def test_beams_go_on_after_the_prompt(llama2):
+    output, = llama2.beam_search(PROMPT, BeamSearchParams(beam_width=32, max_tokens=1))
+    for sample, sequence in zip(output.outputs, output.sequences):
+        assert sequence.text == llama2.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        assert PROMPT + sample.text == sequence.text
+    assert any(sample.text.startswith(" ") for sample in output.outputs)

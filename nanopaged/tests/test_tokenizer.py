@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nanopaged import LLM, SamplingParams
 from nanopaged.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
@@ -28,9 +29,10 @@ def expected(name: str) -> dict:
     return json.loads((GOLDEN / name / "expected.json").read_text(encoding="utf-8"))
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng: random.Random | None = None) -> list[str]:
-    """What a detokenizer shows, one id at a time or in random chunks (empty ones too)."""
-    detokenizer, shown = tokenizer.detokenizer(skip_special_tokens), []
+def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng: random.Random | None = None,
+           prompt: list[int] = ()) -> list[str]:
+    """What a detokenizer shows after the prompt, one id at a time or in random chunks (empty ones too)."""
+    detokenizer, shown = tokenizer.detokenizer(skip_special_tokens, prompt), []
     while ids:
         n = rng.randrange(5) if rng else 1
         shown.append(detokenizer.add(ids[:n]))
@@ -50,8 +52,8 @@ def test_encode_and_decode_like_hugging_face(name):
     for text, ids, plain, decoded, with_special in expected(name)["texts"]:
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.encode(text, add_special_tokens=False) == plain, text
-        assert tokenizer.decode(ids) == decoded
-        assert tokenizer.decode(ids, skip_special_tokens=False) == with_special
+        assert tokenizer.decode(ids, skip_special_tokens=True) == decoded
+        assert tokenizer.decode(ids) == with_special
         assert max(ids, default=0) < tokenizer.vocab_size
 
 
@@ -60,8 +62,8 @@ def test_decode_any_ids_like_hugging_face(name):
     """Random ids: broken UTF-8, special tokens inside characters, ids that are no token."""
     tokenizer = load_tokenizer(GOLDEN / name)
     for ids, decoded, with_special in expected(name)["random"]:
-        assert tokenizer.decode(ids) == decoded
-        assert tokenizer.decode(ids, skip_special_tokens=False) == with_special
+        assert tokenizer.decode(ids, skip_special_tokens=True) == decoded
+        assert tokenizer.decode(ids) == with_special
     assert tokenizer.decode([]) == tokenizer.decode([10**9]) == ""
 
 
@@ -86,6 +88,45 @@ def test_stream_never_shows_half_a_character(name):
         assert not any("\ufffd" in piece for piece in shown)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
+    """Wherever a text is cut into a prompt and what is generated after it. Llama 2's first generated space is text."""
+    tokenizer, rng, num_cuts = load_tokenizer(GOLDEN / name), random.Random(0), 0
+    golden = expected(name)
+    for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
+        for cut in rng.sample(range(len(ids) + 1), k=min(len(ids), 9)):
+            for skip in (True, False):
+                whole, shown = tokenizer.decode(ids, skip), tokenizer.decode(ids[:cut], skip)
+                if shown.endswith("\ufffd") or not whole.startswith(shown):  # the cut is inside a character
+                    continue
+                assert shown + "".join(pieces(tokenizer, ids[cut:], skip, prompt=ids[:cut])) == whole
+                assert shown + "".join(pieces(tokenizer, ids[cut:], skip, rng, ids[:cut])) == whole
+                num_cuts += 1
+    assert num_cuts > 700
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen", pytest.param("llama2", marks=needs_tokenizers)])
+def test_a_stream_completes_the_character_that_the_prompt_began(name):
+    tokenizer = load_tokenizer(GOLDEN / name)
+    ids = tokenizer.encode("<s>x\U00010348 y")         # a character of four bytes, which no merge joins
+    first = max(cut for cut in range(len(ids)) if tokenizer.decode(ids[:cut]).endswith("x"))
+    for cut in range(first, first + 4):
+        assert "".join(pieces(tokenizer, ids[cut:], True, prompt=ids[:cut])) == "\U00010348 y"
+    assert "".join(pieces(tokenizer, ids[first + 4:], True, prompt=ids[:first + 4])) == " y"
+
+
+@needs_tokenizers
+def test_only_the_end_of_a_prompt_is_decoded(monkeypatch):
+    """A detokenizer costs the same after a long prompt."""
+    tokenizer, lengths = load_tokenizer(GOLDEN / "llama2"), []
+    ids = tokenizer.encode("Once upon a time " * 500)
+    detokenizer = tokenizer.detokenizer(True, ids)
+    decode = detokenizer._decode
+    monkeypatch.setattr(detokenizer, "_decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    assert detokenizer.add(tokenizer.encode("there", add_special_tokens=False)) == " there"
+    assert max(lengths) < 20
+
+
 def test_stream_ends_with_what_never_became_a_character():
     tokenizer = load_tokenizer(GOLDEN / "gpt2")
     detokenizer = tokenizer.detokenizer()
@@ -108,7 +149,7 @@ def test_think_is_a_token_but_shown():
     tokenizer = load_tokenizer(GOLDEN / "qwen")
     ids = tokenizer.encode("<|im_start|><think>a</think><|im_end|>")
     assert len(ids) == 5
-    assert tokenizer.decode(ids) == "<think>a</think>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>"
 
 
 def test_vocab_and_merges_equal_tokenizer_json(tmp_path):
@@ -126,7 +167,63 @@ def test_special_tokens_named_beside_vocab_and_merges(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<x>"}, "bos_token": "<x>"}')
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (641, 641, 642)
-    assert tokenizer.decode(tokenizer.encode("a<x>b")) == "ab"
+    assert tokenizer.decode(tokenizer.encode("a<x>b"), skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("config, has_default", [
+    ({"model_max_length": 1024}, True), ({"tokenizer_class": "GPT2Tokenizer"}, True),
+    ({"tokenizer_class": "GPT2TokenizerFast"}, True), ({"tokenizer_class": "Qwen2Tokenizer"}, False),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
+def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default):
+    """Elsewhere <|endoftext|> may be a token that ends no text."""
+    shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    default = tokenizer.encode("<|endoftext|>")[0] if has_default else None
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == default
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>", "bos_token": None}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.eos_token_id] == tokenizer.encode("<|im_end|>") and tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["qwen", pytest.param("llama2", marks=needs_tokenizers)])
+def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
+    shutil.copy(GOLDEN / name / "tokenizer.json", tmp_path)
+    first = load_tokenizer(tmp_path).vocab_size
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    tokens = {first: flags | {"content": "<|new|>", "special": True},
+              first + 1: flags | {"content": "<call>", "special": False}}
+    config = {"added_tokens_decoder": tokens, "eos_token": "<|new|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a<|new|>b<call>", add_special_tokens=False)
+    assert [i for i in ids if i >= first] == [first, first + 1]
+    assert tokenizer.decode(ids).replace(" ", "") == "a<|new|>b<call>"
+    assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "ab<call>"
+    assert "".join(pieces(tokenizer, ids, True)) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (first, first + 2)
+
+
+@pytest.mark.parametrize("tokens", ['["x"]', '{"x": {"content": "x"}}', '{"5": "x"}', '{"5": {}}'])
+def test_damaged_list_of_tokens(tmp_path, tokens):
+    shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"added_tokens_decoder": {tokens}}}')
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert "tokenizer_config.json" in one_sentence(error)
+
+
+def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
+    """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
+    shutil.copy(GOLDEN / "gpt2" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "A"}')
+    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(tmp_path), num_blocks=16, device="cpu")
+    end = llm.get_tokenizer().eos_token_id
+    assert llm.eos_token_ids == {2, end}
+    params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
+    sample = llm.generate([[5, 6]], params)[0].outputs[0]
+    assert (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason) == ([end], "", "stop", None)
+    assert llm.generate([[5, 6]], SamplingParams(**vars(params) | {"ignore_eos": True}))[0].outputs[0].text == "AAAAA"
 
 
 def made_by_hand(merges: list[str], ignore_merges: bool) -> Tokenizer:
@@ -156,7 +253,7 @@ def test_long_and_monotonous_prompts():
     for name in ("gpt2", "llama3", "smollm2", "qwen"):
         tokenizer = load_tokenizer(GOLDEN / name)
         for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
-            assert tokenizer.decode(tokenizer.encode(text)) == text
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_lone_surrogate_is_refused():
@@ -260,7 +357,7 @@ def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text).ids
         shown = pieces(tokenizer, ids, True)
-        assert "".join(shown) == tokenizer.decode(ids) == reference.decode(ids)
+        assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=True) == reference.decode(ids)
         assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
     for ids, *_ in expected("qwen")["random"]:
         assert "".join(pieces(tokenizer, ids, True)) == reference.decode(ids)
@@ -289,7 +386,8 @@ def test_real_gpt2_vocabulary():
         if reference:
             assert ids == reference.encode(text).ids, text
             ids = [rng.randrange(50257) for _ in range(8)]
-            assert "".join(pieces(tokenizer, ids, True)) == tokenizer.decode(ids) == reference.decode(ids)
+            decoded = reference.decode(ids, skip_special_tokens=False)
+            assert "".join(pieces(tokenizer, ids, False)) == tokenizer.decode(ids) == decoded
 
 
 def hugging_face_gpt2(folder: Path):
