@@ -10,6 +10,7 @@ conversation Ctrl-C only stops the answer, which is kept as far as it got, and C
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -30,12 +31,12 @@ PROMPTS: texts go to stdout, everything else to stderr
   --system TEXT                system message of --chat
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
-SAMPLING
+SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --max-tokens N               new tokens at most [256; with --chat no limit]
   --min-tokens N               new tokens before the text may end [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
-  --n N, --seed S              samples per prompt [1]; seed of draws and dummy weights [0]
+  --n N, --seed S              samples per prompt [1]; seed of draws, dummy weights [0; chat: any]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
@@ -47,7 +48,7 @@ SAMPLING
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
-  --generation-config auto     the checkpoint's own defaults in place of these
+  --generation-config vllm     leave generation_config.json aside [auto]
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
 ENGINE
@@ -93,7 +94,7 @@ def _run(llm_class, args) -> int:
     if args.chat_template is not None:
         template = _read_template(args.chat_template)
     if is_batch:
-        settings = Path(args.model).name, args.revision, params, args.generation_config, template, variables
+        settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         batch = Batch(args.prompts, args.output, repr(settings))
     llm = _load(llm_class, args)
     params = _sampling_params(args, llm)
@@ -124,16 +125,19 @@ def _run(llm_class, args) -> int:
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
-    """What is given on the command line, before our defaults or the checkpoint's. These are known when the model is
-    loaded; without it this is to see whether what is given can be used."""
-    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, seed=0)
+    """The settings given on the command line, then the checkpoint's, then our defaults. The checkpoint's are known once the
+    model is loaded; without `llm` this call only checks the settings given."""
+    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, temperature=0.8,
+                seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
     given = _given(args, SAMPLING)
-    if args.generation_config != "auto":
-        return SamplingParams(**ours | dict(temperature=0.8) | given)
+    if args.generation_config == "vllm":
+        return SamplingParams(**ours | given)
     if llm is None:
         return SamplingParams(**dict(max_tokens=None) | given)
     if llm.default_params.get("max_new_tokens") is not None:
         del ours["max_tokens"]
+    if llm.default_params.get("temperature") is not None or llm.default_params.get("do_sample") is False:
+        del ours["temperature"]
     return llm.get_default_sampling_params(**ours | given)
 
 

@@ -15,8 +15,8 @@ class Frontend:
     """The part of LLM that knows nothing about blocks."""
 
     def get_default_sampling_params(self, **given) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, and before it what is `given`. Requests without settings
-        follow it with generation_config="auto" only."""
+        """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was made with
+        generation_config="vllm". `given` settings go before them."""
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self):

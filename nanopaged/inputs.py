@@ -41,7 +41,7 @@ def check_options(vllm_options: dict, *, model, tokenizer, max_num_seqs, max_num
     for name, size in sizes.items():
         check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
     check_choice("load_format", load_format, ("auto", "dummy"))
-    check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
+    check_choice("generation_config", generation_config, ("auto", "vllm"))
     check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
     check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),

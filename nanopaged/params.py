@@ -140,7 +140,8 @@ class SamplingParams:
         try:
             cls(**read)
         except ValueError as error:
-            raise ValueError(f"generation_config.json cannot be used: {error}") from None
+            raise ValueError(f"generation_config.json cannot be used: {error}; correct it, or give generation_config='vllm'"
+                             ) from None
         return cls(**read | given)
 
     @property

@@ -317,7 +317,7 @@ def test_a_result_that_is_taken_out_is_made_again(folder):
     ([{"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 3}, {"prompt": ROMEO, "n": 3}], [], "line 2"),
     ([{"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 2}], [], "2 lines"),
     ([], ["--max-tokens", "6"], "settings"), ([], ["--seed", "6"], "settings"), ([], ["--stop", "6"], "settings"),
-    ([], ["--generation-config", "auto"], "settings"), ([], ["--model", "no/other"], "settings"),
+    ([], ["--generation-config", "vllm"], "settings"), ([], ["--model", "no/other"], "settings"),
     ([], ["--chat-template", "chat.jinja"], "settings")])
 def test_results_of_something_else_are_noticed(capsys, folder, lines, more, word):
     """Nothing runs, nothing is loaded, and the results stay as they are."""

@@ -128,7 +128,7 @@ def test_sampling_options_reach_the_sampler(capsys):
     ("--revision", "main", dict(revision="main")), ("--kv-cache-dtype", "fp8", dict(kv_cache_dtype="fp8")),
     ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
     ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
-    ("--generation-config", "auto", dict(generation_config="auto")),
+    ("--generation-config", "vllm", dict(generation_config="vllm")),
     ("--model", "my/model", dict(model="my/model"))])
 def test_engine_options_reach_the_engine(name, value, received):
     class Asked(Exception):
@@ -204,17 +204,24 @@ def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
     """What is given on the command line goes before what the checkpoint recommends, and that before our defaults."""
     model = checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20)
     plain = "--prompt", "x", "--model", model
-    assert asked_params(monkeypatch, *plain) == SamplingParams(max_tokens=256, temperature=0.8, seed=0)
-    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == asked_params(monkeypatch, *plain)
-    auto = *plain, "--generation-config", "auto"
+    ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     expected = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
-    assert asked_params(monkeypatch, *auto) == expected
+    assert asked_params(monkeypatch, *plain) == expected
+    assert asked_params(monkeypatch, *plain, "--generation-config", "auto") == expected
+    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == ours
     more = "--top-k", "0", "--max-tokens", "5"
-    assert asked_params(monkeypatch, *auto, *more) == replace(expected, top_k=0, max_tokens=5)
+    assert asked_params(monkeypatch, *plain, *more) == replace(expected, top_k=0, max_tokens=5)
     monkeypatch.setattr(cli, "_load", lambda *_: engine)
-    engine = load(**SMALL, generation_config="auto")
-    monkeypatch.setattr(engine, "default_params", dict(do_sample=True))  # says nothing of it: as in transformers
-    assert asked_params(monkeypatch, *auto) == SamplingParams(max_tokens=256, temperature=1.0, seed=0)
+    engine = load(**SMALL)
+    for config, temperature in [(dict(do_sample=True), 0.8), ({}, 0.8), (dict(do_sample=False), 0.0)]:
+        monkeypatch.setattr(engine, "default_params", config)
+        assert asked_params(monkeypatch, *plain) == replace(ours, temperature=temperature)
+
+
+def test_every_conversation_draws_anew(monkeypatch, chat):
+    first, second = (asked_params(monkeypatch, *chat, "--prompt", "Hi").seed for _ in range(2))
+    assert first != second and None not in (first, second)
+    assert asked_params(monkeypatch, *chat, "--prompt", "Hi", "--seed", "5").seed == 5
 
 
 def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
@@ -374,7 +381,7 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     ("--prompt x --beam-width 2 --length-penalty 31", ["length_penalty", "31"]),
     ("--prompt x --beam-width 2 --max-tokens 0", ["max_tokens", "0"]),
     ("--prompt x --max-tokens 4 --min-tokens 5", ["min_tokens", "max_tokens 4", "5"]),
-    ("--prompt x --min-tokens 300", ["max_tokens 256"]),
+    ("--prompt x --min-tokens 300 --generation-config vllm", ["max_tokens 256"]),
     ("--chat", ["stdin", "--prompt"])])  # the tests' stdin is empty
 def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
     """Refused before anything is loaded."""
