@@ -9,6 +9,7 @@ from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
 from nanopaged.inputs import as_list, check_kind, read_prompt
 from nanopaged.outputs import RequestOutput, beam_output
 from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.progress import ProgressBar
 
 
 class Frontend:
@@ -27,13 +28,13 @@ class Frontend:
         return self.tokenizer
 
     def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 priority: list[int] | None = None, use_tqdm: bool = False, lora_request=None) -> list[RequestOutput]:
+                 priority: list[int] | None = None, use_tqdm: bool = True, lora_request=None) -> list[RequestOutput]:
         """Run prompts to the end, together; outputs in their order.
 
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
         sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
         priority: one for each prompt, with scheduling_policy="priority"
-        use_tqdm: taken for vLLM's sake; there is no progress bar here but that of the command line
+        use_tqdm: draw a progress bar on stderr, if that is a terminal
         """
         _refuse_lora(lora_request)
         prompts = as_list(prompts)
@@ -43,19 +44,22 @@ class Frontend:
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
             raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for each")
-        requests = []
+        requests, bar = [], ProgressBar(len(prompts), use_tqdm)
         try:
             for prompt, params, order in zip(prompts, sampling_params, priority or [0] * len(prompts)):
                 requests.append(self._add(prompt, params, order))
             while any(request.request_id in self.requests for request in reversed(requests)):
                 with self.lock.for_step():
                     self._step()
+                if bar.due:
+                    bar.update(sum(request.finished for request in requests), sum(request.num_new_tokens for request in requests))
         finally:  # an error, or Ctrl-C
+            bar.clear()
             for request in requests:
                 self.abort_request(request.request_id)
         return [request.output() for request in requests]
 
-    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = False,
+    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = True,
              lora_request=None, **template) -> list[RequestOutput]:
         """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
 
@@ -66,7 +70,8 @@ class Frontend:
             raise ValueError(f"a conversation is a list of messages, not {messages!r:.80}")
         several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages]
-        return self.generate([self.chat_prompt(conversation, **template) for conversation in conversations], sampling_params)
+        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
@@ -112,12 +117,17 @@ class Frontend:
     def beam_search(self, prompts, params: BeamSearchParams, lora_request=None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
-        says what a score is. Beams share the blocks of what they have in common. (concurrency_limit: as use_tqdm.)"""
+        says what a score is. Beams share the blocks of what they have in common.
+
+        use_tqdm: as for generate
+        concurrency_limit: taken for vLLM's sake, without effect
+        """
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
-        searches = []
+        prompts = as_list(prompts)
+        searches, bar = [], ProgressBar(len(prompts), use_tqdm)
         try:
-            for prompt in as_list(prompts):
+            for prompt in prompts:
                 text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
                 group = BeamGroup(params, self.eos_token_ids, min(params.max_tokens, self.max_model_len - len(token_ids)))
                 beams, spares = self._add_beams(token_ids, params.beam_width, group)
@@ -128,7 +138,11 @@ class Frontend:
                     for _, _, group, beams, spares in searches:
                         if beams and all(beam.candidates for beam in beams):
                             beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
+                if bar.due:
+                    groups = [group for _, _, group, _, _ in searches]
+                    bar.update(sum(group.done for group in groups), sum(group.num_new_tokens for group in groups))
         finally:
+            bar.clear()
             with self.lock:
                 for beam in [beam for *_, beams, _ in searches for beam in beams]:
                     self.scheduler.retire(beam)

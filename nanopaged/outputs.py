@@ -72,6 +72,10 @@ class Request:
                 return False
         return True
 
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(len(seq.token_ids) - seq.num_prompt_tokens for seq in self.sequences)
+
     def find_stop_strings(self) -> list[tuple]:
         """(sequence, stop string) for each sequence in whose new text one is complete."""
         if not self.params.stop:
