@@ -251,8 +251,26 @@ def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
         return outputs
 
     monkeypatch.setattr(LLM, "step", broken)
-    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 0
+    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 1
     assert capsys.readouterr().err.count(": it is not a number") == (2 if more else 1)
+
+
+def test_the_status_line_says_when_the_pool_ended_a_text(capsys):
+    limit = "finished by length: the pool of 2 blocks is the limit; raise --num-blocks"
+    argv = ["--prompt", ROMEO, "--ignore-eos", "--num-blocks", "2", "--block-size", "16"]
+    assert run(*argv) == 0
+    assert f", {limit}" in capsys.readouterr().err
+    assert run(*argv, "--n", "2") == 0
+    assert f", 2 {limit}" in capsys.readouterr().err
+    for more in (["--max-tokens", "4"], ["--max-model-len", "24"]):  # these are the limit
+        for n in ("1", "2"):
+            assert run(*argv, *more, "--n", n) == 0
+            assert "the limit" not in capsys.readouterr().err
+
+
+def test_underscores_in_the_names_of_options(monkeypatch):
+    assert asked_params(monkeypatch, "--prompt", "x", "--max_tokens", "7", "--min_tokens=3").max_tokens == 7
+    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat"]).system == "--c_d"
 
 
 def test_a_trace_on_request(capsys):
@@ -288,6 +306,23 @@ def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
     assert captured.out.count(ROMEO) == n * prompts.count(ROMEO)
     assert f"{15 * n * len(prompts)} new tokens" in captured.err and "tokens/s" in captured.err
     assert not any(prompt in captured.err for prompt in prompts)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("more", [[], ["--beam-width", "2"]], ids=["samples", "beams"])
+def test_several_prompts_have_a_progress_bar(capsys, monkeypatch, more):
+    argv = ["--prompt", ROMEO, "--prompt", JULIET, "--max-tokens", "5", *more]
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    assert run(*argv, *POOL) == 0
+    assert re.search(r"\r\[\.{20}\] 0/2 prompts, \d:\d\d, \d+ tokens/s", screen.getvalue())
+    assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r\x1b[K")[-1])
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    assert run(*argv, "--num-blocks", "20", "--trace", llm_class=LLM) == 0
+    assert "step 1" in screen.getvalue() and "\r" not in screen.getvalue()
 
 
 def test_greedy_texts_of_several_prompts_are_those_of_each_alone(capsys):
@@ -348,7 +383,7 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
 @pytest.mark.parametrize("argv, word", [
     ([], "--prompt"), (["--max-tokens", "8"], "--prompt"), (["--prompt"], "--prompt"),
     (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
-    (["--prompt", "x", "--max_tokens", "8"], "--max_tokens"), (["--prompt", "x", "-n", "2"], "-n"),
+    (["--prompt", "x", "-n", "2"], "-n"),
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
     (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
@@ -781,6 +816,14 @@ def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
 
 
+def test_nothing_is_forgotten_for_a_question_that_does_not_fit(capsys, chat, monkeypatch):
+    Terminal(monkeypatch, "Who is there?", "la " * 2000, "Hi")
+    assert run(*chat, "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith(answer_to("Who is there?", answer_to("Who is there?"), "Hi") + "\n")
+    assert captured.err.count("error: ") == 1 and "forgotten" not in captured.err
+
+
 @pytest.mark.parametrize("more, words", [
     ("--n 2", ["--n", "conversation"]), ("--beam-width 2", ["--beam-width", "conversation"]),
     ("--output OUT.jsonl", ["--output"])])
@@ -796,6 +839,31 @@ def test_no_template_no_conversation(capsys, monkeypatch):
     assert run("--chat", *POOL) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "--chat-template" in captured.err
+
+
+def test_lines_that_are_pasted_together_are_one_message():
+    """A terminal sends the marks of a paste around them, and carriage returns between them."""
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    code = "from nanopaged import cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
+    os.close(slave)
+    try:
+        for keys in (b"\x1b[200~def f():\r    return 5\x1b[201~\r", b"Hi\r"):
+            shown = ""
+            while "> " not in shown:
+                shown += os.read(master, 10_000).decode()
+            assert "\x1b[?2004h" in shown  # asks the terminal for these marks
+            os.write(master, keys)
+        while "'Hi'" not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert r"'def f():\n    return 5' 'Hi'" in shown
 
 
 def test_a_conversation_in_a_terminal(chat):
