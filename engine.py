@@ -40,7 +40,7 @@ from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
-from nanopaged.inputs import check_kind, check_number, check_options, read_prompt, wrap_int64
+from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt, wrap_int64
 from nanopaged.lock import StepLock
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
@@ -561,7 +561,7 @@ class LLM(Frontend):
     enable_prefix_caching: let sequences share the blocks of a common beginning
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
-    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": they do not
+    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
@@ -649,7 +649,7 @@ class LLM(Frontend):
         if params is None:
             params = self.get_default_sampling_params()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
-        check_number("priority", priority, int, lambda x: self.use_priority or x == 0,
+        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)

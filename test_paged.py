@@ -1637,7 +1637,8 @@ def test_requests_without_settings_follow_the_checkpoint(tmp_path):
     assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
     assert len(llm.generate(PROMPT, SamplingParams())[0].outputs[0].token_ids) > 7  # these are settings
     plain = LLM(str(tmp_path / "model"), num_blocks=64, generation_config="vllm")
-    assert plain.get_default_sampling_params() == SamplingParams() and len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
+    assert plain.get_default_sampling_params() == SamplingParams()
+    assert len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ An object's "id" or "custom_id" may be anything, and comes back in its result.
 **A bad line** does not end the rest: it is reported on stderr, has such a result, and makes the exit code 1. **After an
 interruption** the same command goes on: lines with a result are passed over, a result that was half written is cut off.
 The hash, of the line and of the settings from the command line, tells when a result belongs to something else; then
-nothing runs. To have a line run again, take its result out of the file. A run locks the file of its results, so a second
-one that is to write there is refused.
+nothing runs. To have a line run again, take its result out of the file. A run locks its results, so a second run that
+is to write to the same file is refused.
 
 Lines are read as the engine takes them up, some ahead, so there may be millions: of those that are done only the hash
 is kept. Without --output each text is printed under its line's number and prompt.
@@ -197,8 +197,8 @@ class Batch:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run is writing its results to --output {self.target!r}; wait until it has ended, or "
-                             "give another file") from None
+            raise ValueError(f"another run is writing to --output {self.target!r}; wait until it has ended, or give "
+                             "another file") from None
         except OSError:
             pass
 

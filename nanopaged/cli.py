@@ -5,8 +5,8 @@
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
-sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and Ctrl-D
-leaves.
+sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
+Ctrl-D leaves.
 """
 import argparse
 import json
@@ -134,8 +134,8 @@ def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) ->
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
-    """The settings given on the command line, then the checkpoint's, then our defaults. The checkpoint's are known once the
-    model is loaded; without `llm` this call only checks the settings given."""
+    """The settings given on the command line, then the checkpoint's, then our defaults. The checkpoint's are known once
+    the model is loaded; without `llm` this call only checks the settings given."""
     ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, temperature=0.8,
                 seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
     given = _given(args, SAMPLING)

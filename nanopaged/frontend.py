@@ -6,7 +6,7 @@ from typing import Iterator
 
 from nanopaged.beam import BeamGroup
 from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
-from nanopaged.inputs import as_list, check_kind, read_prompt
+from nanopaged.inputs import as_list, as_python, check_choice, check_kind, read_prompt
 from nanopaged.outputs import RequestOutput, beam_output
 from nanopaged.params import BeamSearchParams, SamplingParams
 from nanopaged.progress import ProgressBar
@@ -16,8 +16,8 @@ class Frontend:
     """The part of LLM that knows nothing about blocks."""
 
     def get_default_sampling_params(self, **given) -> SamplingParams:
-        """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was made with
-        generation_config="vllm". `given` settings go before them."""
+        """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
+        made with generation_config="vllm". `given` settings go before them."""
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self):
@@ -37,7 +37,7 @@ class Frontend:
         use_tqdm: draw a progress bar on stderr, if that is a terminal
         """
         _refuse_lora(lora_request)
-        prompts = as_list(prompts)
+        prompts, priority = as_list(prompts), as_python(priority)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -52,18 +52,20 @@ class Frontend:
                 with self.lock.for_step():
                     self._step()
                 if bar.due:
-                    bar.update(sum(request.finished for request in requests), sum(request.num_new_tokens for request in requests))
+                    bar.update(sum(request.finished for request in requests),
+                               sum(request.num_new_tokens for request in requests))
         finally:  # an error, or Ctrl-C
             bar.clear()
             for request in requests:
                 self.abort_request(request.request_id)
         return [request.output() for request in requests]
 
-    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = True,
-             lora_request=None, **template) -> list[RequestOutput]:
+    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
+             use_tqdm: bool = True, lora_request=None, **template) -> list[RequestOutput]:
         """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
 
-        template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message (see `chat_prompt`)
+        template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message,
+            chat_template_content_format (see `chat_prompt`)
         """
         _refuse_lora(lora_request)
         if not isinstance(messages, (list, tuple)):
@@ -75,10 +77,12 @@ class Frontend:
 
     def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
-                    continue_final_message: bool = False) -> dict:
+                    continue_final_message: bool = False, chat_template_content_format: str = "auto") -> dict:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
-        messages that it does not take. See nanopaged/chat.py."""
+        messages that it does not take. See nanopaged/chat.py, which tells from the template whether it reads content as
+        a string or as a list of parts: chat_template_content_format is "auto"."""
         tokenizer = self.get_tokenizer()
+        check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
         if chat_template not in self.chat_templates:
@@ -148,6 +152,13 @@ class Frontend:
                     self.scheduler.retire(beam)
                 self._check_if_idle()
         return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
+
+    def encode(self, *args, **kwargs):
+        """vLLM's methods for pooling models: ValueError."""
+        raise ValueError("encode, embed, classify, score and reward need a pooling model, and nanopaged cannot run one "
+                         "yet; it has generate, chat and beam_search")
+
+    embed = classify = score = reward = encode
 
 
 def _refuse_lora(lora_request) -> None:

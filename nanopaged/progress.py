@@ -37,8 +37,9 @@ class ProgressBar:
             if num_done > self.num_before:
                 seconds = elapsed * (self.total - num_done) / (num_done - self.num_before)
                 left = f", {_clock(seconds)} left"
-        line = (f"{bar}{num_done}{of} {self.unit}, {_clock(elapsed)}{left}, {num_tokens / max(elapsed, 1e-9):.0f} tokens/s"
-                + f", {more}" * bool(more))
+        rate = num_tokens / max(elapsed, 1e-9)
+        more = f", {more}" * bool(more)
+        line = f"{bar}{num_done}{of} {self.unit}, {_clock(elapsed)}{left}, {rate:.0f} tokens/s{more}"
         columns = shutil.get_terminal_size().columns - 1  # in the last one some terminals begin a new line
         print(f"\r{line[:columns]}\x1b[K", end="", file=sys.stderr, flush=True)
 

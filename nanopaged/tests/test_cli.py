@@ -543,8 +543,9 @@ def test_help_tells_the_defaults():
 
 
 def test_sampling_parameters_without_an_option():
-    """Functions have no place on a command line; everything else has."""
-    assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {"logits_processors", "detokenize"}
+    """Functions have no place on a command line, and neither has what is refused; everything else has."""
+    assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
+        "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
     for_vllms_sake = {"tokenizer", "skip_tokenizer_init", "num_gpu_blocks_override"}
     assert set(LLM.__init__.__kwdefaults__) - for_vllms_sake == set(cli.ENGINE)
 
@@ -931,6 +932,17 @@ def test_the_program_refuses_a_bad_option():
     done = run_engine("--prompt", "ROMEO:", "--top-p", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: top_p must be ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["nosuch", "scheduler,nosuch"])
+def test_a_benchmark_that_there_is_not(capsys, monkeypatch, words):
+    import bench
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", words])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    captured = capsys.readouterr()
+    assert error.value.code == 2 and captured.out == "" and repr(words) in captured.err
+    assert "scheduler, fragmentation, prefix, batching" in captured.err
 
 
 def test_nobody_complains_where_there_is_no_numpy():
