@@ -39,7 +39,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --min-tokens N               new tokens before the text may end [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
-  --n N, --seed S              samples per prompt [1]; seed of draws, dummy weights [0; chat: any]
+  --n N, --seed S              samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
