@@ -539,10 +539,14 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="sections whose name contains one of these words (a,b)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args()
+    words, runnable = args.only.split(","), [section for section in ANYWHERE + ON_CUDA * torch.cuda.is_available()
+                                             if section.__name__ in QUICK or not args.quick]
+    sections = [section for section in runnable if any(word in section.__name__ for word in words)]
+    unknown = [word for word in words if not any(word in section.__name__ for section in ANYWHERE + ON_CUDA)]
+    if unknown or not sections:
+        parser.error(f"--only {args.only!r} names a section that there is not, or not here; those that can run are "
+                     f"{', '.join(section.__name__ for section in runnable)}")
     print(machine())
-    sections = [section for section in ANYWHERE + ON_CUDA * torch.cuda.is_available()
-                if any(word in section.__name__ for word in args.only.split(","))
-                and (section.__name__ in QUICK or not args.quick)]
     # Before the sections: a driver fills memory that was freed with zeros, and for half a second after an engine is gone
     # an H200 copies 3,800 GB/s instead of 4,230.
     limits = Limits() if any(section in ON_CUDA for section in sections) else None

@@ -41,7 +41,7 @@ from kernel import cdiv
 from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
-from nanopaged.inputs import check_kind, check_number, check_options, read_prompt, wrap_int64
+from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt, wrap_int64
 from nanopaged.lock import StepLock
 from nanopaged.logits import encode_bad_words
 from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
@@ -584,8 +584,7 @@ class LLM(Frontend):
     enable_prefix_caching: let sequences share the blocks of a common beginning
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
-    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json, as they do in vLLM;
-        "vllm": nothing does. Otherwise only `get_default_sampling_params` does
+    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
@@ -604,7 +603,7 @@ class LLM(Frontend):
                  attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
                  num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str | None = None,
+                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
                  tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
                  **vllm_options):
@@ -652,7 +651,6 @@ class LLM(Frontend):
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
         self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
-        self.defaults_for_all = generation_config == "auto"
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
         self.chat_templates: dict = {}  # those that were used, by their source
@@ -669,7 +667,7 @@ class LLM(Frontend):
     def add_request(self, prompt, params: SamplingParams | None = None, priority: int = 0) -> str:
         """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
 
-        params: None: vLLM's defaults, or the checkpoint's with generation_config="auto"
+        params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
@@ -681,9 +679,9 @@ class LLM(Frontend):
     def _read_request(self, prompt, params: SamplingParams | None, priority: int = 0) -> Request:
         """A request that is checked and tokenised, and not added yet."""
         if params is None:
-            params = self.get_default_sampling_params() if self.defaults_for_all else SamplingParams()
+            params = self.get_default_sampling_params()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
-        check_number("priority", priority, int, lambda x: self.use_priority or x == 0,
+        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)

@@ -1697,16 +1697,17 @@ def test_requests_come_from_many_threads():
     assert texts == {i: expected for i in range(12) if i % 3 < 2}
 
 
-def test_defaults_come_from_the_checkpoint_on_request(tmp_path):
+def test_requests_without_settings_follow_the_checkpoint(tmp_path):
     shutil.copytree(Path(__file__).parent / "nanopaged" / "shakespeare", tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(do_sample=False, max_new_tokens=7, eos_token_id=0)))
-    llm = LLM(str(tmp_path / "model"), num_blocks=64, generation_config="auto")
+    llm = LLM(str(tmp_path / "model"), num_blocks=64)
     assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
     assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
     assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
-    plain = LLM(str(tmp_path / "model"), num_blocks=64)  # asked for, they are there; else requests get our own
-    assert plain.get_default_sampling_params().max_tokens == 7 and len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
-    assert LLM(str(tmp_path / "model"), num_blocks=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    assert len(llm.generate(PROMPT, SamplingParams())[0].outputs[0].token_ids) > 7  # these are settings
+    plain = LLM(str(tmp_path / "model"), num_blocks=64, generation_config="vllm")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    assert len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
 
 
 # --------------------------------------------------------------------------------------------------

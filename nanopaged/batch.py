@@ -12,17 +12,19 @@ FILE.txt has a prompt on each line. FILE.jsonl has an object, whose sampling set
      "outputs": [{"index": 0, "text": "Good morrow", "token_ids": [..], "num_tokens": 4, "finish_reason": "stop"}]}
     {"line": 3, "hash": "90c1..", "error": "temperature must be a number from 0 to 1e6, not 'hot'"}
 
+An object's "id" or "custom_id" may be anything, and comes back in its result.
+
 **A bad line** does not end the rest: it is reported on stderr, has such a result, and makes the exit code 1. **After an
 interruption** the same command goes on: lines with a result are passed over, a result that was half written is cut off.
 The hash, of the line and of the settings from the command line, tells when a result belongs to something else; then
-nothing runs. To have a line run again, take its result out of the file.
+nothing runs. To have a line run again, take its result out of the file. A run locks its results, so a second run that
+is to write to the same file is refused.
 
 Lines are read as the engine takes them up, some ahead, so there may be millions: of those that are done only the hash
 is kept. Without --output each text is printed under its line's number and prompt.
 """
 import json
 import os
-import shutil
 import sys
 import time
 from array import array
@@ -35,9 +37,16 @@ from numbers import Integral
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 from nanopaged.params import SamplingParams
+from nanopaged.progress import ProgressBar
+
+try:
+    import fcntl
+except ImportError:  # Windows: results are not locked
+    fcntl = None
 
 PROMPT_KEYS = {"prompt": (str, "a string"), "prompt_token_ids": (list, "a list of token ids"),
                "messages": (list, "a list of messages")}
+LABELS = "id", "custom_id"  # come back with the result
 SETTINGS = {field.name for field in fields(SamplingParams)} - {"logits_processors"}  # these are functions
 
 
@@ -49,14 +58,15 @@ def open_file(option: str, path: str, mode: str):
 
 
 class Meter:
-    """Makes the steps of an engine and measures what the status line tells."""
+    """Makes the steps of an engine and measures what the status line tells. `on_step` is called after each step."""
 
     def __init__(self, llm, on_step: Callable = lambda: None):
         self.llm, self.pool, self.on_step = llm, llm.scheduler.block_manager, on_step
         self.started, self.first = time.perf_counter(), None
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
         self.saved_before = self.pool.num_saved_blocks
-        self.num_new_tokens = self.blocks_in_use = self.most_blocks = 0
+        self.num_new_tokens = self.blocks_in_use = self.most_blocks = self.num_finished = 0
+        self.num_cut = 0  # texts that ended because the pool was full
         self.counts: dict[str, int] = {}  # request under way -> its tokens so far
 
     def step(self) -> list[RequestOutput]:
@@ -67,10 +77,24 @@ class Meter:
             self.first = self.first or time.perf_counter()
             count = sum(len(sample.token_ids) for sample in output.outputs)
             self.num_new_tokens += count - self.counts.pop(output.request_id, 0)
-            if not output.finished:
+            if output.finished:
+                self.num_finished += 1
+                self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
+            else:
                 self.counts[output.request_id] = count
         self.on_step()
         return outputs
+
+    def _is_cut(self, output: RequestOutput, sample) -> bool:
+        """The text is as long as the pool, and the model could go on."""
+        num_tokens = len(output.prompt_token_ids) + len(sample.token_ids)
+        pool_size = self.pool.num_blocks * self.pool.block_size
+        return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
+                and pool_size < self.llm.config.max_position_embeddings)
+
+    @property
+    def pool_is_limit(self) -> str:
+        return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
 
     def rate(self, after_first: bool = False) -> float:
         """New tokens per second; of one text best after_first token, the time before it being that of the prompt."""
@@ -86,6 +110,10 @@ class Meter:
                 + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
                 + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
                 + (f", at most {self.most_blocks} of {self.pool.num_blocks} blocks in use" if self.most_blocks else ""))
+
+    def report_all(self) -> str:
+        """The report on several texts."""
+        return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
 
 
 def run_all(llm, requests: Iterable[tuple], meter: Meter, refuse: Callable) -> Iterator[tuple]:
@@ -122,7 +150,7 @@ class Batch:
     def __init__(self, source: str, target: str | None = None, settings: str = ""):
         self.source, self.target, self.settings = source, target, settings.encode("utf-8", "backslashreplace") + b"\n"
         self.num_done = self.num_bad = 0  # lines with a result; of these, bad ones
-        self.num_lines, self.drawn = None, 0.0  # how many there are, if that is known; when the bar was drawn
+        self.num_lines = None  # how many there are, if that is known
         self.hashes = array("Q")  # of the line of each result: that of line 1 first, 0 for none
         if source != "-" and not source.endswith((".txt", ".jsonl")):
             raise ValueError(f"--prompts takes FILE.txt, FILE.jsonl or - for stdin, not {source!r}")
@@ -142,6 +170,7 @@ class Batch:
             raise ValueError(f"--output {self.target!r} is a directory, a device or a pipe, and results need a file in "
                              "which earlier ones can be found; give one, or leave --output out to have the texts printed")
         file, end, start = open_file("--output", self.target, "a+b"), 0, b'{"line": '
+        self._lock(file)
         file.seek(0)
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n") and start.startswith(raw[:len(start)]):
@@ -161,6 +190,17 @@ class Batch:
         file.truncate(end)
         self.num_done = len(self.hashes) - self.hashes.count(0)
         return file.detach()  # without a buffer: what a full disk did not take is not tried once more when it is closed
+
+    def _lock(self, file) -> None:
+        """Until the file is closed. Not every file system has locks, and results do not depend on them."""
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to --output {self.target!r}; wait until it has ended, or give "
+                             "another file") from None
+        except OSError:
+            pass
 
     def _read_lines(self) -> Iterator[tuple[int, bytes, int]]:
         """Number, content and hash of each line, the hash being 0 if it has a result already."""
@@ -182,17 +222,21 @@ class Batch:
     def run(self, llm, params: SamplingParams, render: Callable, show_progress: bool = True) -> int:
         """The exit code, 1 if there are bad lines. `render`(messages, tools) makes a prompt of a conversation."""
         num_earlier = self.num_done
-        self.meter = Meter(llm, self._draw if show_progress and sys.stderr.isatty() else lambda: None)
+        self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
+        self.meter = Meter(llm, self._draw)
 
         def requests():
             for number, raw, digest in self._read_lines():
                 if digest:
+                    labels = {}
                     try:
-                        given, *request = _read_line(raw, self.is_json, params, render)
+                        line = _parse_line(raw, self.is_json)
+                        labels = {key: line.pop(key) for key in LABELS if key in line}
+                        given, *request = _read_request(line, params, render)
                     except ValueError as error:
-                        self._refuse((number, digest, None), error)
+                        self._refuse((number, digest, labels, None), error)
                     else:
-                        yield (number, digest, given), *request
+                        yield (number, digest, labels, given), *request
 
         try:
             with closing(run_all(llm, requests(), self.meter, self._refuse)) as finished:
@@ -204,34 +248,34 @@ class Batch:
             raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} lines, and the same command goes "
                                     "on from there") from None
         finally:
-            self._clear()
+            self.bar.clear()
             if self.results:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        print(f"{self.num_done} lines{earlier}{bad}, {self.meter.report()}", file=sys.stderr, flush=True)
+        print(f"{self.num_done} lines{earlier}{bad}, {self.meter.report_all()}", file=sys.stderr, flush=True)
         return 1 if self.num_bad else 0
 
     def _finish(self, key: tuple, output: RequestOutput) -> None:
-        number, digest, (name, prompt) = key
+        number, digest, labels, (name, prompt) = key
         if failed := [sample for sample in output.outputs if sample.finish_reason == "error"]:
             return self._refuse(key, failed[0].stop_reason)
         self.num_done += 1
         if self.results:
-            return self._write(number, digest, {name: prompt} | _result(output))
-        self._clear()
+            return self._write(number, digest, labels | {name: prompt} | _result(output))
+        self.bar.clear()
         for sample in output.outputs:
             shown = prompt[-1].get("content") if name == "messages" else prompt
             print(f"=== line {number}: {shown!r}" + (f" [{sample.index}]" if len(output.outputs) > 1 else ""))
             print(f"{sample.text}\n", flush=True)
 
     def _refuse(self, key: tuple, error) -> None:
-        number, digest, _ = key
+        number, digest, labels, _ = key
         self.num_done, self.num_bad = self.num_done + 1, self.num_bad + 1
-        self._clear()
+        self.bar.clear()
         print(f"line {number}: {error}", file=sys.stderr, flush=True)
         if self.results:
-            self._write(number, digest, {"error": str(error)})
+            self._write(number, digest, labels | {"error": str(error)})
 
     def _write(self, number: int, digest: int, result: dict) -> None:
         text = json.dumps({"line": number, "hash": f"{digest:016x}"} | result, ensure_ascii=False, default=asdict)
@@ -244,26 +288,14 @@ class Batch:
                           "same command goes on where it stopped") from None
 
     def _draw(self) -> None:
-        """The progress bar, ten times a second at most."""
-        if time.perf_counter() - self.drawn < 0.1:
-            return
-        self.drawn, of = time.perf_counter(), ""
-        if self.num_lines:
-            of = f"/{self.num_lines}"
-            print(f"\r[{'#' * (20 * self.num_done // self.num_lines):.<20}] ", end="", file=sys.stderr)
-        text = (f"{self.num_done}{of} lines, {self.meter.rate():.0f} tokens/s, {self.meter.blocks_in_use}"
-                f"/{self.meter.pool.num_blocks} blocks" + f", {self.num_bad} bad" * (self.num_bad > 0))
-        room = shutil.get_terminal_size().columns - 25
-        print(f"{text[:max(0, room)]}\x1b[K", end="" if of else "\r", file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        if self.drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self.drawn = 0.0
+        if self.bar.due:
+            bad = f"{self.num_bad} bad, " * (self.num_bad > 0)
+            blocks = f"{self.meter.blocks_in_use}/{self.meter.pool.num_blocks} blocks"
+            self.bar.update(self.num_done, self.meter.num_new_tokens, bad + blocks)
 
 
-def _read_line(raw: bytes, is_json: bool, params: SamplingParams, render: Callable) -> tuple:
-    """A line as ((key, what is given under it), prompt, sampling parameters, priority). ValueError for a bad one."""
+def _parse_line(raw: bytes, is_json: bool) -> dict:
+    """A line as an object. ValueError for a bad one, here and in `_read_request`."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -271,7 +303,7 @@ def _read_line(raw: bytes, is_json: bool, params: SamplingParams, render: Callab
     if not text or is_json and not text.strip():
         raise ValueError("the line is empty; write a prompt on it, or take it out")
     if not is_json:
-        return ("prompt", text), text, params, 0
+        return {"prompt": text}
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -281,7 +313,13 @@ def _read_line(raw: bytes, is_json: bool, params: SamplingParams, render: Callab
     if len(found) != 1:
         raise ValueError('a line must be an object with "prompt", with "prompt_token_ids" or with "messages", not '
                          f"{text if len(text) < 80 else text[:80] + '..'}")
-    [name], given, priority = found, line.pop(found[0]), line.pop("priority", 0)
+    return line
+
+
+def _read_request(line: dict, params: SamplingParams, render: Callable) -> tuple:
+    """An object as ((key, what is given under it), prompt, sampling parameters, priority)."""
+    name = next(key for key in PROMPT_KEYS if key in line)
+    given, priority = line.pop(name), line.pop("priority", 0)
     tools = line.pop("tools", None) if name == "messages" else None
     if unknown := [key for key in line if key not in SETTINGS]:
         raise ValueError(f'{unknown[0]!r} is no setting that a line with "{name}" can have; "max_tokens" is one')

@@ -80,6 +80,11 @@ class BeamGroup:
     def done(self) -> bool:
         return not self.live
 
+    @property
+    def num_new_tokens(self) -> int:
+        """Of the live beams and the results so far."""
+        return sum(len(beam.token_ids) for beam in self.live + self.ended)
+
     def extend(self, candidates: list[list[tuple[int, float]]]) -> list[tuple[int, int]]:
         """One step of the search.
 

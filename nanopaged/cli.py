@@ -4,18 +4,22 @@
     --prompts FILE     many: see nanopaged/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
 
-The exit code is 0; 1 if lines of a file were bad; 2 for bad input, with one sentence; 130 after Ctrl-C. But in a
-conversation Ctrl-C only stops the answer, which is kept as far as it got, and Ctrl-D leaves.
+The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
+sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
+Ctrl-D leaves.
 """
 import argparse
 import json
 import os
+import random
+import re
 import sys
 import time
 from pathlib import Path
 
 from nanopaged.batch import Batch, Meter, open_file, run_all
 from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.progress import ProgressBar
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
@@ -30,12 +34,12 @@ PROMPTS: texts go to stdout, everything else to stderr
   --system TEXT                system message of --chat
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
-SAMPLING
+SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --max-tokens N               new tokens at most [256; with --chat no limit]
   --min-tokens N               new tokens before the text may end [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
-  --n N, --seed S              samples per prompt [1]; seed of draws and dummy weights [0]
+  --n N, --seed S              samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
@@ -47,7 +51,7 @@ SAMPLING
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
-  --generation-config auto     the checkpoint's own defaults in place of these
+  --generation-config vllm     leave generation_config.json aside [auto]
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
 ENGINE
@@ -93,7 +97,7 @@ def _run(llm_class, args) -> int:
     if args.chat_template is not None:
         template = _read_template(args.chat_template)
     if is_batch:
-        settings = Path(args.model).name, args.revision, params, args.generation_config, template, variables
+        settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         batch = Batch(args.prompts, args.output, repr(settings))
     llm = _load(llm_class, args)
     params = _sampling_params(args, llm)
@@ -111,29 +115,38 @@ def _run(llm_class, args) -> int:
         return _converse(llm, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
     if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
-        _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
-        return 0
-    meter = Meter(llm)
+        return _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
     if beams:
-        outputs = llm.beam_search(prompts, beams)
-    else:
-        requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
-        outputs = [output for _, output in sorted(run_all(llm, requests, meter, _raise), key=lambda pair: pair[0])]
-    _print_all(args.prompt, outputs, meter)
-    return 0
+        meter = Meter(llm)
+        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), meter)
+    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not args.trace))
+
+
+def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Meter]:
+    bar = ProgressBar(len(prompts), show_progress)
+    meter = Meter(llm, lambda: bar.due and bar.update(meter.num_finished, meter.num_new_tokens))
+    requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
+    try:
+        outputs = dict(run_all(llm, requests, meter, _raise))
+    finally:
+        bar.clear()
+    return [outputs[i] for i in range(len(prompts))], meter
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
-    """What is given on the command line, before our defaults or the checkpoint's. These are known when the model is
-    loaded; without it this is to see whether what is given can be used."""
-    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, seed=0)
+    """The settings given on the command line, then the checkpoint's, then our defaults. The checkpoint's are known once
+    the model is loaded; without `llm` this call only checks the settings given."""
+    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, temperature=0.8,
+                seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
     given = _given(args, SAMPLING)
-    if args.generation_config != "auto":
-        return SamplingParams(**ours | dict(temperature=0.8) | given)
+    if args.generation_config == "vllm":
+        return SamplingParams(**ours | given)
     if llm is None:
         return SamplingParams(**dict(max_tokens=None) | given)
     if llm.default_params.get("max_new_tokens") is not None:
         del ours["max_tokens"]
+    if llm.default_params.get("temperature") is not None or llm.default_params.get("do_sample") is False:
+        del ours["temperature"]
     return llm.get_default_sampling_params(**ours | given)
 
 
@@ -149,8 +162,9 @@ def _load(llm_class, args):
     return llm
 
 
-def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> None:
-    """Print one text as it comes, after the echo. Its pieces are in the list `said`, even after an interruption."""
+def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> int:
+    """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
+    interruption."""
     meter, length, output = Meter(llm), 0, None
     request_id = llm.add_request(prompt, params)
     try:
@@ -164,12 +178,14 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
         llm.abort_request(request_id)
         print(flush=True)
     sample = output.outputs[0]
-    why = f": {sample.stop_reason}" if sample.finish_reason == "error" else ""
+    went_wrong = sample.finish_reason == "error"
+    why = f": {sample.stop_reason}" if went_wrong else f": {meter.pool_is_limit}" if meter.num_cut else ""
     _say(f"{meter.report(after_first=True)}, finished by {sample.finish_reason}{why}")
+    return int(went_wrong)
 
 
-def _print_all(titles: list[str], outputs: list, meter: Meter) -> None:
-    """Several texts, each under its prompt."""
+def _print_all(titles: list[str], outputs: list, meter: Meter) -> int:
+    """Several texts, each under its prompt; the exit code."""
     samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
     for title, sample in samples:
         number = f" [{sample.index}]" if len(samples) > len(titles) else ""
@@ -178,7 +194,8 @@ def _print_all(titles: list[str], outputs: list, meter: Meter) -> None:
         if sample.finish_reason == "error":
             _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
     meter.num_new_tokens = sum(len(sample.token_ids) for _, sample in samples)  # the steps of beams are not its own
-    _say(f"{len(titles)} prompts, {meter.report()}")
+    _say(f"{len(titles)} prompts, {meter.report_all()}")
+    return int(any(sample.finish_reason == "error" for _, sample in samples))
 
 
 def _raise(_, error: ValueError) -> None:
@@ -189,10 +206,7 @@ def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
     """Questions from the terminal, answers to stdout. A prompt is the whole conversation, but only its end has to be
     computed: the blocks of the rest are in the pool."""
     render(messages + [_user("Hello")])  # without a chat template say so now
-    try:
-        import readline  # noqa: F401  input() is a line editor with it
-    except ImportError:
-        pass
+    _load_line_editor()
     _say("Ctrl-C stops an answer, Ctrl-D leaves")
     num_fixed = len(messages)
     while True:
@@ -210,9 +224,11 @@ def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
         try:
             prompt, room = render(asked), llm.max_model_len // 4  # at least, for the answer
             while len(prompt["prompt_token_ids"]) > llm.max_model_len - room and len(asked) > num_fixed + 1:
-                _say("the conversation is too long, its oldest question and answer are forgotten")
                 del asked[num_fixed:num_fixed + 2]
                 prompt = render(asked)
+            if len(asked) <= len(messages) and len(prompt["prompt_token_ids"]) < llm.max_model_len:
+                _say("the conversation is too long, its oldest questions and answers are forgotten")
+                messages = asked[:-1]
             _stream(llm, prompt, params, said)
         except ValueError as error:
             _say(f"error: {error}")
@@ -220,6 +236,14 @@ def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
             _say("stopped")
         if any(said):
             messages = asked + [{"role": "assistant", "content": "".join(said)}]
+
+
+def _load_line_editor() -> None:
+    try:
+        import readline  # input() is a line editor with it
+    except ImportError:
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one message
 
 
 def _ask() -> str:
@@ -331,6 +355,12 @@ def _option(name: str, kind=None) -> str:
     return f"--{'no-' if kind is False else ''}{name.replace('_', '-')}"
 
 
+def _with_dashes(word: str) -> str:
+    """--max_tokens=8 as --max-tokens=8."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch("--[a-z_-]+", name) else word
+
+
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     for name, kind in (SAMPLING | ENGINE | OTHERS).items():
@@ -338,7 +368,8 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         if isinstance(kind, bool):
             how = dict(action="store_const", const=kind)
         parser.add_argument(_option(name, kind), dest=name, **how)
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args([_with_dashes(word) for word in argv])
     args.model = "shakespeare" if args.model is None else args.model
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):

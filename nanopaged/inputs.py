@@ -1,5 +1,6 @@
 """What users hand in, checked: numbers, choices, prompts, JSON files. Every complaint is one sentence, and names what was given."""
 import json
+from numbers import Integral
 from pathlib import Path
 from typing import Callable, TypedDict
 
@@ -41,7 +42,7 @@ def check_options(vllm_options: dict, *, model, tokenizer, max_num_seqs, max_num
     for name, size in sizes.items():
         check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
     check_choice("load_format", load_format, ("auto", "dummy"))
-    check_choice("generation_config", "auto" if generation_config is None else generation_config, ("vllm", "auto"))
+    check_choice("generation_config", generation_config, ("auto", "vllm"))
     check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
     check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
@@ -81,11 +82,18 @@ def check_choice(name: str, value, choices: tuple) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r:.80}")
 
 
+def as_python(value):
+    """An array of numpy or torch as a list, a number of theirs as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_list(prompts) -> list:
     """One prompt, or several? A list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, dict)) or (isinstance(prompts, (list, tuple)) and prompts and type(prompts[0]) is int):
+    prompts = as_python(prompts)
+    is_list = isinstance(prompts, (list, tuple))
+    if isinstance(prompts, (str, dict)) or is_list and prompts and isinstance(prompts[0], Integral):
         return [prompts]
-    if not isinstance(prompts, (list, tuple)):
+    if not is_list:
         raise ValueError(f"prompts are a string, a list of token ids, a dict, or a list of these, not {prompts!r:.80}")
     return list(prompts)
 
@@ -107,10 +115,11 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
         prompt = text if token_ids is None else token_ids
     else:
         text = prompt if isinstance(prompt, str) else None
+    prompt = as_python(prompt)
     if isinstance(prompt, str):
         token_ids = get_tokenizer().encode(text)
-    elif isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
-        token_ids = list(prompt)
+    elif isinstance(prompt, (list, tuple)) and _are_integers(set(map(type, prompt))):
+        token_ids = list(map(int, prompt))  # numpy's integers become Python's
     else:
         raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
     if not token_ids:
@@ -122,6 +131,10 @@ def read_prompt(prompt, get_tokenizer: Callable, vocab_size: int, max_model_len:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")
     return text, token_ids
+
+
+def _are_integers(kinds: set[type]) -> bool:
+    return all(issubclass(kind, Integral) and kind is not bool for kind in kinds)
 
 
 def wrap_int64(seed: int) -> int:

@@ -111,6 +111,10 @@ class Request:
         self.samples[0].read()
         return self.samples[0].text
 
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(len(seq.token_ids) - seq.num_prompt_tokens for seq in self.sequences)
+
     def take_prompt_logprobs(self, position: int, logprobs: list[tuple]) -> None:
         """Those of the prompt tokens from `position` on, as the runner gives them."""
         self.new_prompt_logprobs.update(enumerate(logprobs, position))

@@ -67,6 +67,8 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: list[Callable] | None = None
+    structured_outputs: None = None  # vLLM's, refused
+    guided_decoding: None = None
 
     def __post_init__(self):
         check_number("n", self.n, Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
@@ -88,6 +90,9 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_kind(name, getattr(self, name), bool, "True or False")
         self._check_lists()
+        for name in ("structured_outputs", "guided_decoding"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is given, and nanopaged cannot constrain what is generated yet; leave it out")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are looked for in the text, so stop cannot be given with detokenize=False")
 
@@ -140,7 +145,8 @@ class SamplingParams:
         try:
             cls(**read)
         except ValueError as error:
-            raise ValueError(f"generation_config.json cannot be used: {error}") from None
+            raise ValueError(f"generation_config.json cannot be used: {error}; correct it, or use "
+                             "generation_config='vllm'") from None
         return cls(**read | given)
 
     @property

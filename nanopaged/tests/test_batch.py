@@ -11,6 +11,7 @@ import pytest
 from engine import LLM
 from nanopaged import SamplingParams, batch
 from nanopaged.batch import Batch, Meter, run_all
+from nanopaged.progress import ProgressBar
 from nanopaged.runner import Runner
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, load, nothing_left, run
 
@@ -97,6 +98,16 @@ def test_lines_with_settings_of_their_own(folder):
             for place in found[5]["outputs"][0]["logprobs"]] == [
         {token: (found.rank, found.decoded_token) for token, found in place.items()} for place in first.logprobs]
     assert found[5]["prompt_logprobs"][0] is None and len(found[5]["prompt_logprobs"]) == len(expected[4].prompt_token_ids)
+
+
+def test_an_id_comes_back_with_its_result(folder):
+    """Whatever it is, and with a bad line too."""
+    write_lines(folder / "in.jsonl", {"id": "a", "prompt": ROMEO}, {"custom_id": [5], "prompt_token_ids": [5, 6]},
+                {"id": 0, "custom_id": None, "prompt": ROMEO, "n": 0}, {"prompt": ROMEO})
+    assert run("--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL) == 1
+    labels = [{key: result[key] for key in ("id", "custom_id") if key in result} for result in results().values()]
+    assert labels == [{"id": "a"}, {"custom_id": [5]}, {"id": 0, "custom_id": None}, {}]
+    assert "n must be" in results()[3]["error"] and texts()[1] == texts()[4]
 
 
 def test_conversations_and_tools(folder, monkeypatch):
@@ -317,7 +328,7 @@ def test_a_result_that_is_taken_out_is_made_again(folder):
     ([{"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 3}, {"prompt": ROMEO, "n": 3}], [], "line 2"),
     ([{"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 2}], [], "2 lines"),
     ([], ["--max-tokens", "6"], "settings"), ([], ["--seed", "6"], "settings"), ([], ["--stop", "6"], "settings"),
-    ([], ["--generation-config", "auto"], "settings"), ([], ["--model", "no/other"], "settings"),
+    ([], ["--generation-config", "vllm"], "settings"), ([], ["--model", "no/other"], "settings"),
     ([], ["--chat-template", "chat.jinja"], "settings")])
 def test_results_of_something_else_are_noticed(capsys, folder, lines, more, word):
     """Nothing runs, nothing is loaded, and the results stay as they are."""
@@ -375,6 +386,27 @@ def test_files_that_cannot_be_used(capsys, folder, source, target, words):
     assert run("--prompts", source, *(["--output", target] if target is not None else []), llm_class=None) == 2
     assert_refused(capsys.readouterr(), *words)
     assert (folder / "in.jsonl").read_bytes() == before and not (folder / "out.jsonl").exists()
+
+
+def test_two_runs_do_not_write_to_one_file(capsys, folder):
+    """The second one is refused before anything is loaded. When the first has ended, another may go on."""
+    pytest.importorskip("fcntl")
+    argv = ["--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL]
+    first = Batch("in.txt", "out.jsonl")
+    assert run(*argv, llm_class=None) == 2
+    assert_refused(capsys.readouterr(), "another run", "--output 'out.jsonl'")
+    first.results.close()
+    assert run(*argv) == run(*argv) == 0 and len(results()) == 3
+
+
+def test_a_file_system_without_locks(folder, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert run("--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL) == 0 and len(results()) == 3
 
 
 @pytest.mark.parametrize("target", ["/dev/null", "pipe"])
@@ -480,8 +512,8 @@ def test_the_progress_bar(folder, monkeypatch):
     assert run(*argv) == 1
     drawn = terminal.getvalue().split("\r")
     bars = [text.removesuffix("\x1b[K") for text in drawn if text.startswith("[")]
-    assert re.fullmatch(r"\[\.{20}\] 0/5 lines, \d+ tokens/s, 1/128 blocks", bars[0])
-    assert bars[-1].startswith("[################....] 4/5 lines, ")
+    assert re.fullmatch(r"\[\.{20}\] 0/5 lines, \d:\d\d, \d+ tokens/s, 1/128 blocks", bars[0])
+    assert re.match(r"\[################\.{4}\] 4/5 lines, \d:\d\d, \d:\d\d left, \d+ tokens/s, 1 bad", bars[-1])
     assert all(len(text) < 80 for text in bars)
     assert drawn[-1].startswith("\x1b[K5 lines, 1 bad, ") and drawn[-1].endswith("blocks in use\n")
     assert any(text.startswith("\x1b[Kline 4: this is not JSON") for text in drawn)
@@ -490,6 +522,20 @@ def test_the_progress_bar(folder, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         assert run(*argv, *more, llm_class=LLM) == 1
         assert "\r" not in stream.getvalue()
+
+
+def test_the_remaining_time(monkeypatch):
+    """Of what is done, only what was done since the start tells how long the rest will take."""
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = ProgressBar(30, unit="lines", num_before=10)
+    bar.started -= 3600
+    bar.update(14, 7200)
+    assert terminal.getvalue() == "\r[#########...........] 14/30 lines, 1:00:00, 4:00:00 left, 2 tokens/s\x1b[K"
+    assert not bar.due
+    bar.clear()
+    assert terminal.getvalue().endswith("left, 2 tokens/s\x1b[K\r\x1b[K")
 
 
 def test_the_progress_bar_when_nobody_knows_how_many_lines_there_are(folder, monkeypatch):

@@ -128,7 +128,7 @@ def test_sampling_options_reach_the_sampler(capsys):
     ("--revision", "main", dict(revision="main")), ("--kv-cache-dtype", "fp8", dict(kv_cache_dtype="fp8")),
     ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
     ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
-    ("--generation-config", "auto", dict(generation_config="auto")),
+    ("--generation-config", "vllm", dict(generation_config="vllm")),
     ("--model", "my/model", dict(model="my/model"))])
 def test_engine_options_reach_the_engine(name, value, received):
     class Asked(Exception):
@@ -204,17 +204,24 @@ def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
     """What is given on the command line goes before what the checkpoint recommends, and that before our defaults."""
     model = checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20)
     plain = "--prompt", "x", "--model", model
-    assert asked_params(monkeypatch, *plain) == SamplingParams(max_tokens=256, temperature=0.8, seed=0)
-    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == asked_params(monkeypatch, *plain)
-    auto = *plain, "--generation-config", "auto"
+    ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     expected = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
-    assert asked_params(monkeypatch, *auto) == expected
+    assert asked_params(monkeypatch, *plain) == expected
+    assert asked_params(monkeypatch, *plain, "--generation-config", "auto") == expected
+    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == ours
     more = "--top-k", "0", "--max-tokens", "5"
-    assert asked_params(monkeypatch, *auto, *more) == replace(expected, top_k=0, max_tokens=5)
+    assert asked_params(monkeypatch, *plain, *more) == replace(expected, top_k=0, max_tokens=5)
     monkeypatch.setattr(cli, "_load", lambda *_: engine)
-    engine = load(**SMALL, generation_config="auto")
-    monkeypatch.setattr(engine, "default_params", dict(do_sample=True))  # says nothing of it: as in transformers
-    assert asked_params(monkeypatch, *auto) == SamplingParams(max_tokens=256, temperature=1.0, seed=0)
+    engine = load(**SMALL)
+    for config, temperature in [(dict(do_sample=True), 0.8), ({}, 0.8), (dict(do_sample=False), 0.0)]:
+        monkeypatch.setattr(engine, "default_params", config)
+        assert asked_params(monkeypatch, *plain) == replace(ours, temperature=temperature)
+
+
+def test_every_conversation_draws_anew(monkeypatch, chat):
+    first, second = (asked_params(monkeypatch, *chat, "--prompt", "Hi").seed for _ in range(2))
+    assert first != second and None not in (first, second)
+    assert asked_params(monkeypatch, *chat, "--prompt", "Hi", "--seed", "5").seed == 5
 
 
 def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
@@ -244,8 +251,26 @@ def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
         return outputs
 
     monkeypatch.setattr(LLM, "step", broken)
-    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 0
+    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 1
     assert capsys.readouterr().err.count(": it is not a number") == (2 if more else 1)
+
+
+def test_the_status_line_says_when_the_pool_ended_a_text(capsys):
+    limit = "finished by length: the pool of 2 blocks is the limit; raise --num-blocks"
+    argv = ["--prompt", ROMEO, "--ignore-eos", "--num-blocks", "2", "--block-size", "16"]
+    assert run(*argv) == 0
+    assert f", {limit}" in capsys.readouterr().err
+    assert run(*argv, "--n", "2") == 0
+    assert f", 2 {limit}" in capsys.readouterr().err
+    for more in (["--max-tokens", "4"], ["--max-model-len", "24"]):  # these are the limit
+        for n in ("1", "2"):
+            assert run(*argv, *more, "--n", n) == 0
+            assert "the limit" not in capsys.readouterr().err
+
+
+def test_underscores_in_the_names_of_options(monkeypatch):
+    assert asked_params(monkeypatch, "--prompt", "x", "--max_tokens", "7", "--min_tokens=3").max_tokens == 7
+    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat"]).system == "--c_d"
 
 
 def test_a_trace_on_request(capsys):
@@ -281,6 +306,23 @@ def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
     assert captured.out.count(ROMEO) == n * prompts.count(ROMEO)
     assert f"{15 * n * len(prompts)} new tokens" in captured.err and "tokens/s" in captured.err
     assert not any(prompt in captured.err for prompt in prompts)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("more", [[], ["--beam-width", "2"]], ids=["samples", "beams"])
+def test_several_prompts_have_a_progress_bar(capsys, monkeypatch, more):
+    argv = ["--prompt", ROMEO, "--prompt", JULIET, "--max-tokens", "5", *more]
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    assert run(*argv, *POOL) == 0
+    assert re.search(r"\r\[\.{20}\] 0/2 prompts, \d:\d\d, \d+ tokens/s", screen.getvalue())
+    assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r\x1b[K")[-1])
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    assert run(*argv, "--num-blocks", "20", "--trace", llm_class=LLM) == 0
+    assert "step 1" in screen.getvalue() and "\r" not in screen.getvalue()
 
 
 def test_greedy_texts_of_several_prompts_are_those_of_each_alone(capsys):
@@ -341,7 +383,7 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
 @pytest.mark.parametrize("argv, word", [
     ([], "--prompt"), (["--max-tokens", "8"], "--prompt"), (["--prompt"], "--prompt"),
     (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
-    (["--prompt", "x", "--max_tokens", "8"], "--max_tokens"), (["--prompt", "x", "-n", "2"], "-n"),
+    (["--prompt", "x", "-n", "2"], "-n"),
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
     (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
@@ -374,7 +416,7 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     ("--prompt x --beam-width 2 --length-penalty 31", ["length_penalty", "31"]),
     ("--prompt x --beam-width 2 --max-tokens 0", ["max_tokens", "0"]),
     ("--prompt x --max-tokens 4 --min-tokens 5", ["min_tokens", "max_tokens 4", "5"]),
-    ("--prompt x --min-tokens 300", ["max_tokens 256"]),
+    ("--prompt x --min-tokens 300 --generation-config vllm", ["max_tokens 256"]),
     ("--chat", ["stdin", "--prompt"])])  # the tests' stdin is empty
 def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
     """Refused before anything is loaded."""
@@ -501,8 +543,9 @@ def test_help_tells_the_defaults():
 
 
 def test_sampling_parameters_without_an_option():
-    """Functions have no place on a command line; everything else has."""
-    assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {"logits_processors", "detokenize"}
+    """Functions have no place on a command line, and neither has what is refused; everything else has."""
+    assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
+        "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
     for_vllms_sake = {"tokenizer", "skip_tokenizer_init", "num_gpu_blocks_override"}
     assert set(LLM.__init__.__kwdefaults__) - for_vllms_sake == set(cli.ENGINE)
 
@@ -774,6 +817,14 @@ def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
 
 
+def test_nothing_is_forgotten_for_a_question_that_does_not_fit(capsys, chat, monkeypatch):
+    Terminal(monkeypatch, "Who is there?", "la " * 2000, "Hi")
+    assert run(*chat, "--max-tokens", "12") == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith(answer_to("Who is there?", answer_to("Who is there?"), "Hi") + "\n")
+    assert captured.err.count("error: ") == 1 and "forgotten" not in captured.err
+
+
 @pytest.mark.parametrize("more, words", [
     ("--n 2", ["--n", "conversation"]), ("--beam-width 2", ["--beam-width", "conversation"]),
     ("--output OUT.jsonl", ["--output"])])
@@ -789,6 +840,31 @@ def test_no_template_no_conversation(capsys, monkeypatch):
     assert run("--chat", *POOL) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "--chat-template" in captured.err
+
+
+def test_lines_that_are_pasted_together_are_one_message():
+    """A terminal sends the marks of a paste around them, and carriage returns between them."""
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    code = "from nanopaged import cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
+    os.close(slave)
+    try:
+        for keys in (b"\x1b[200~def f():\r    return 5\x1b[201~\r", b"Hi\r"):
+            shown = ""
+            while "> " not in shown:
+                shown += os.read(master, 10_000).decode()
+            assert "\x1b[?2004h" in shown  # asks the terminal for these marks
+            os.write(master, keys)
+        while "'Hi'" not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert r"'def f():\n    return 5' 'Hi'" in shown
 
 
 def test_a_conversation_in_a_terminal(chat):
@@ -856,6 +932,17 @@ def test_the_program_refuses_a_bad_option():
     done = run_engine("--prompt", "ROMEO:", "--top-p", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: top_p must be ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["nosuch", "scheduler,nosuch"])
+def test_a_benchmark_that_there_is_not(capsys, monkeypatch, words):
+    import bench
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", words])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    captured = capsys.readouterr()
+    assert error.value.code == 2 and captured.out == "" and repr(words) in captured.err
+    assert "scheduler, fragmentation, prefix, batching" in captured.err
 
 
 def test_nobody_complains_where_there_is_no_numpy():

@@ -3,8 +3,10 @@
 The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded. They
 are tiny: of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
 """
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -485,6 +487,99 @@ def test_what_nanopaged_lacks_gets_a_sentence(option, value):
     with pytest.raises(ValueError, match=option) as error:
         LLM(model="facebook/opt-125m", **{option: value})
     assert "\n" not in str(error.value) and ". " not in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
+def test_methods_for_pooling_models_get_a_sentence(method):
+    llm = LLM(model="facebook/opt-125m")
+    with pytest.raises(ValueError, match=f"{method}.* pooling model") as error:
+        getattr(llm, method)(PROMPTS, PROMPTS, use_tqdm=False)
+    assert "\n" not in str(error.value) and ". " not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_constrained_outputs_get_a_sentence(name):
+    with pytest.raises(ValueError, match=f"{name} .* cannot"):
+        SamplingParams(**{name: {"choice": ["Positive", "Negative"]}})
+
+
+def test_the_content_format_of_chat():
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_params = SamplingParams(temperature=0, max_tokens=1)
+    (output,) = llm.chat(CONVERSATION, sampling_params, chat_template_content_format="auto")
+    assert output.prompt == CONVERSATION_TEXT
+    with pytest.raises(ValueError, match="chat_template_content_format must be 'auto', not 'openai'"):
+        llm.chat(CONVERSATION, sampling_params, chat_template_content_format="openai")
+
+
+def test_requests_without_settings_follow_the_checkpoint():
+    """As in vLLM: generation_config="auto" is the default. Settings that are given are taken as they are."""
+    llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
+    add = llm.scheduler.add
+    llm.scheduler.add = lambda seq: asked.append(seq.params) or add(seq)
+    llm.generate(PROMPTS[0])
+    llm.chat(CONVERSATION)
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))
+    next(llm.stream(PROMPTS[0]), None)
+    recommended = SamplingParams(temperature=0.6, top_p=0.9)
+    assert asked == [recommended, recommended, SamplingParams(max_tokens=1), recommended]
+    assert LLM(model=LLAMA, generation_config="auto").get_default_sampling_params() == recommended
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_use_tqdm(monkeypatch):
+    """A bar is drawn on a terminal, and is gone at the end. It is the default of generate and chat, not of
+    beam_search."""
+    llm, beams = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), BeamSearchParams(beam_width=2, max_tokens=3)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    calls = {True: [lambda **how: llm.generate(PROMPTS, params, **how),
+                    lambda **how: llm.chat([CONVERSATION] * 4, params, **how)],
+             False: [lambda **how: llm.beam_search(PROMPTS, beams, **how)]}
+
+    def drawn(call, **how) -> str:
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        call(**how)
+        return terminal.getvalue()
+
+    for default, functions in calls.items():
+        for call in functions:
+            bar = drawn(call, use_tqdm=True)
+            assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith("\r\x1b[K")
+            assert bool(drawn(call)) is default and drawn(call, use_tqdm=False) == ""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    llm.generate(PROMPTS, params)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_numpy():
+    """Prompts and priorities may be numpy's."""
+    numpy = pytest.importorskip("numpy")
+    llm = LLM(model="facebook/opt-125m", scheduling_policy="priority")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    prompts = [[2, 50, 70], [2, 60, 80], [2, 90, 100]]
+    texts = first(llm.generate(prompts, params))
+    arrays = [numpy.array(prompt) for prompt in prompts]
+    for given in (numpy.array(prompts), arrays, [list(array) for array in arrays], torch.tensor(prompts),
+                  [{"prompt_token_ids": array} for array in arrays], [numpy.uint16(prompt) for prompt in prompts]):
+        outputs = llm.generate(given, params, priority=numpy.arange(3))
+        assert first(outputs) == texts
+        assert {type(token) for output in outputs for token in output.prompt_token_ids} == {int}
+    for given in (arrays[0], list(arrays[0])):
+        assert first(llm.generate(given, params)) == texts[:1]
+    seen = []
+    add = llm.scheduler.add
+    llm.scheduler.add = lambda seq: seen.append(seq.order[0]) or add(seq)
+    llm.add_request(arrays[0], params, priority=numpy.int32(-2))
+    assert seen == [-2] and type(seen[0]) is int
+    for given in (numpy.array([1.5, 2]), numpy.array(5), numpy.array([True]), [numpy.float32(5)], numpy.array([[[5]]])):
+        with pytest.raises(ValueError, match="prompt"):
+            llm.generate(given, params)
+    with pytest.raises(ValueError, match="priority must be an integer"):
+        llm.add_request(PROMPTS[0], params, priority=numpy.float32(2))
 
 
 def test_keywords_of_generate():
