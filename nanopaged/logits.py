@@ -1,8 +1,8 @@
 """What changes logits before a token is sampled from them, and the log probabilities that are reported.
 
 In vLLM's order: tokens that are not allowed, bad words and, before min_tokens, what would end the text get -inf;
-logit_bias is added; the request's own logits processors have their turn; then come the penalties. Temperature, top_k,
-top_p and min_p follow in sampler.py. Log probabilities are those of the logits as the model gave them.
+logit_bias is added; the request's own logits processors have their turn; then come the penalties. Temperature, min_p,
+top_k and top_p follow in sampler.py. Log probabilities are those of the logits as the model gave them.
 
 With lookahead the host launches a step before it has seen the tokens of the step before. So what these settings depend
 on is on the device, in tables: how often each token has been generated, the last few of them, what is added to the

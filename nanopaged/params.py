@@ -21,8 +21,9 @@ class SamplingParams:
     repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
         where it is negative; from 1e-6 to 1e6
     temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
-    top_p, top_k, min_p: keep the smallest set of best tokens with total probability top_p; the top_k best
-        (0 or -1: all); those with at least min_p times the best one's probability. All at once: the intersection
+    top_p, top_k, min_p: filters, after the temperature, in vLLM's order. min_p keeps the tokens with at least min_p times the
+        best one's probability. top_k keeps the top_k best (0 or -1: all), and those that are as good as the last of them.
+        top_p keeps the fewest best tokens that have the share top_p of the probability that the other two leave
     seed: draws the same random numbers in any batch; None takes one from the engine's own seed
     stop: a string, or several, that end the text. It is cut before the one that is complete first
     stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
