@@ -20,8 +20,8 @@ logit of each token. An entry for every token takes 600 kB with Qwen's vocabular
     recent    [slots, n]              the last n generated tokens
 
 Bans are stop tokens, until min_tokens, and the ends of bad words, always. The n tokens stand last one first, each + 1,
-and 0 is no token: any, or none yet. When sequences start, every table gets the size that the running ones need: one that
-none of them needs has no entries. Only the number of slots stays what it was, until none is in use.
+and 0 is no token: any, or none yet. When sequences start, every table gets the size that the running ones need: one
+that none of them needs has no entries. Only the number of slots stays what it was, until none is in use.
 """
 import math
 import struct
@@ -87,7 +87,7 @@ class LogitsEditor:
     def start(self, starts: list[Start], free_rows: Iterable[int] = ()) -> None:
         """Take note of all sequences that start in this step, those without settings too: others had their rows.
 
-        free_rows: rows that sequences have left: their slots are free. A sequence that comes back to its row starts again
+        free_rows: rows that sequences have left. A sequence that comes back to its row starts again
         """
         gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
         self.free_slots += [self.slot_of_row.pop(row).index for row in gone]
@@ -99,9 +99,11 @@ class LogitsEditor:
             self.free_slots, self.settings = [], self.settings[:1]
         bans = [_bans(start, self.vocab_size) for start in starts]
         for start, own_bans in zip(starts, bans):
-            p, index = start.params, self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
-            self.slot_of_row[start.row] = _Slot(index, bool(p.logit_bias or p.allowed_token_ids), p.has_penalty, len(own_bans),
-                                                max((len(ban) - 2 for ban in own_bans), default=0))
+            p = start.params
+            self.slot_of_row[start.row] = _Slot(
+                index=self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1,
+                has_bias=bool(p.logit_bias or p.allowed_token_ids), has_penalty=p.has_penalty,
+                num_bans=len(own_bans), depth=max((len(ban) - 2 for ban in own_bans), default=0))
         self._resize_tables()
         rows = list(self.unsent)
         indices = [self.slot_of_row[row].index if row in self.slot_of_row else 0 for row in rows]

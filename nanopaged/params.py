@@ -22,9 +22,10 @@ class SamplingParams:
     repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
         where it is negative; from 1e-6 to 1e6
     temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
-    top_p, top_k, min_p: filters, after the temperature, in vLLM's order. min_p keeps the tokens with at least min_p times the
-        best one's probability. top_k keeps the top_k best (0 or -1: all), and those that are as good as the last of them.
-        top_p keeps the fewest best tokens that have the share top_p of the probability that the other two leave
+    top_p, top_k, min_p: filters, after the temperature, in vLLM's order. First min_p keeps the tokens with at least
+        min_p times the best one's probability. Then top_k keeps the top_k best (0 or -1: all), and those that are as
+        good as the last of them. Then top_p keeps the fewest best tokens that have the share top_p of the probability
+        that is left
     seed: draws the same random numbers in any batch; None takes one from the engine's own seed
     stop: a string, or several, that end the text. It is cut before the one that is complete first
     stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
@@ -77,7 +78,8 @@ class SamplingParams:
         _read_number(self, "repetition_penalty", Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
         _read_number(self, "temperature", Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
         _read_number(self, "top_p", Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        _read_number(self, "top_k", Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
+        _read_number(self, "top_k", Integral, lambda x: -1 <= x < 2**63,
+                     "an integer of at least 1, or 0 for all tokens")
         _read_number(self, "min_p", Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         if self.seed is not None:
             _read_number(self, "seed", Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
@@ -94,7 +96,8 @@ class SamplingParams:
     def _check_lengths(self):
         if self.max_tokens is not None:
             _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1, or None")
-        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_MIN_TOKENS, f"an integer from 0 to {MOST_MIN_TOKENS}")
+        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_MIN_TOKENS,
+                     f"an integer from 0 to {MOST_MIN_TOKENS}")
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
@@ -228,7 +231,8 @@ class BeamSearchParams:
     temperature: float = 0.0
 
     def __post_init__(self):
-        _read_number(self, "beam_width", Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
+        _read_number(self, "beam_width", Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
+                     f"an integer from 1 to {MOST_SEQUENCES}")
         _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1")
         _read_number(self, "length_penalty", Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")

@@ -80,7 +80,7 @@ class Runner:
         self.config, self.max_model_len = config, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = _pick_device(device)
-        # These do not refer to the runner: the editor has one of them, and a cycle would keep the memory of a deleted engine.
+        # No methods: the editor holds one of them, and a reference cycle would keep a deleted engine's memory.
         self._to_device, self._send = partial(_to_device, self.device), partial(_send, self.device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if self.device.type == "cuda" else 16)

@@ -257,7 +257,8 @@ def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
     engine, words = Engine(device, 10, seed=0), [[token % VOCAB] * 5 for token in range(1000)]
     others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
               Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
-    large = [Start(row, SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0}), [1], [], (), words) for row in (2, 3)]
+    everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
+    large = [Start(row, everything, [1], [], (), words) for row in (2, 3)]
     engine.sequences = dict(enumerate(others))
     engine.editor.start([*others, *large])
     assert num_entries(engine.editor) > 2 * 1000 * 6
@@ -653,7 +654,8 @@ def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
     llm = LLM(device="cpu", block_size=4, num_blocks=8, scheduling_policy="priority")
     def run(length, max_tokens):
         """Until it has ended: one that all others make room for."""
-        request_id = llm.add_request(list(range(length)), SamplingParams(**settings, max_tokens=max_tokens), priority=-1)
+        params = SamplingParams(**settings, max_tokens=max_tokens)
+        request_id = llm.add_request(list(range(length)), params, priority=-1)
         while request_id in llm.requests:
             outputs.update((output.request_id, output) for output in llm.step())
     outputs, penalised = {}, llm.add_request([20, 21, 22, 23], penalties, priority=5)

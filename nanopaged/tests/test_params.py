@@ -214,13 +214,14 @@ def test_integers_of_numpy_become_those_of_python(kind):
     one = getattr(numpy, kind)(1)
     integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
     floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-    params = SamplingParams(**{name: one for name in (*integers, *floats)}, stop_token_ids=[one], allowed_token_ids={one},
-                            logit_bias={one: one})
+    params = SamplingParams(**{name: one for name in (*integers, *floats)}, stop_token_ids=[one],
+                            allowed_token_ids={one}, logit_bias={one: one})
     numbers = [getattr(params, name) for name in (*integers, *floats)]
     numbers += [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, *params.logit_bias.values()]
     assert set(map(type, numbers)) == {int} and set(numbers) == {1}
     beams = BeamSearchParams(one, max_tokens=one, length_penalty=one, temperature=one - one)
-    assert {type(beams.beam_width), type(beams.max_tokens), type(beams.length_penalty), type(beams.temperature)} == {int}
+    numbers = beams.beam_width, beams.max_tokens, beams.length_penalty, beams.temperature
+    assert set(map(type, numbers)) == {int}
 
 
 @pytest.mark.filterwarnings("error")
@@ -230,7 +231,8 @@ def test_floats_of_numpy_become_those_of_python(kind):
     half = getattr(pytest.importorskip("numpy"), kind)(0.5)
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
     params = SamplingParams(**{name: half for name in names}, logit_bias={1: half})
-    assert [(type(x), x) for x in (*(getattr(params, name) for name in names), params.logit_bias[1])] == [(float, 0.5)] * 7
+    numbers = [*(getattr(params, name) for name in names), params.logit_bias[1]]
+    assert [(type(x), x) for x in numbers] == [(float, 0.5)] * 7
     assert type(BeamSearchParams(2, length_penalty=half).length_penalty) is float
     assert refusal(temperature=half * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
 

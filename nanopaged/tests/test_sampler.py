@@ -65,7 +65,7 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probs: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The tokens that min_p, top_k and top_p leave, one after another. Of equal tokens top_p takes the lower id first."""
+    """The tokens that min_p, top_k and top_p leave in this order. Of equal tokens top_p takes the lower id first."""
     best_first = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     best_first = [token for token in best_first if probs[token] >= min_p * probs[best_first[0]]]
     if 0 < top_k < len(best_first):
@@ -232,8 +232,8 @@ def test_every_draw_is_the_references(vocab_size, ties):
     (dict(top_k=1, top_p=1e-30, min_p=1.0), {1}),
 ], ids=str)
 def test_equal_tokens_at_the_edge_of_a_filter(settings, expected):
-    """Three tokens of 1/4 and five of 1/20. All that equal the k-th stay with it; top_p keeps the lower ids, and no more of
-    them than it was told to."""
+    """Three tokens of 1/4 and five of 1/20. All that equal the k-th stay with it; top_p keeps the lower ids, and no
+    more of them than it was told to."""
     probs = [0.05, 0.25, 0.05, 0.25, 0.05, 0.25, 0.05, 0.05]
     assert set(draws([math.log(p) for p in probs], 2000, **settings)) == expected
 
@@ -246,11 +246,11 @@ def test_filters_after_one_another_keep_what_transformers_keeps():
 
 
 def test_top_p_takes_its_share_of_what_top_k_and_min_p_leave():
-    """Of 0.4, 0.3, 0.2 and 0.1, top_p = 0.9 would keep three. Of the first two it keeps 4/7 and 3/7, of the first three 4/9,
-    3/9 and 2/9, and half of the first two is the first."""
+    """The first two tokens of four have 4/7 and 3/7 of what they have together, the first three 4/9, 3/9 and 2/9."""
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
-    for settings, expected in ((dict(top_p=0.9), {0, 1, 2}), (dict(top_k=2, top_p=0.5), {0}), (dict(min_p=0.7, top_p=0.5), {0}),
-                               (dict(top_p=0.5), {0, 1}), (dict(top_k=3, top_p=0.75), {0, 1}), (dict(top_p=0.75), {0, 1, 2})):
+    for settings, expected in ((dict(top_p=0.5), {0, 1}), (dict(top_k=2, top_p=0.5), {0}),
+                               (dict(min_p=0.7, top_p=0.5), {0}), (dict(top_p=0.75), {0, 1, 2}),
+                               (dict(top_k=3, top_p=0.75), {0, 1})):
         assert set(draws(logits, 2000, **settings)) == expected
 
 

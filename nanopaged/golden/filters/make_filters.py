@@ -3,12 +3,12 @@
     python nanopaged/golden/filters/make_filters.py        (a few seconds)
 
 Needs the package `transformers` (written with 5.23). expected.json gets the `cases`, each with the `settings`, the
-`logits` of a row, and `kept`: the ids of the tokens that TemperatureLogitsWarper, MinPLogitsWarper, TopKLogitsWarper and
-TopPLogitsWarper leave, called in this order.
+`logits` of a row, and `kept`: the ids of the tokens that TemperatureLogitsWarper, MinPLogitsWarper, TopKLogitsWarper
+and TopPLogitsWarper leave, called in this order.
 
 The logits are multiples of 1/4, so that several tokens are as good as the k-th. A row is made anew if rounding could
-change what is kept of it, if a kept token is unlikely, or if top_p cuts between equal tokens: which of them stay is up to
-the implementation.
+change what is kept of it, if a kept token is unlikely, or if top_p cuts between equal tokens: which of them stay is up
+to the implementation.
 """
 import itertools
 import json
