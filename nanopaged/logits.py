@@ -52,7 +52,7 @@ class Start(NamedTuple):
 
 class _Slot(NamedTuple):
     """A slot in use, and what its sequence needs of the tables."""
-    index: int
+    number: int
     has_bias: bool
     has_penalty: bool
     num_bans: int
@@ -90,7 +90,7 @@ class LogitsEditor:
         free_rows: rows that sequences have left. A sequence that comes back to its row starts again
         """
         gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
-        self.free_slots += [self.slot_of_row.pop(row).index for row in gone]
+        self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
         starts = [start for start in starts if start.params.edits_logits]
         self.unsent |= gone | {start.row for start in starts}
         if not self.unsent:
@@ -101,19 +101,19 @@ class LogitsEditor:
         for start, own_bans in zip(starts, bans):
             p = start.params
             self.slot_of_row[start.row] = _Slot(
-                index=self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1,
+                number=self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1,
                 has_bias=bool(p.logit_bias or p.allowed_token_ids), has_penalty=p.has_penalty,
                 num_bans=len(own_bans), depth=max((len(ban) - 2 for ban in own_bans), default=0))
         self._resize_tables()
         rows = list(self.unsent)
-        indices = [self.slot_of_row[row].index if row in self.slot_of_row else 0 for row in rows]
+        indices = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in rows]
         self._write(*self.send([rows, indices, *self._lists(starts, bans)]))
         self.unsent.clear()
 
     def _resize_tables(self) -> None:
         """Make room for what all rows with slots need, and for no more."""
         slots, size = self.slot_of_row.values(), len(self.settings)
-        needed = max((slot.index for slot in slots), default=0) + 1
+        needed = max((slot.number for slot in slots), default=0) + 1
         if needed > size:
             size = min(max(needed, 2 * size), len(self.slots) + 1)
         num_bans = max((slot.num_bans for slot in slots), default=0)
@@ -132,7 +132,7 @@ class LogitsEditor:
         slots, settings, bias, seen, ban_entries, recent = [], [], [], [], [], []
         depth = self.recent.shape[1]
         for start, own_bans in zip(starts, bans):
-            p, slot = start.params, self.slot_of_row[start.row].index
+            p, slot = start.params, self.slot_of_row[start.row].number
             slots.append(slot)
             settings += len(start.prompt_ids), *_bits(p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
                                                       NOTHING if p.allowed_token_ids is None else -math.inf)

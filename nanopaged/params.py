@@ -179,7 +179,7 @@ def _read_number(settings, name: str, kind, in_range: Callable, expected: str) -
     setattr(settings, name, number)
 
 
-def _as_python(number: Real) -> Real:
+def _as_python(number):
     """NumPy's numbers have few bits, also in comparisons and sums: uint8(200) + 57 is 1."""
     try:
         return int(number) if isinstance(number, Integral) else float(number)
