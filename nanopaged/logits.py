@@ -1,8 +1,8 @@
 """What changes logits before a token is sampled from them, and the log probabilities that are reported.
 
 In vLLM's order: tokens that are not allowed, bad words and, before min_tokens, what would end the text get -inf;
-logit_bias is added; the request's own logits processors have their turn; then come the penalties. Temperature, top_k,
-top_p and min_p follow in sampler.py. Log probabilities are those of the logits as the model gave them.
+logit_bias is added; the request's own logits processors have their turn; then come the penalties. Temperature, min_p,
+top_k and top_p follow in sampler.py. Log probabilities are those of the logits as the model gave them.
 
 With lookahead the host launches a step before it has seen the tokens of the step before. So what these settings depend
 on is on the device, in tables: how often each token has been generated, the last few of them, what is added to the
@@ -20,7 +20,8 @@ logit of each token. An entry for every token takes 600 kB with Qwen's vocabular
     recent    [slots, n]              the last n generated tokens
 
 Bans are stop tokens, until min_tokens, and the ends of bad words, always. The n tokens stand last one first, each + 1,
-and 0 is no token: any, or none yet. Tables appear when they are first needed, and grow.
+and 0 is no token: any, or none yet. When sequences start, every table gets the size that the running ones need: one
+that none of them needs has no entries. Only the number of slots stays what it was, until none is in use.
 """
 import math
 import struct
@@ -49,6 +50,15 @@ class Start(NamedTuple):
     bad_words: list[list[int]]  # from encode_bad_words
 
 
+class _Slot(NamedTuple):
+    """A slot in use, and what its sequence needs of the tables."""
+    number: int
+    has_bias: bool
+    has_penalty: bool
+    num_bans: int
+    depth: int  # tokens before the last one of its longest ban
+
+
 class LogitsEditor:
     """The tables, and what is done with them.
 
@@ -60,7 +70,8 @@ class LogitsEditor:
         self.vocab_size, self.device, self.send = vocab_size, device, send
         self.add_bias = compile_rows(add_bias, 3) if fused else add_bias
         self.penalise = compile_rows(penalise, 4) if fused else penalise
-        self.slot_of_row: dict[int, int] = {}  # a row keeps its slot until another sequence starts in it
+        self.slot_of_row: dict[int, _Slot] = {}
+        self.unsent: set[int] = set()  # rows whose slot the device does not know; they stay here if a step fails
         self.free_slots: list[int] = []
         self.slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.bias = torch.zeros(0, vocab_size, device=device)
@@ -73,39 +84,55 @@ class LogitsEditor:
 
     # ---- when sequences start
 
-    def start(self, starts: list[Start]) -> None:
-        """Take note of all sequences that start in this step, those without settings too: others had their rows."""
-        rows = [start.row for start in starts if start.params.edits_logits or start.row in self.slot_of_row]
-        if not rows:
-            return
-        self.free_slots += [self.slot_of_row.pop(row) for row in rows if row in self.slot_of_row]
-        starts = [start for start in starts if start.params.edits_logits]
-        for start in starts:
-            self.slot_of_row[start.row] = self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
-        bans = [_bans(start, self.vocab_size) for start in starts]
-        self._make_room(starts, bans)
-        self._write(*self.send([rows, [self.slot_of_row.get(row, 0) for row in rows], *self._lists(starts, bans)]))
+    def start(self, starts: list[Start], free_rows: Iterable[int] = ()) -> None:
+        """Take note of all sequences that start in this step, those without settings too: others had their rows.
 
-    def _make_room(self, starts: list[Start], bans: list[list[list[int]]]) -> None:
-        size, needed = len(self.settings), max(self.slot_of_row.values(), default=0) + 1
+        free_rows: rows that sequences have left. A sequence that comes back to its row starts again
+        """
+        gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
+        self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
+        starts = [start for start in starts if start.params.edits_logits]
+        self.unsent |= gone | {start.row for start in starts}
+        if not self.unsent:
+            return
+        if not self.slot_of_row:
+            self.free_slots, self.settings = [], self.settings[:1]
+        bans = [_bans(start, self.vocab_size) for start in starts]
+        for start, own_bans in zip(starts, bans):
+            p = start.params
+            self.slot_of_row[start.row] = _Slot(
+                number=self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1,
+                has_bias=bool(p.logit_bias or p.allowed_token_ids), has_penalty=p.has_penalty,
+                num_bans=len(own_bans), depth=max((len(ban) - 2 for ban in own_bans), default=0))
+        self._resize_tables()
+        rows = list(self.unsent)
+        indices = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in rows]
+        self._write(*self.send([rows, indices, *self._lists(starts, bans)]))
+        self.unsent.clear()
+
+    def _resize_tables(self) -> None:
+        """Make room for what all rows with slots need, and for no more."""
+        slots, size = self.slot_of_row.values(), len(self.settings)
+        needed = max((slot.number for slot in slots), default=0) + 1
         if needed > size:
             size = min(max(needed, 2 * size), len(self.slots) + 1)
-        self.settings = _grow(self.settings, size, 5)
-        if len(self.bias) or any(start.params.logit_bias or start.params.allowed_token_ids for start in starts):
-            self.bias = _grow(self.bias, size, self.vocab_size, fill=NOTHING)
-        if len(self.seen) or any(start.params.has_penalty for start in starts):
-            self.seen = _grow(self.seen, size, self.vocab_size)
-        if len(self.bans) or any(bans):
-            depth = max((len(ban) - 2 for row in bans for ban in row), default=0)
-            self.bans = _grow(self.bans, size, max(map(len, bans), default=0), 2 + depth)
-            self.recent = _grow(self.recent, size, depth)
+        num_bans = max((slot.num_bans for slot in slots), default=0)
+        depth = max((slot.depth for slot in slots), default=0)
+        with_bias = size if any(slot.has_bias for slot in slots) else 0
+        with_penalty = size if any(slot.has_penalty for slot in slots) else 0
+        with_bans = size if num_bans else 0
+        self.settings = _resize(self.settings, size, 5)
+        self.bias = _resize(self.bias, with_bias, self.vocab_size, fill=NOTHING)
+        self.seen = _resize(self.seen, with_penalty, self.vocab_size)
+        self.bans = _resize(self.bans, with_bans, num_bans, 2 + depth)
+        self.recent = _resize(self.recent, with_bans, depth)
 
     def _lists(self, starts: list[Start], bans: list[list[list[int]]]) -> list[list[int]]:
         """What _write writes: slots, their settings, and entries (slot, ..., value) of bias, seen, bans and recent."""
         slots, settings, bias, seen, ban_entries, recent = [], [], [], [], [], []
         depth = self.recent.shape[1]
         for start, own_bans in zip(starts, bans):
-            p, slot = start.params, self.slot_of_row[start.row]
+            p, slot = start.params, self.slot_of_row[start.row].number
             slots.append(slot)
             settings += len(start.prompt_ids), *_bits(p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
                                                       NOTHING if p.allowed_token_ids is None else -math.inf)
@@ -246,9 +273,9 @@ def _process(function: Callable, token_ids: list[int], logits: Tensor) -> Tensor
     return result
 
 
-def _grow(table: Tensor, *shape: int, fill: float = 0) -> Tensor:
-    """The table with at least this shape, its entries where they were."""
-    padding = [n for have, want in zip(reversed(table.shape), reversed(shape)) for n in (0, max(0, want - have))]
+def _resize(table: Tensor, *shape: int, fill: float = 0) -> Tensor:
+    """The table with this shape, the entries that it has room for where they were."""
+    padding = [n for have, want in zip(reversed(table.shape), reversed(shape)) for n in (0, want - have)]
     return F.pad(table, padding, value=fill) if any(padding) else table
 
 

@@ -8,6 +8,7 @@ from nanopaged.inputs import check_kind, check_number
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: they are all made when it arrives
+MOST_MIN_TOKENS = 2**31 - 1  # the device has it as an int32 (nanopaged/logits.py)
 
 
 @dataclass
@@ -21,8 +22,10 @@ class SamplingParams:
     repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
         where it is negative; from 1e-6 to 1e6
     temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
-    top_p, top_k, min_p: keep the smallest set of best tokens with total probability top_p; the top_k best
-        (0 or -1: all); those with at least min_p times the best one's probability. All at once: the intersection
+    top_p, top_k, min_p: filters, after the temperature, in vLLM's order. First min_p keeps the tokens with at least
+        min_p times the best one's probability. Then top_k keeps the top_k best (0 or -1: all), and those that are as
+        good as the last of them. Then top_p keeps the fewest best tokens that have the share top_p of the probability
+        that is left
     seed: draws the same random numbers in any batch; None takes one from the engine's own seed
     stop: a string, or several, that end the text. It is cut before the one that is complete first
     stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
@@ -71,22 +74,21 @@ class SamplingParams:
     guided_decoding: None = None
 
     def __post_init__(self):
-        check_number("n", self.n, Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
+        _read_number(self, "n", Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
         for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
-        check_number("repetition_penalty", self.repetition_penalty, Real, lambda x: 1e-6 <= x <= 1e6,
-                     "a number from 1e-6 to 1e6")
-        check_number("temperature", self.temperature, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
-        check_number("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        check_number("top_k", self.top_k, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
-        check_number("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+            _read_number(self, name, Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
+        _read_number(self, "repetition_penalty", Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
+        _read_number(self, "temperature", Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
+        _read_number(self, "top_p", Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        _read_number(self, "top_k", Integral, lambda x: -1 <= x < 2**63,
+                     "an integer of at least 1, or 0 for all tokens")
+        _read_number(self, "min_p", Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         if self.seed is not None:
-            check_number("seed", self.seed, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+            _read_number(self, "seed", Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
         self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), Integral, lambda x: x >= -1,
-                             "an integer of at least 0, or -1 for all tokens")
+                _read_number(self, name, Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_kind(name, getattr(self, name), bool, "True or False")
         self._check_lists()
@@ -98,8 +100,9 @@ class SamplingParams:
 
     def _check_lengths(self):
         if self.max_tokens is not None:
-            check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1, or None")
-        check_number("min_tokens", self.min_tokens, Integral, lambda x: x >= 0, "an integer of at least 0")
+            _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1, or None")
+        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_MIN_TOKENS,
+                     f"an integer from 0 to {MOST_MIN_TOKENS}")
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
@@ -112,9 +115,10 @@ class SamplingParams:
         if self.bad_words is not None:
             check_number("bad_words", self.bad_words, (list, tuple), are_texts, "a list of strings that are not empty")
         if self.stop_token_ids is not None:
-            _check_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
+            self.stop_token_ids = _read_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
         if self.allowed_token_ids is not None:
-            _check_token_ids("allowed_token_ids", self.allowed_token_ids, "a list of at least one token id", smallest=1)
+            self.allowed_token_ids = _read_token_ids("allowed_token_ids", self.allowed_token_ids,
+                                                     "a list of at least one token id", smallest=1)
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.logits_processors is not None:
@@ -172,15 +176,33 @@ class SamplingParams:
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
-def _check_token_ids(name: str, tokens, expected: str, smallest: int = 0) -> None:
-    """ValueError unless it is a collection of token ids, at least so many."""
+def _read_number(settings, name: str, kind, in_range: Callable, expected: str) -> None:
+    """Check a number among the settings, and make it one of Python's."""
+    given = getattr(settings, name)
+    check_kind(name, given, kind, expected)
+    number = _as_python(given)
+    check_number(name, number, kind, in_range, expected)
+    setattr(settings, name, number)
+
+
+def _as_python(number):
+    """NumPy's numbers have few bits, also in comparisons and sums: uint8(200) + 57 is 1."""
+    try:
+        return int(number) if isinstance(number, Integral) else float(number)
+    except OverflowError:  # a fraction, which no range has
+        return number
+
+
+def _read_token_ids(name: str, tokens, expected: str, smallest: int = 0) -> list[int]:
+    """The token ids of a collection. ValueError unless there are `smallest` of them or more."""
     check_number(name, tokens, (list, tuple, set, frozenset), lambda x: len(x) >= smallest, expected)
     for token in tokens:
         check_number(name, token, Integral, lambda x: x >= 0, expected)
+    return list(map(int, tokens))
 
 
 def _read_bias(bias: dict) -> dict[int, float]:
-    """logit_bias with integer ids and clamped numbers."""
+    """logit_bias with Python's integers as ids, and clamped numbers."""
     expected = "a dict from token ids to numbers"
     check_kind("logit_bias", bias, dict, expected)
     result = {}
@@ -188,7 +210,7 @@ def _read_bias(bias: dict) -> dict[int, float]:
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
         check_number("logit_bias", token, Integral, lambda x: x >= 0, expected)
         check_number("logit_bias", value, Real, lambda x: x == x, expected)
-        result[token] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
+        result[int(token)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, _as_python(value)))
     return result
 
 
@@ -215,11 +237,11 @@ class BeamSearchParams:
     temperature: float = 0.0
 
     def __post_init__(self):
-        check_number("beam_width", self.beam_width, Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
+        _read_number(self, "beam_width", Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
                      f"an integer from 1 to {MOST_SEQUENCES}")
-        check_number("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an integer of at least 1")
-        check_number("length_penalty", self.length_penalty, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
+        _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1")
+        _read_number(self, "length_penalty", Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
-        check_number("temperature", self.temperature, Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
+        _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
         if self.early_stopping != "never":
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")

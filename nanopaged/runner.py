@@ -91,6 +91,8 @@ class Runner:
         self.config, self.max_model_len = config, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = _pick_device(device)
+        # No methods: the editor holds one of them, and a reference cycle would keep a deleted engine's memory.
+        self._to_device, self._send = partial(_to_device, self.device), partial(_send, self.device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if self.device.type == "cuda" else 16)
         self.dtype = _pick_dtype(dtype, config.torch_dtype, self.device)
@@ -377,7 +379,9 @@ class Runner:
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
-        self.editor.start(starts)
+        if starts:  # a sequence that has left its row loses what the editor knows of it
+            self.owners = [seq if seq is not None and seq.row == row else None for row, seq in enumerate(self.owners)]
+            self.editor.start(starts, [row for row, seq in enumerate(self.owners) if seq is None])
         if cells:
             cells, blocks, rows, settings = self._send([cells, blocks, rows, settings])
             self.block_tables.view(-1)[cells] = blocks
@@ -465,14 +469,6 @@ class Runner:
         if self.kernels is not TRITON:
             return torch.empty(0, 2, dtype=torch.int32)
         return make_query_tiles(query_lens, seq_lens, self.query_tile)
-
-    def _send(self, parts: list[list[int]]) -> list[Tensor]:
-        """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
-        return list(self._to_device(_integers(parts)).split([len(part) for part in parts]))
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     # ---- CUDA graphs
 
@@ -565,6 +561,16 @@ MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 def _integers(parts: list[list[int]]) -> Tensor:
     """Lists of integers, one after another, as one int32 tensor on the host."""
     return torch.frombuffer(array("i", [value for part in parts for value in part]), dtype=torch.int32)
+
+
+def _send(device: torch.device, parts: list[list[int]]) -> list[Tensor]:
+    """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
+    return list(_to_device(device, _integers(parts)).split([len(part) for part in parts]))
+
+
+def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
+    """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _settings(seq) -> tuple[int, ...]:

@@ -69,15 +69,21 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 
 
 def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Which tokens top_k, top_p and min_p leave: a mask like logits. The best token always stays."""
-    ordered, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    top_k = batch.top_k.masked_fill(batch.top_k <= 0, logits.shape[-1])
-    keep = rank < top_k[:, None]
+    """Which tokens min_p, top_k and top_p leave: a mask like logits, which have been divided by the temperature.
+
+    The order is vLLM's. top_k also keeps the tokens that are as good as the k-th. top_p looks at the probabilities of
+    the tokens that min_p and top_k leave; of equal tokens it keeps the lower ids. The best token always stays.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    top_k = batch.top_k.masked_fill(batch.top_k <= 0, logits.shape[-1]).clamp(max=logits.shape[-1])
+    keep = ordered >= ordered.gather(-1, top_k[:, None] - 1)
+    ordered = torch.softmax(ordered, dim=-1)
     keep &= ordered >= batch.min_p[:, None] * ordered[:, :1]
-    # A token stays while those before it have less than top_p; top_p = 1 keeps all, whatever the sum rounds to.
-    before = units(ordered).cumsum(-1) - units(ordered)
-    keep &= (before < batch.top_p[:, None].double() * UNIT) | (batch.top_p[:, None] >= 1)
+    # A token stays while those before it have less than top_p of all that is kept so far. top_p = 1 also keeps the
+    # tail, whose probabilities are less than a unit.
+    weights = units(ordered) * keep
+    cumulative = weights.cumsum(-1)
+    keep &= (cumulative - weights < batch.top_p[:, None].double() * cumulative[:, -1:]) | (batch.top_p[:, None] >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter(-1, order, keep)
 

@@ -3,13 +3,16 @@
 The editor is seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
 knows one sequence, as Python lists.
 """
+import gc
 import math
 import random
+import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanopaged import LLM
 from nanopaged import logits as logits_module
 from nanopaged.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
 from nanopaged.params import SamplingParams
@@ -35,6 +38,10 @@ def editor_for(device, num_rows=16, vocab_size=VOCAB, **options) -> LogitsEditor
 
 def normal(*shape, seed=0, scale=3.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def num_entries(editor: LogitsEditor) -> int:
+    return sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t))
 
 
 def bits(tensor: torch.Tensor) -> list:
@@ -236,13 +243,63 @@ def test_rows_that_edit_nothing_need_no_tables(device):
 def test_tables_hold_the_rows_that_need_them(device):
     """Room for twice as many at most, and never for more rows than the engine has."""
     editor = editor_for(device, num_rows=10, vocab_size=1000)
-    size = lambda: sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t))
+    size = lambda: num_entries(editor)
     for num_rows in (1, 3, 5, 9, 10):
         for _ in range(5):  # starting over needs no more
             editor.start([Start(row, SamplingParams(logit_bias={1: 1.0}), [1], [], (), []) for row in range(num_rows)])
         assert (num_rows + 1) * 1000 <= size() <= min(2 * num_rows, 11) * 1000 + 100
     editor.start([Start(4, SamplingParams(presence_penalty=1.0), [1], [], (), [])])
     assert 22_000 <= size() <= 22_100
+
+
+def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
+    """Bans become as few and as short as those of the rows that are left, and tables that nobody needs go."""
+    engine, words = Engine(device, 10, seed=0), [[token % VOCAB] * 5 for token in range(1000)]
+    others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
+              Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
+    everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
+    large = [Start(row, everything, [1], [], (), words) for row in (2, 3)]
+    engine.sequences = dict(enumerate(others))
+    engine.editor.start([*others, *large])
+    assert num_entries(engine.editor) > 2 * 1000 * 6
+    engine.editor.start([Start(4, SamplingParams(), [1], [], (), [])], free_rows=[2, 3, 5])
+    assert num_entries(engine.editor) < 200 and not engine.editor.edits([2, 3, 4])
+    for step in range(3):
+        logits = normal(2, VOCAB, seed=step)
+        for row, result in enumerate(engine.sample([0, 1], logits).tolist()):
+            assert result == pytest.approx(edit(logits[row].tolist(), engine.sequences[row]))
+        engine.note([0, 1])
+    engine.editor.start([Start(5, SamplingParams(), [1], [], (), [])], free_rows=range(5))
+    assert num_entries(engine.editor) < 20 and not engine.editor.edits(range(10))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_stay_are_not_disturbed_by_tables_that_grow_and_shrink(device, seed):
+    engine = Engine(device, 10, seed)
+    for step in range(60):
+        free = engine.rng.sample(range(10), engine.rng.choice([0, 1, 3, 10]))
+        engine.sequences = {row: sequence for row, sequence in engine.sequences.items() if row not in free}
+        new = [random_sequence(row, engine.rng) for row in engine.rng.sample(range(10), engine.rng.randint(1, 3))]
+        engine.sequences |= {start.row: start for start in new}
+        engine.editor.start(new, free_rows=free)
+        rows = engine.some_rows()
+        logits = normal(len(rows), VOCAB, seed=step)
+        for row, given, result in zip(rows, logits.tolist(), engine.sample(rows, logits).tolist()):
+            assert result == pytest.approx(edit(given, engine.sequences[row]), rel=1e-5, abs=1e-5)
+        engine.note(rows)
+
+
+def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
+    """The row of a sequence that ended is nobody's slot again, though the step that was to say so failed."""
+    engine, biased = Engine(device, 3, seed=0), SamplingParams(logit_bias={1: 5.0})
+    engine.editor.start([Start(row, biased, [1], [], (), []) for row in (0, 1)])
+    send, engine.editor.send = engine.editor.send, lambda parts: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.editor.start([Start(2, biased, [1], [], (), [])], free_rows=[0])
+    engine.editor.send = send
+    engine.sequences = {0: Start(0, SamplingParams(), [1], [], (), []), 1: Start(1, biased, [1], [], (), [])}
+    engine.editor.start([engine.sequences[0]], free_rows=[2])
+    assert engine.sample([0, 1], torch.zeros(2, VOCAB))[:, 1].tolist() == [0, 5]
 
 
 @pytest.mark.parametrize("order", range(4))
@@ -561,3 +618,57 @@ def test_a_tokenizer_for_which_the_space_makes_no_difference():
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
         encode_bad_words(["bad", " "], WordTokenizer())
+
+
+# --------------------------------------------------------------------------------------------------
+# In an engine
+# --------------------------------------------------------------------------------------------------
+
+def test_an_engine_that_is_deleted_is_freed_at_once():
+    """Without the garbage collector: nothing in it refers to the whole of it."""
+    llm = LLM(device="cpu", num_blocks=20)
+    llm.generate(["To be", "or not"], SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2, stop="xyz"))
+    parts = [weakref.ref(part) for part in (llm, llm.runner, llm.runner.model, llm.runner.pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_tables_of_an_engine_shrink():
+    llm = LLM(device="cpu", num_blocks=20)
+    llm.generate(["To be"] * 3, SamplingParams(max_tokens=3, frequency_penalty=1.5, bad_words=["the", "thou"]))
+    assert num_entries(llm.runner.editor) > 1000
+    llm.generate("To be", SamplingParams(max_tokens=2))
+    assert num_entries(llm.runner.editor) < 300  # a number for each of the 257 rows
+
+
+def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
+    """It is preempted, others start meanwhile, and the row is free when its turn comes."""
+    settings = dict(temperature=0, ignore_eos=True)
+    penalties = SamplingParams(**settings, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
+    expected = LLM(device="cpu", num_blocks=20).generate([[20, 21, 22, 23]], penalties)[0].outputs[0].token_ids
+    llm = LLM(device="cpu", block_size=4, num_blocks=8, scheduling_policy="priority")
+    def run(length, max_tokens):
+        """Until it has ended: one that all others make room for."""
+        params = SamplingParams(**settings, max_tokens=max_tokens)
+        request_id = llm.add_request(list(range(length)), params, priority=-1)
+        while request_id in llm.requests:
+            outputs.update((output.request_id, output) for output in llm.step())
+    outputs, penalised = {}, llm.add_request([20, 21, 22, 23], penalties, priority=5)
+    sequence, rows = llm.requests[penalised].sequences[0], []
+    llm.step()
+    rows.append(sequence.row)
+    run(4, 16)  # takes its blocks as it grows
+    rows.append(sequence.row)
+    run(25, 2)  # leaves too few blocks for it
+    rows.append(sequence.row)
+    run(2, 3)
+    rows.append(sequence.row)
+    while llm.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in llm.step())
+    assert rows == [rows[0], -1, -1, rows[0]] != [-1] * 4
+    assert outputs[penalised].outputs[0].token_ids == expected

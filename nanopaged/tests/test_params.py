@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nanopaged.params import SamplingParams
+from nanopaged.params import BeamSearchParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 NO_INTEGER = ["1", "", b"1", 1.0, 1.5, math.nan, math.inf, -math.inf, 1j, True, False, [1], (1,), {}, object]
 NO_NUMBER = ["0.5", "", b"1", math.nan, math.inf, -math.inf, 0.5j, True, False, [0.5], (), {}, object, None]
 NO_IDS = [5, 0, 1.5, True, False, "", "12", b"12", {1: 2}]  # the elements are tested apart
 NO_BOOL = [None, 0, 1, 1.0, math.nan, "yes", "", [], [True]]
-NO_PENALTY = [*NO_NUMBER, -2.0001, 2.0001, -3, 10**400, -10**400]
+NO_PENALTY = [*NO_NUMBER, Fraction(10**400), -2.0001, 2.0001, -3, 10**400, -10**400]
 NO_COUNT = [*NO_INTEGER, -2, -2**70]  # of log probabilities
 BAD = {
     "n": [*NO_INTEGER, None, 0, -1, -2**70, 16_385, 2**70],
@@ -31,7 +31,7 @@ BAD = {
     "stop_token_ids": NO_IDS,
     "ignore_eos": NO_BOOL,
     "max_tokens": [*NO_INTEGER, 0, -1, -2**70],
-    "min_tokens": [*NO_INTEGER, None, -1, -2**70, 17, 2**70],  # max_tokens is 16
+    "min_tokens": [*NO_INTEGER, None, -1, -2**70, 17, 2**70],  # max_tokens is 16, and 2^31 - 1 the most
     "logprobs": NO_COUNT,
     "prompt_logprobs": NO_COUNT,
     "skip_special_tokens": NO_BOOL,
@@ -199,8 +199,50 @@ def test_a_generation_config_out_of_range_is_blamed(config):
 
 @pytest.mark.parametrize("name, value", cases(GOOD))
 def test_edge_values_pass_unchanged(name, value):
+    """But for fractions, which become floats, and collections of token ids, which become lists."""
     kept = getattr(SamplingParams(**{name: value}), name)
+    if name.endswith("token_ids"):
+        value = value if value is None else list(value)
+    if isinstance(value, Fraction):
+        value = float(value)
     assert kept == value and type(kept) is type(value)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int64", "uint64"])
+def test_integers_of_numpy_become_those_of_python(kind):
+    """Its sums wrap around: the length of a text would be uint8(200) + 57 = 1."""
+    numpy = pytest.importorskip("numpy")
+    one = getattr(numpy, kind)(1)
+    integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+    floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+    params = SamplingParams(**{name: one for name in (*integers, *floats)}, stop_token_ids=[one],
+                            allowed_token_ids={one}, logit_bias={one: one})
+    numbers = [getattr(params, name) for name in (*integers, *floats)]
+    numbers += [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, *params.logit_bias.values()]
+    assert set(map(type, numbers)) == {int} and set(numbers) == {1}
+    beams = BeamSearchParams(one, max_tokens=one, length_penalty=one, temperature=one - one)
+    numbers = beams.beam_width, beams.max_tokens, beams.length_penalty, beams.temperature
+    assert set(map(type, numbers)) == {int}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
+def test_floats_of_numpy_become_those_of_python(kind):
+    """A float16 cannot even be compared with 1e6."""
+    half = getattr(pytest.importorskip("numpy"), kind)(0.5)
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+    params = SamplingParams(**{name: half for name in names}, logit_bias={1: half})
+    numbers = [*(getattr(params, name) for name in names), params.logit_bias[1]]
+    assert [(type(x), x) for x in numbers] == [(float, 0.5)] * 7
+    assert type(BeamSearchParams(2, length_penalty=half).length_penalty) is float
+    assert refusal(temperature=half * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
+
+
+def test_min_tokens_fits_the_device():
+    assert SamplingParams(max_tokens=None, min_tokens=2**31 - 1).min_tokens == 2**31 - 1
+    for max_tokens in (None, 2**40):
+        expected = "min_tokens must be an integer from 0 to 2147483647, not 2147483648"
+        assert refusal(max_tokens=max_tokens, min_tokens=2**31) == expected
 
 
 def test_stop_token_ids_that_can_be_read_only_once_are_refused():

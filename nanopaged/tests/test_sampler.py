@@ -4,9 +4,11 @@ The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and unif
 loop over one row in Python's floats. Nothing here is left to chance: the numbers drawn are a hash, so a test that
 passes once passes always.
 """
+import json
 import math
 import random
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from nanopaged.sampler import Sampler, SamplingBatch, mix, uniform
 
 sample = Sampler()
+GOLDEN = Path(__file__).parents[1] / "golden"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 INT64_MAX, INT64_MIN = 2**63 - 1, -2**63
@@ -62,13 +65,15 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probs: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The tokens that all three filters leave, each applied to the whole distribution; of equal ones the lower id is
-    the better."""
+    """The tokens that min_p, top_k and top_p leave in this order. Of equal tokens top_p takes the lower id first."""
     best_first = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
-    result, mass = set(), 0.0
-    for rank, token in enumerate(best_first):
-        fits = (top_k <= 0 or rank < top_k) and probs[token] >= min_p * probs[best_first[0]] and (mass < top_p or top_p >= 1)
-        if fits or rank == 0:
+    best_first = [token for token in best_first if probs[token] >= min_p * probs[best_first[0]]]
+    if 0 < top_k < len(best_first):
+        last = probs[best_first[top_k - 1]]
+        best_first = [token for token in best_first if probs[token] >= last]
+    total, result, mass = math.fsum(probs[token] for token in best_first), set(), 0.0
+    for token in best_first:
+        if mass < top_p * total or top_p >= 1 or not result:
             result.add(token)
         mass += probs[token]
     return result
@@ -215,21 +220,44 @@ def test_every_draw_is_the_references(vocab_size, ties):
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (dict(top_k=1), {1}), (dict(top_k=2), {1, 3}), (dict(top_k=3), {1, 3, 5}), (dict(top_k=4), {0, 1, 3, 5}),
+    (dict(top_k=1), {1, 3, 5}), (dict(top_k=2), {1, 3, 5}), (dict(top_k=3), {1, 3, 5}), (dict(top_k=4), set(range(8))),
     (dict(top_k=8), set(range(8))), (dict(top_k=9), set(range(8))), (dict(top_k=INT64_MAX), set(range(8))),
     (dict(top_k=0), set(range(8))), (dict(top_k=-1), set(range(8))),
     (dict(top_p=1e-300), {1}), (dict(top_p=1e-30), {1}), (dict(top_p=0.24), {1}), (dict(top_p=0.25), {1}), (dict(top_p=0.26), {1, 3}),
     (dict(top_p=0.5), {1, 3}), (dict(top_p=0.75), {1, 3, 5}), (dict(top_p=0.76), {0, 1, 3, 5}),
     (dict(top_p=1.0), set(range(8))),
     (dict(min_p=1.0), {1, 3, 5}), (dict(min_p=0.21), {1, 3, 5}), (dict(min_p=0.19), set(range(8))),
-    (dict(min_p=1.0, top_k=2), {1, 3}), (dict(min_p=0.19, top_p=0.5, top_k=4), {1, 3}),
+    (dict(min_p=1.0, top_k=2), {1, 3, 5}), (dict(min_p=0.19, top_p=0.5, top_k=4), {1, 3}),
+    (dict(top_k=1, top_p=0.3), {1}), (dict(top_k=1, top_p=0.34), {1, 3}), (dict(min_p=0.21, top_p=0.67), {1, 3, 5}),
     (dict(top_k=1, top_p=1e-30, min_p=1.0), {1}),
 ], ids=str)
 def test_equal_tokens_at_the_edge_of_a_filter(settings, expected):
-    """Three tokens of 1/4 and five of 1/20: a filter that must cut among equals keeps the lower ids, and no more of
-    them than it was told to."""
+    """Three tokens of 1/4 and five of 1/20. All that equal the k-th stay with it; top_p keeps the lower ids, and no
+    more of them than it was told to."""
     probs = [0.05, 0.25, 0.05, 0.25, 0.05, 0.25, 0.05, 0.05]
     assert set(draws([math.log(p) for p in probs], 2000, **settings)) == expected
+
+
+def test_filters_after_one_another_keep_what_transformers_keeps():
+    """nanopaged/golden/filters/make_filters.py: temperature, min_p, top_k and top_p."""
+    cases = json.loads((GOLDEN / "filters" / "expected.json").read_text())["cases"]
+    wrong = [case for case in cases if set(draws(case["logits"], 2000, **case["settings"])) != set(case["kept"])]
+    assert len(cases) == 72 and not wrong
+
+
+def test_top_p_takes_its_share_of_what_top_k_and_min_p_leave():
+    """The first two tokens of four have 4/7 and 3/7 of what they have together, the first three 4/9, 3/9 and 2/9."""
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    for settings, expected in ((dict(top_p=0.5), {0, 1}), (dict(top_k=2, top_p=0.5), {0}),
+                               (dict(min_p=0.7, top_p=0.5), {0}), (dict(top_p=0.75), {0, 1, 2}),
+                               (dict(top_k=3, top_p=0.75), {0, 1})):
+        assert set(draws(logits, 2000, **settings)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_top_k_compares_logits(temperature):
+    """The probabilities of these three are the same number in float32."""
+    assert set(draws([1e-8, 3e-8, 2e-8, -50.0], 100, temperature=temperature, top_k=1)) == {1}
 
 
 def test_a_top_p_that_is_met_exactly_keeps_no_more():
