@@ -62,7 +62,7 @@ STEPS_UNTIL_MORE = 64  # after a step that ran out of memory: so many steps late
 # Sequence
 # --------------------------------------------------------------------------------------------------
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One text under way: a prompt and what has been generated after it."""
     token_ids: list[int]  # prompt and generated tokens

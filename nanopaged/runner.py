@@ -18,6 +18,7 @@ What makes it fast on a GPU:
 import gc
 import math
 import struct
+import weakref
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -118,7 +119,8 @@ class Runner:
                              "tokens; lower max_num_seqs or max_model_len") from None
         self.last_tokens = torch.zeros(rows, **ints)
         self.settings = torch.zeros(rows, SETTINGS_INTS, **ints)  # of sampling, see _settings
-        self.owners: list[tuple | None] = [None] * rows  # the order of the sequence whose settings they are
+        # The sequence whose settings they are, for as long as that is of use to anybody.
+        self.owners: list[Callable] = [NOBODY] * rows
         # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
         self.compiled = None
         if self.device.type == "cuda" and self.kernels is TRITON:
@@ -369,8 +371,8 @@ class Runner:
         width, cells, blocks, rows, settings, starts = self.block_tables.shape[1], [], [], [], [], []
         for seq in step.seqs:
             if seq.num_sent_blocks < len(seq.block_table):
-                if self.owners[seq.row] != seq.order:
-                    self.owners[seq.row] = seq.order
+                if self.owners[seq.row]() is not seq:
+                    self.owners[seq.row] = weakref.ref(seq)
                     rows.append(seq.row)
                     settings += _settings(seq)
                     n = seq.num_prompt_tokens
@@ -380,8 +382,10 @@ class Runner:
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
         if starts:  # a sequence that has left its row loses what the editor knows of it
-            self.owners = [seq if seq is not None and seq.row == row else None for row, seq in enumerate(self.owners)]
-            self.editor.start(starts, [row for row, seq in enumerate(self.owners) if seq is None])
+            free_rows = [row for row, owner in enumerate(self.owners) if owner() is None or owner().row != row]
+            for row in free_rows:
+                self.owners[row] = NOBODY
+            self.editor.start(starts, free_rows)
         if cells:
             cells, blocks, rows, settings = self._send([cells, blocks, rows, settings])
             self.block_tables.view(-1)[cells] = blocks
@@ -391,7 +395,7 @@ class Runner:
     def forget_rows(self, seqs) -> None:
         """A step failed half-way: whatever the rows of its sequences hold now is sent again."""
         for seq in seqs:
-            self.owners[seq.row] = None
+            self.owners[seq.row] = NOBODY
 
     def _flatten(self, work) -> list[list[int]]:
         """The step as lists: input ids, positions and slots of its tokens; starts, lengths and rows of its sequences."""
@@ -555,6 +559,7 @@ FEW_SEQS = 16  # steps with prompts are recorded for so many sequences, and for 
 PADDED_ANYWAY = 2048  # to launch a step takes as long as to compute so many tokens of a small model, or longer
 SETTINGS_INTS = 8
 MOST_BYTES_MOVED = 2**28
+NOBODY = lambda: None  # noqa: E731  in place of a weak reference to a sequence
 MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 
 
