@@ -6,10 +6,12 @@ or at every step if stop strings have to be found in it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nanopaged.stop import StopChecker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
 
@@ -194,7 +196,7 @@ def token_logprobs(token: int, found: tuple, count: int, tokenizer) -> Mapping[i
     """
     own, rank, ids, logprobs = found
     count = len(ids) if count < 0 else count
-    if isinstance(ids, Tensor):
+    if not isinstance(ids, list):
         return _ManyLogprobs(token, own, rank, ids[:count], logprobs[:count], tokenizer)
     result = {token: _logprob(token, own, rank, tokenizer)}
     for place, (best, logprob) in enumerate(zip(ids[:count], logprobs), 1):
@@ -211,7 +213,7 @@ class _ManyLogprobs(Mapping):
     """What `token_logprobs` returns where there are very many: the runner's tensors, of which an entry is made when it is
     looked up. All entries at once would take two seconds and 50 MB for a vocabulary of 152,000."""
 
-    def __init__(self, token: int, own: float, rank: int, ids: Tensor, logprobs: Tensor, tokenizer):
+    def __init__(self, token: int, own: float, rank: int, ids: "Tensor", logprobs: "Tensor", tokenizer):
         self._token, self._own, self._rank, self._tokenizer = token, own, rank, tokenizer
         self._ids, self._logprobs = ids, logprobs  # [count] each, best first
 
