@@ -436,13 +436,22 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Non
 def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy a checkpoint into the model. ValueError: a tensor is missing or has another shape than config.json says."""
     config = model.config
-    missing = {theirs: target for name, parameter in model.named_parameters()
+    targets = {theirs: target for name, parameter in model.named_parameters()
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}
+    missing = set(targets)
+    embed, head = (f"{config.names[module]}.weight" for module in ("embed", "head"))
+    if config.tie_word_embeddings:  # one matrix: safetensors' save_model stores it under one of its names, often the head's
+        targets[head] = targets[embed]
     for name, tensor in tensors:
         bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
-        if bare not in missing:  # a buffer such as GPT-2's causal mask, or a tied head stored a second time
+        if bare not in targets:  # a buffer such as GPT-2's causal mask
             continue
-        target = missing.pop(bare)
+        if bare == head and config.tie_word_embeddings:
+            if embed not in missing:  # stored under both names: the embedding's counts
+                continue
+            bare = embed
+        missing.discard(bare)
+        target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
             tensor = tensor.T
         if tensor.shape != target.shape:

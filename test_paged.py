@@ -1922,6 +1922,24 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
         LLM(path, num_blocks=64)
 
 
+@pytest.mark.parametrize("variant, embedding", [("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
+    """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
+    prompts, continuations, _ = expectations(variant)
+
+    def assert_loads(change):
+        llm = LLM(rewritten(tmp_path, variant, change), dtype="float32", num_blocks=64)
+        assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+    assert_loads(lambda tensors: {"lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
+    other = {"lm_head.weight": torch.ones_like(dict(read_tensors(GOLDEN / variant))[embedding])}
+    assert_loads(lambda tensors: other | tensors)  # of two the embedding counts, in either order
+    assert_loads(lambda tensors: tensors | other)
+    neither = rewritten(tmp_path, variant, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
+        LLM(neither, num_blocks=64)
+
+
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
