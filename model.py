@@ -11,10 +11,10 @@ gate or without, how many query heads share a kv head. The decoder never asks fo
 `nanopaged/weights/families.py` translates each family's config.json and tensor names.
 
 **Q, K and V.** Every token gets a query Q, a key K and a value V in every layer. Attention compares a token's Q with
-the K of each token up to itself, and averages their V by the result. K and V of a token depend on this token and the
-tokens before it, so they never change, and the engine keeps them in the paged cache. Nothing reads an old Q again.
-Each layer writes K and V of the new tokens into their slots before its attention reads them. Attention then finds all
-tokens, old and new, in one place.
+the K of every token up to this one, turns the scores into weights, and returns the weighted average of their V. A
+token's K and V depend on this token and those before it, so they never change, and the engine keeps them in the paged
+cache. No later token needs an earlier Q. Each layer writes the new tokens' K and V into their slots before its
+attention reads them, so attention finds all tokens, old and new, in the cache.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not cached yet. It adds one slot in every layer. In an empty pool:
@@ -24,14 +24,14 @@ per step: the last sampled one, whose K and V are not cached yet. It adds one sl
     decode    mat                  5           5               5               .
     decode    .                    6           6               6               Then
 
-Both are the same code. The cost differs: a step reads every weight once, whatever the number of tokens, and computes
-two FLOPs per weight and token. An H200 computes about 180 FLOPs (bfloat16) in the time in which it reads one byte,
-and a weight is two bytes. A step of more than about 180 tokens is therefore bound by compute: prefill. A step of
-fewer is bound by memory: decode, which also reads the cached K and V of each sequence for a single token. Sequences
-that decode in one step share the reading of the weights, and that is why an engine batches.
+Both phases run the same code, but their cost differs. A step reads every weight once, whatever its number of tokens,
+and computes two FLOPs per weight and token. An H200 computes about 180 FLOPs (bfloat16, measured) in the time in which
+it reads one byte, and a weight has two bytes. A step of more than about 180 tokens is therefore bound by compute: this
+is prefill. A smaller step is bound by memory: this is decode, which also reads all cached K and V of a sequence for
+one token. Sequences that decode in the same step share the reading of the weights; therefore an engine batches.
 
-The parts of a forward pass stand below in their order: a step's inputs, the switches, the decoder, its weights. On a
-GPU `nanopaged/device/fused.py` replaces some modules by faster ones that compute the same.
+Below stand a step's inputs, the switches, the decoder and its weights. On a GPU `nanopaged/device/fused.py` replaces
+some modules by faster ones, which compute the same up to rounding; `enforce_eager=True` keeps those of this file.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -64,8 +64,9 @@ class Batch:
         seq_lens           7   5   4
 
     All modules but attention treat every token alike. Attention takes the queries of sequence i from the rows
-    query_start_loc[i] up to query_start_loc[i + 1], and its keys from the cache. A query at position p reads the keys
-    0 to p only, which matters for B; of A and C the one query is the last token and reads all.
+    query_start_loc[i] up to query_start_loc[i + 1], and the keys from the cache. A query at position p reads the keys
+    0 to p. B's queries therefore need a mask, whether the prompt comes whole or in chunks. The query of A or C is the
+    sequence's last token, so no key comes after it.
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
@@ -74,9 +75,9 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # [num_samples] the rows of the T that need logits; None: all
-    max_query_len: int  # upper bound of the new tokens of a sequence; a CUDA graph only tells 1 from more
+    max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query, and 2 in a CUDA graph
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # every sequence with one new token is among the first num_decodes (in a CUDA graph, all are)
+    num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph this is all
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with the last rows of these
     plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
@@ -166,24 +167,24 @@ class Transformer(nn.Module):
         """The last layer and the final norm, of the rows that need logits: [num_samples, D].
 
         No later layer reads the last layer's output, so prompt tokens that are not sampled need only their K and V
-        there. The sampled rows of a batch with prompts run as a separate decode call, so the bits of their attention
-        do not depend on the rest of the batch. In a decode batch all rows are that already.
+        there. In a batch with prompts the sampled rows run as a separate decode call, so the bits of their attention
+        do not depend on the rest of the batch. A batch without prompts is such a call as a whole.
         """
         q, residual = layer.write_kv(x, residual, rope, batch, cache, kernels)
         hidden, rows, seqs = [], batch.logits_indices, batch.sampled
         if seqs is not None and rows is not None and batch.max_query_len > 1:
-            last, rows = rows.split([len(seqs), len(rows) - len(seqs)])  # of these sequences the last tokens; others
+            last, rows = rows.split([len(seqs), len(rows) - len(seqs)])  # last tokens, and rows of prompt_logprobs
             if len(seqs):
                 last_q, last_residual = q.index_select(0, last), residual.index_select(0, last)
                 decodes = batch.last_tokens(seqs)
                 hidden.append(self.norm(*layer.attend(last_q, last_residual, decodes, cache, kernels))[0])
-        if rows is None or len(rows):  # of a batch with prompts, the tokens whose prompt_logprobs are wanted
+        if rows is None or len(rows):
             x, residual = layer.attend(q, residual, batch, cache, kernels)
             if rows is not None:
                 x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
             hidden.append(self.norm(x, residual)[0])
         if not hidden:
-            return residual[:0]  # a step of prompt chunks that end before the last token
+            return residual[:0]  # a step of prompt chunks alone, none of them the last
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
@@ -224,7 +225,8 @@ class Layer(nn.Module):
         x, residual = self.input_layernorm(x, residual)  # [T, D]
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        # `store_kv` of chapter 1, together with the norm and rope of q and k: one launch for what only moves memory.
+        # Norm and rope of q and k, and for k and v the work of chapter 1's `store_kv`: all of it only moves memory, so
+        # one launch does it.
         q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
                                      k_scale, v_scale)
         return q, residual
@@ -247,7 +249,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors. Like `Linear` it starts without values, where torch's own would compute random ones."""
+    """A table of vectors. torch's own modules draw random weights, for which they import a compiler (2 seconds)."""
 
     def __init__(self, rows: int, size: int):
         super().__init__()

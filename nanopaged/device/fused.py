@@ -1,15 +1,14 @@
 """Faster modules for the decoder on a GPU, put in place of its own by `fuse`. Read it after model.py.
 
-Three things make a small model, or few tokens, slow although the weights are read at full rate:
+Three kinds of work get faster:
 
-- **Functions between the products.** Norms and activations only move memory, and in plain torch each is several
-  kernels. torch.compile makes one kernel of each.
-- **Products of one row.** A matrix kernel is made for many rows. For a single one a plain sum reads the weights
-  faster.
-- **Products of few rows and columns.** Their tiles are too few to occupy every multiprocessor. The inner dimension is
-  therefore split (split-K), and the norm that follows adds the partial products up.
+- **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is
+  several kernels. torch.compile makes one kernel of each.
+- **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
+- **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
+  therefore split (split-K), and the norm that follows adds up the partial products.
 
-`enforce_eager=True` leaves all of this off. The modules keep their names and weights; only their class changes.
+`enforce_eager=True` leaves all of this off. The modules keep their names and weights; only their classes change.
 """
 from typing import Any, Callable
 
@@ -20,15 +19,14 @@ from torch import Tensor
 from kernel import cdiv
 from model import ACTIVATIONS, Layer, Linear, Norm, Transformer, activate, normalize
 
-# Limits found by timing products in bfloat16 on an H200.
+# Limits, found by timing products in bfloat16 on an H200.
 MAX_ONE_ROW_WEIGHTS = 2**26  # beyond it the library, too, reads the weights of a one-row product at full rate
 MAX_SUMMANDS = 1024  # a compiled sum over more numbers is a loop that waits for each of its loads
 MAX_SPLIT_ROWS = 256  # with more rows or columns there are tiles enough without a split
 MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
-# Every shape of a one-row product is a compilation of its own, and beyond its limit torch stops compiling silently.
-MAX_COMPILATIONS = 64
+MAX_COMPILATIONS = 64  # of one function; see `raise_compilation_limit`
 # For torch.compile. With dynamic=False sizes and numbers such as eps stay constants for the second model of a process;
 # torch would make variables of those that differ from the first model's. One thread: the processes that torch would
 # start to compile in parallel are ready when nearly everything is compiled.
@@ -37,24 +35,25 @@ COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
 
 def fuse(model: Transformer) -> None:
     """Replace the model's modules by the faster ones. What they compile, they compile when they first run."""
-    settings: Any = torch._dynamo.config
-    setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit",
-            MAX_COMPILATIONS)
+    raise_compilation_limit()
     compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
-    compiled_row_linear = torch.compile(one_row_linear, **COMPILER)
-    compiled_row_gate_up = torch.compile(one_row_gate_up, **COMPILER)
+    compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return (compiled_row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
 
     class FusedLinear(Linear):
         def forward(self, x: Tensor) -> Tensor:
-            linear = compiled_row_linear if is_one_row_product(x, self.weight) else F.linear
             return linear(x, self.weight, self.bias)
 
-    class LinearBeforeNorm(FusedLinear):
-        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands."""
+    class LinearBeforeNorm(Linear):
+        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands. (The model's
+        `finish` selects rows of either by dimension -2.)"""
 
         def forward(self, x: Tensor) -> Tensor:
-            count = num_partial_products(x, self.weight) if self.bias is None else 1
-            return super().forward(x) if count == 1 else partial_products(x, self.weight, count)
+            weight, bias = self.weight, self.bias
+            count = num_partial_products(x, weight) if bias is None else 1
+            return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
 
     class FusedNorm(Norm):
         def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,17 +64,23 @@ def fuse(model: Transformer) -> None:
             c, gate_up = self.config, self.gate_up_proj
             if is_one_row_product(x, gate_up.weight):
                 x = compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp)
-            else:
-                x = compiled_activate(gate_up(x), c.activation, c.gated_mlp)
-            return self.down_proj(x)
+                return self.down_proj(x)
+            return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
 
-    replacements = {Layer: FusedLayer, Norm: FusedNorm, Linear: FusedLinear}
-    before_norm = {module for layer in model.layers for module in (layer.o_proj, layer.down_proj)}
-    for module in [*model.layers.modules(), model.norm]:
-        if module in before_norm:
-            module.__class__ = LinearBeforeNorm
-        elif type(module) in replacements:
-            module.__class__ = replacements[type(module)]
+    for layer in model.layers:
+        layer.__class__ = FusedLayer
+        layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
+        layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.__class__ = FusedNorm
+
+
+def raise_compilation_limit() -> None:
+    """Every shape of a one-row product is a compilation of its own. Beyond its limit torch silently stops compiling."""
+    settings: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
+    setattr(settings, name, MAX_COMPILATIONS)
 
 
 def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
