@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from kernel import cdiv
-from model import ModelConfig
 from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
 from nanopaged.frontend import Frontend
 from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt, wrap_int64
@@ -48,6 +47,7 @@ from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
 from nanopaged.params import SamplingParams
 from nanopaged.runner import Runner, Sampled
 from nanopaged.tokenizer import load_tokenizer
+from nanopaged.weights.families import read_model_config
 from torch import OutOfMemoryError  # after kernel.py, which keeps torch from complaining where there is no numpy
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
@@ -616,9 +616,9 @@ class LLM(Frontend):
             seed=seed)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         # A model that cannot be run is refused before its weights are downloaded.
-        path = find_checkpoint(model, revision, check=lambda path: ModelConfig.from_hf(read_config(path)),
+        path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
                                config_only=load_format == "dummy")
-        self.config = ModelConfig.from_hf(read_config(path))
+        self.config = read_model_config(read_config(path))
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")

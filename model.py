@@ -1,62 +1,101 @@
 """Chapter 2: the model. One decoder for GPT-2, OPT, Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
 
-These families are one architecture with a few switches. Every layer is
+A decoder reads tokens and computes logits for the token that comes next: one number for each entry of the vocabulary.
+These families share one architecture with a few switches. Every layer computes
 
-    x = x + out(attention(norm(x)))         attention: q, k, v = qkv(x), [q and k norm], [rope], cache, attend
-    x = x + down(activation(up(norm(x))))   gated (SwiGLU) or plain
+    x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
+    x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-and `ModelConfig` says how the switches stand: LayerNorm or RMSNorm, learned positions or rope, biases or
-none, an MLP with a gate or without, how many query heads share a kv head. Nothing below asks for a family
-by name; only the functions at the end do, which turn a checkpoint's configuration and tensor names into ours.
+and `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or rope, biases or none, an MLP with a
+gate or without, how many query heads share a kv head. The decoder never asks for a family by name;
+`nanopaged/weights/families.py` translates each family's config.json and tensor names.
 
-The model sees a **flat batch**: the new tokens of all sequences of a step in one dimension, `[num_tokens]`,
-whether they are a whole prompt, a piece of one, or one decoded token. All layers but attention treat every
-token alike; attention finds out who belongs to whom from the `Batch`. Its past is in the paged cache and
-nowhere else: each layer writes the new K and V into their slots first, then attends over the blocks.
+**Q, K and V.** Every token gets a query Q, a key K and a value V in every layer. Attention compares a token's Q with
+the K of every token up to this one, turns the scores into weights, and returns the weighted average of their V. A
+token's K and V depend on this token and those before it, so they never change, and the engine keeps them in the paged
+cache. No later token needs an earlier Q. Each layer writes the new tokens' K and V into their slots before its
+attention reads them, so attention finds all tokens, old and new, in the cache.
 
-Shapes: T = num_tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
+**Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
+per step: the last sampled one, whose K and V are not cached yet. It adds one slot in every layer. In an empty pool:
+
+    step      tokens in            positions   cached before   slots written   sampled
+    prefill   The cat sat on the   0 1 2 3 4   0               0 1 2 3 4       mat
+    decode    mat                  5           5               5               .
+    decode    .                    6           6               6               Then
+
+Both phases run the same code, but their cost differs. A step reads every weight once, whatever its number of tokens,
+and computes two FLOPs per weight and token. An H200 computes about 180 FLOPs (bfloat16, measured) in the time in which
+it reads one byte, and a weight has two bytes. A step of more than about 180 tokens is therefore bound by compute: this
+is prefill. A smaller step is bound by memory: this is decode, which also reads all cached K and V of a sequence for
+one token. Sequences that decode in the same step share the reading of the weights; therefore an engine batches.
+
+Below stand a step's inputs, the switches, the decoder and its weights. On a GPU `nanopaged/device/fused.py` replaces
+some modules by faster ones, which compute the same up to rounding; `enforce_eager=True` keeps those of this file.
+
+Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernel import Kernels, cdiv, rms_norm
+from kernel import Kernels, rms_norm
+
+# One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
+LayerCache = tuple[Tensor, Tensor, float, float]
 
 
 @dataclass
 class Batch:
-    """What a forward pass needs to know of a step. Sequences with one new token come first."""
+    """The inputs of a step: a **flat batch**, the new tokens of all sequences in one dimension.
+
+    A and C decode, their 7th and their 5th token, and B brings a prompt of 4 (block_size 4):
+
+        sequence           A   C   B
+        input_ids          a6  c4  b0  b1  b2  b3
+        positions          6   4   0   1   2   3
+        slot_mapping       6   12  16  17  18  19
+        query_start_loc    0   1   2               6
+        seq_lens           7   5   4
+
+    All modules but attention treat every token alike. Attention takes the queries of sequence i from the rows
+    query_start_loc[i] up to query_start_loc[i + 1], and the keys from the cache. A query at position p reads the keys
+    0 to p. B's queries therefore need a mask, whether the prompt comes whole or in chunks. The query of A or C is the
+    sequence's last token, so no key comes after it.
+    """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
-    slot_mapping: Tensor  # [T] where its K and V go in the cache, -1: nowhere
-    block_tables: Tensor  # [num_seqs, max_blocks] int32
+    slot_mapping: Tensor  # [T] the cache slot for each token's K and V; -1: they are cached already, do not write
+    block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # [num_samples] rows of the T whose logits are wanted; None: all
-    max_query_len: int
-    max_seq_len: int
-    num_decodes: int  # how many sequences have one new token
-    query_tiles: Tensor | None = None  # the Triton kernel's work list
-    sampled: Tensor | None = None  # sequences: logits_indices begin with the last tokens of these
-    plan: dict = field(default_factory=dict)  # what the torch path works out once for all layers
+    logits_indices: Tensor | None  # [num_samples] the rows of the T that need logits; None: all
+    max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query, and 2 in a CUDA graph
+    max_seq_len: int  # upper bound of seq_lens
+    num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph this is all
+    query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
+    sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with the last rows of these
+    plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
 
-    def last_tokens(self) -> "Batch":
-        """The sequences that sample, with one new token each: their last. Padding, of length 0, is still without a query."""
-        seq_lens = self.seq_lens.index_select(0, self.sampled)
-        count = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
-        return replace(self, block_tables=self.block_tables.index_select(0, self.sampled), seq_lens=seq_lens,
-                       query_start_loc=torch.minimum(count, (seq_lens > 0).sum(dtype=torch.int32)), logits_indices=None,
-                       max_query_len=1, num_decodes=len(seq_lens), query_tiles=None, plan={})
+    def last_tokens(self, seqs: Tensor) -> "Batch":
+        """A decode batch of these sequences, each with its last token alone."""
+        seq_lens = self.seq_lens.index_select(0, seqs)
+        # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
+        return replace(self, block_tables=self.block_tables.index_select(0, seqs), seq_lens=seq_lens,
+                       query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
+                       query_tiles=None, plan={})
 
 
 @dataclass
 class ModelConfig:
-    """The switches, in our words. The functions at the end translate a config.json's."""
+    """The switches. `read_model_config` in nanopaged/weights/families.py sets them by a config.json."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -70,71 +109,22 @@ class ModelConfig:
     activation: str = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
-    out_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     learned_positions: bool = False
-    position_offset: int = 0  # OPT's position table has two rows that no token uses
-    rope: dict = field(default_factory=dict)  # rope_theta, rope_type and that type's numbers
-    sliding_windows: list[int] = field(default_factory=list)  # per layer, 0: sees everything
+    position_offset: int = 0  # OPT's position table begins with two rows that no token uses
+    rope: dict[str, Any] = field(default_factory=dict)  # rope_theta, rope_type and the numbers of that type
+    sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees all before it
     torch_dtype: torch.dtype = torch.float32
-    names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's
-    transposed: bool = False  # GPT-2 stores its matrices [in, out]
+    names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
+    transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
     @property
     def window(self) -> int:
-        """How many tokens the next one sees, itself included, in the layer that sees most; 0: all."""
+        """The number of tokens that the next one sees, itself included, in the layer that sees most; 0: all."""
         return max(self.sliding_windows) if self.sliding_windows and all(self.sliding_windows) else 0
-
-    @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
-        """From a checkpoint's config.json. ValueError: an architecture or a setting that is not supported."""
-        if (quantization := hf.get("quantization_config")) is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ValueError(f"the checkpoint is quantised ({method}); use one with float32, float16 or bfloat16 weights")
-        architectures = hf.get("architectures") or ["none given"]
-        architecture = architectures[0] if isinstance(architectures, list) else architectures
-        if architecture not in list(FAMILIES):
-            raise ValueError(f"unknown architecture {architecture!r:.80}; known are {', '.join(FAMILIES)}")
-        try:
-            config = FAMILIES[architecture](hf)
-        except KeyError as missing:
-            raise ValueError(f"config.json of a {architecture} must have {missing}, and has not") from None
-        except (TypeError, AttributeError, ZeroDivisionError) as error:
-            raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
-        config.check()
-        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-        config.torch_dtype = getattr(torch, dtype)
-        if config.num_heads % config.num_kv_heads:
-            raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
-        if config.head_dim % 2:
-            raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
-        return config
-
-    def check(self) -> None:
-        """ValueError unless this can be a model: a config.json may hold anything."""
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
-                     "max_position_embeddings"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"config.json: {name} must be an integer of at least 1, not {value!r:.80}")
-        rope = {key: self.rope[key] for key in ("rope_theta", *ROPE_TYPES[self.rope["rope_type"]])} if self.rope else {}
-        for name, value in {"the norm's epsilon": self.norm_eps, **rope}.items():
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
-        if len(self.sliding_windows) not in (0, self.num_layers) or any(type(w) is not int or w < 0 for w in self.sliding_windows):
-            raise ValueError(f"config.json: a sliding window must be a number of tokens, and there must be a kind for each of the "
-                             f"{self.num_layers} layers, not windows of {self.sliding_windows!r:.80}")
-        if self.activation not in list(ACTIVATIONS):
-            raise ValueError(f"unknown activation {self.activation!r:.80}; known are {', '.join(ACTIVATIONS)}")
-
-
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,130 +132,124 @@ ACTIVATIONS: dict[str, Callable] = {
 # --------------------------------------------------------------------------------------------------
 
 class Transformer(nn.Module):
-    """The decoder: a flat batch of tokens in, the logits of the rows that sample out."""
+    """The decoder: a flat batch of tokens in, logits out."""
+    rope_table: Tensor
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
-        if config.learned_positions:
-            self.embed_positions = Embedding(config.max_position_embeddings + config.position_offset, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = Norm(config, config.hidden_size)
-        self.head = (self.embed if config.tie_word_embeddings else
-                     Linear(config.hidden_size, config.vocab_size, bias=False))
+        c = self.config = config
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        if c.learned_positions:
+            self.embed_positions = Embedding(c.max_position_embeddings + c.position_offset, c.hidden_size)
+        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers))
+        self.norm = Norm(c, c.hidden_size)
+        self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: list[tuple], kernels: Kernels, out: Tensor | None = None) -> Tensor:
-        """Logits [num_samples, vocab_size], in `out` if that is given; `kv_cache` has each layer's (k_cache, v_cache, k_scale,
-        v_scale), and is written."""
-        x = self.embed(batch.input_ids)  # [T, D]
+    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: Kernels, out: Tensor | None = None) -> Tensor:
+        """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
+        residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
+        x = torch.zeros_like(residual)  # each norm adds the output of the sublayer before it; here there is none
+        *layers, (last_layer, last_cache) = zip(self.layers, kv_cache)
+        for layer, cache in layers:
+            x, residual = layer(x, residual, rope, batch, cache, kernels)
+        x = self.finish(last_layer, x, residual, rope, batch, last_cache, kernels)  # [num_samples, D]
+        return torch.matmul(x, self.lm_head.weight.T, out=out)
+
+    def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The tokens' vectors [T, D], and the cosines and sines of their rope angles [T, head_dim] if there are any."""
+        x = self.embed_tokens(batch.input_ids)
         if self.config.learned_positions:
-            x = x + self.embed_positions(batch.positions + self.config.position_offset)
-            rotation = None
-        else:
-            rotation = self.rope_table.index_select(0, batch.positions)  # [T, head_dim]
-        x, residual = torch.zeros_like(x), x  # each norm adds what came before it to the residual stream, the first one nothing
-        for layer, cache in zip(self.layers, kv_cache):
-            q, residual = layer.store(x, residual, rotation, batch, cache, kernels)
-            if layer is not self.layers[-1]:
-                x, residual = layer.attend(q, residual, batch, cache, kernels)
-        # After the last layer nobody attends to these tokens any more: of those without logits, K and V are all that is wanted.
-        # What samples is computed by itself whatever else is: its attention's bits must not go with the batch.
-        hidden, rows, cache = [], batch.logits_indices, kv_cache[-1]
-        if batch.sampled is not None and batch.max_query_len > 1:
-            few, rows = rows.split([len(batch.sampled), len(rows) - len(batch.sampled)])
-            if len(few):
-                hidden += [self.finish(q.index_select(0, few), residual.index_select(0, few), batch.last_tokens(), cache, kernels)]
+            return x + self.embed_positions(batch.positions + self.config.position_offset), None
+        return x, self.rope_table.index_select(0, batch.positions)
+
+    def finish(self, layer: "Layer", x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+               kernels: Kernels) -> Tensor:
+        """The last layer and the final norm, of the rows that need logits: [num_samples, D].
+
+        No later layer reads the last layer's output, so prompt tokens that are not sampled need only their K and V
+        there. In a batch with prompts the sampled rows run as a separate decode call, so the bits of their attention
+        do not depend on the rest of the batch. A batch without prompts is such a call as a whole.
+        """
+        q, residual = layer.write_kv(x, residual, rope, batch, cache, kernels)
+        hidden, rows, seqs = [], batch.logits_indices, batch.sampled
+        if seqs is not None and rows is not None and batch.max_query_len > 1:
+            last, rows = rows.split([len(seqs), len(rows) - len(seqs)])  # last tokens, and rows of prompt_logprobs
+            if len(seqs):
+                last_q, last_residual = q.index_select(0, last), residual.index_select(0, last)
+                decodes = batch.last_tokens(seqs)
+                hidden.append(self.norm(*layer.attend(last_q, last_residual, decodes, cache, kernels))[0])
         if rows is None or len(rows):
-            hidden += [self.finish(q, residual, batch, cache, kernels, rows)]
-        if not hidden:  # only chunks of prompts
-            return q.new_empty(0, self.config.vocab_size)
-        return torch.matmul(hidden[0] if len(hidden) == 1 else torch.cat(hidden), self.head.weight.T, out=out)
+            x, residual = layer.attend(q, residual, batch, cache, kernels)
+            if rows is not None:
+                x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
+            hidden.append(self.norm(x, residual)[0])
+        if not hidden:
+            return residual[:0]  # a step of prompt chunks alone, none of them the last
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
-    def finish(self, q, residual, batch: Batch, cache: tuple, kernels: Kernels, rows: Tensor | None = None) -> Tensor:
-        """What the head takes, of these rows or all: the rest of the last layer, and the norm."""
-        x, residual = self.layers[-1].attend(q, residual, batch, cache, kernels)
-        if rows is not None:  # x may be in pieces, [pieces, T, D]
-            x, residual = x.index_select(-2, rows), residual.index_select(0, rows)
-        return self.norm(x, residual)[0]
-
-    def fuse(self) -> None:
-        """Compile the small functions between the matrix products, each into one kernel for any number of tokens."""
-        # Every shape of one_row_product is a compilation of its own; beyond its limit torch silently stops compiling.
-        settings = torch._dynamo.config
-        setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", 64)
-        fused_norm, fused_activate = compile_rows(add_norm, 2), compile_rows(activate, 1)
-        fused_product, fused_expand = (torch.compile(f, **COMPILER) for f in (one_row_product, one_row_expand))
-
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return fused_product(x, weight, bias) if is_small_row(x, weight) else F.linear(x, weight, bias)
-
-        def product_for_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            pieces = num_pieces(x, weight) if bias is None else 1
-            return product(x, weight, bias) if pieces == 1 else product_in_pieces(x, weight, pieces)
-
-        def expand(x: Tensor, up: Linear, activation: str, gated: bool) -> Tensor:
-            if is_small_row(x, up.weight):
-                return fused_expand(x, up.weight, up.bias, activation, gated)
-            return fused_activate(up(x), activation, gated)
-
-        for layer in self.layers:
-            layer.qkv.matrix_product = layer.up.matrix_product = product
-            layer.out.matrix_product = layer.down.matrix_product = product_for_norm
-            layer.expand = expand
-        for module in self.modules():
-            if isinstance(module, Norm):
-                module.add_norm = fused_norm
-
-    def make_rope_table(self, device, num_positions: int) -> None:
-        """Computed, not loaded: [num_positions, head_dim] float32, the cosines, then the sines."""
+    def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
+        """[num_positions, head_dim] float32: for each position the cosines, then the sines, of its angles."""
         if not self.config.learned_positions:
             angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
 class Layer(nn.Module):
-    """One decoder layer, in two parts: after the first a token's K and V are in the cache."""
+    """One decoder layer: attention, then the MLP."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         c = self.config = config
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
-        self.attention_norm = Norm(c, c.hidden_size)
-        # One product for q, k and v, and one for gate and up: fewer, larger matrices are faster.
-        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.input_layernorm = Norm(c, c.hidden_size)
+        # One matrix for q, k and v, and one for gate and up: fewer, larger products are faster.
+        self.qkv_proj = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # their weights: `rotate_and_store` norms, too
-        self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.out_bias)
-        self.mlp_norm = Norm(c, c.hidden_size)
-        self.up = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
-        self.expand = expand
+            self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.post_attention_layernorm = Norm(c, c.hidden_size)
+        self.gate_up_proj = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
-    def store(self, x, residual, rotation, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(queries [T, H, head_dim], residual) from x, the output of the layer before, [T, D] or [pieces, T, D] (see
-        `product_in_pieces`), and residual [T, D], what it is still to be added to. K and V go into the cache."""
+    def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(x, residual) of the layer before -> those of this one. The residual stream is their sum: the next norm adds
+        them, because an addition and a norm together read memory once."""
+        q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
+        return self.attend(q, residual, batch, cache, kernels)
+
+    def write_kv(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                 kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """Q, K and V of all tokens: K and V go into their cache slots. Returns Q [T, H, head_dim] and the residual."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
-        x, residual = self.attention_norm(x, residual)
-        qkv = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
+        x, residual = self.input_layernorm(x, residual)  # [T, D]
+        qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        q = kernels.rotate_and_store(qkv, c.num_heads, rotation, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
+        # Norm and rope of q and k, and for k and v the work of chapter 1's `store_kv`: all of it only moves memory, so
+        # one launch does it.
+        q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
                                      k_scale, v_scale)
         return q, residual
 
-    def attend(self, q, residual, batch: Batch, cache: tuple, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """The rest: attention of these queries over the cache, and the MLP; (x, residual) for the next layer."""
-        c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
-        o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-                              c.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
-                              sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
-                              plan=batch.plan, k_scale=k_scale, v_scale=v_scale)
-        x, residual = self.mlp_norm(self.out(o.flatten(1)), residual)
-        return self.down(self.expand(x, self.up, c.activation, c.gated_mlp)), residual
+    def attend(self, q: Tensor, residual: Tensor, batch: Batch, cache: LayerCache,
+               kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """The rest of the layer: these queries' attention over the cache, which holds the new K and V, and the MLP."""
+        k_cache, v_cache, k_scale, v_scale = cache
+        o = kernels.attention(  # [T, H, head_dim]
+            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+            self.config.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
+            sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles, plan=batch.plan,
+            k_scale=k_scale, v_scale=v_scale)
+        x, residual = self.post_attention_layernorm(self.o_proj(o.flatten(1)), residual)
+        return self.mlp(x), residual
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]"""
+        return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
 
 
 class Embedding(nn.Module):
-    """A table of vectors. Like the other modules here it starts without values: `build_model` fills them in."""
+    """A table of vectors. torch's own modules draw random weights, for which they import a compiler (2 seconds)."""
 
     def __init__(self, rows: int, size: int):
         super().__init__()
@@ -276,9 +260,7 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix product: [T, in] -> [T, out]. `fuse` has another function for one row, and one that returns pieces, [pieces, T,
-    out], for products that a norm follows."""
-    matrix_product = staticmethod(F.linear)
+    """A matrix product: [T, in] -> [T, out]."""
 
     def __init__(self, size_in: int, size_out: int, bias: bool):
         super().__init__()
@@ -286,7 +268,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matrix_product(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -297,108 +279,48 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if config.norm == "layer" else None
-        self.add_norm = add_norm
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.add_norm(x, residual, self.weight, self.bias, self.eps)
+        residual = x + residual
+        return normalize(residual, self.weight, self.bias, self.eps), residual
 
 
-# The functions between the matrix products only move memory: on a GPU each is worth a kernel of its own, see `fuse`.
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm, or layer norm where there is a bias, of x + residual; and the sum itself. x may come in pieces."""
-    for piece in (x if x.dim() == 3 else [x]):  # one by one: this fuses with the norm, and .sum(0) would not
-        residual = piece + residual
-    if bias is None:
-        return rms_norm(residual, weight, eps), residual
-    return F.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """RMS norm, or layer norm if there is a bias."""
+    return rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear for x [1, in]. Such a product is nothing but reading the weights once, and a plain sum does that faster
-    than a matrix kernel made for more rows. It goes over `in` in pieces of at most 1,024, which are added up first: a sum
-    over more would become a loop that waits for each of its loads."""
-    size = weight.shape[1]
-    count = next(n for n in range(cdiv(size, 1024), size + 1) if size % n == 0)
-    x, pieces = x.float().view(count, -1), weight.view(len(weight), count, -1)
-    row = sum([pieces[:, i].float() * x[i] for i in range(count)]).sum(-1)
-    return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
-def one_row_expand(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
-    """`expand` for one row: the products of gate and up, side by side, and what becomes of them in one kernel."""
-    count = 2 if gated else 1
-    biases = [None] * count if bias is None else bias.chunk(count)
-    rows = [one_row_product(x, *part) for part in zip(weight.chunk(count), biases)]
-    return ACTIVATIONS[activation](rows[0]) * rows[1] if gated else ACTIVATIONS[activation](rows[0])
-
-
-def is_small_row(x: Tensor, weight: Tensor) -> bool:
-    """One row, times a matrix that is not so large that the library, too, reads it at full rate."""
-    return len(x) == 1 and weight.numel() <= 2**26
-
-
-def num_pieces(x: Tensor, weight: Tensor) -> int:
-    """Into how many pieces `product_in_pieces` should cut a product, by an H200's times; 1: not at all."""
-    pieces = 4 if len(weight) <= 2048 else 2
-    fits = weight.shape[1] % (64 * pieces) == 0 and weight.dtype is not torch.float16  # where a piece may overflow
-    return pieces if fits and len(x) <= 256 and len(weight) <= 8192 and not is_small_row(x, weight) else 1
-
-
-def product_in_pieces(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """x [T, in] times weight [out, in] as products of pieces of the inner dimension: [pieces, T, out], whose sum it is.
-
-    A product of few rows and columns has too few tiles for all multiprocessors. The library then cuts the inner dimension,
-    too, and needs a kernel more to add up the pieces. Here the norm that follows does that, on its way: about 2 microseconds
-    less for each such product on an H200. (In bfloat16 each piece is rounded, where else the whole would be.)
-    """
-    x, weight = x.view(len(x), pieces, -1), weight.view(len(weight), pieces, -1)
-    return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0))
-
-
-def expand(x: Tensor, up: Linear, activation: str, gated: bool) -> Tensor:
-    """The first half of an MLP: x [T, D] -> [T, intermediate]."""
-    return activate(up(x), activation, gated)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """An MLP's nonlinearity: x [T, intermediate], or [T, 2 * intermediate] where the first half gates the second."""
+    """The MLP's nonlinearity: [T, intermediate] -> the same; gated, [T, 2 * intermediate] -> [T, intermediate]."""
     if not gated:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 
 
-# For torch.compile. Sizes and numbers such as eps are constants of the second model in a process, too, where torch would make
-# variables of all in which it differs from the first. And kernels are compiled here: the processes that torch would start for
-# that are ready when nearly all is done.
-COMPILER = dict(dynamic=False, options={"compile_threads": 1})
-
-
-def compile_rows(function: Callable, num_tensors: int) -> Callable:
-    """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors arguments
-    may change. All other sizes become constants of the generated kernel, which moves memory about twice as fast as one that
-    reads them."""
-    compiled = torch.compile(function, **COMPILER)
-
-    def call(*arguments):
-        for tensor in arguments[:num_tensors]:
-            torch._dynamo.maybe_mark_dynamic(tensor, max(0, tensor.dim() - 2))
-        return compiled(*arguments)
-
-    return call
-
-
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each pair, [head_dim // 2] float32, stretched for contexts longer than trained."""
+    """The angle per position of each pair of a head's numbers, [head_dim // 2] float32.
+
+    The scaled types slow rotations down, so that contexts longer than the trained one meet no unknown angle.
+    """
     rope = config.rope
     frequency = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    if rope["rope_type"] == "linear":  # every position counts for less
+    if rope["rope_type"] == "linear":
         frequency = frequency / rope["factor"]
-    elif rope["rope_type"] == "llama3":  # slow rotations are stretched, fast ones kept, those between blended
-        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # within the trained context
+    elif rope["rope_type"] == "llama3":  # slow rotations are slowed down, fast ones kept, those between are blended
+        rotations = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the trained context
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / rope["factor"])
     return frequency
 
@@ -407,22 +329,23 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype, device,
-                num_positions: int) -> Transformer:
+def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype,
+                device: torch.device | str, num_positions: int) -> Transformer:
     """A Transformer on `device` with a checkpoint's (name, tensor) pairs, or random weights if `tensors` is None.
 
-    One tensor at a time is copied to its place, so memory stays near one copy of the weights. ValueError: there is no
-    memory for them, or they are not what `config` says.
+    Tensors are copied one at a time, so memory stays near one copy of the weights. ValueError: the device has too
+    little memory, or the tensors are not those that `config` implies.
     """
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         model = Transformer(config)
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "not so much memory"
-    try:  # as model.to_empty does, which would import sympy for it: a quarter of a second
+    try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
         model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
     except RuntimeError:  # torch.OutOfMemoryError is one
         size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-        raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; use a smaller model or dtype") from None
+        raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
+                         "use a smaller model or dtype") from None
     if tensors is None:
         for name, parameter in model.named_parameters():
             nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
@@ -436,13 +359,22 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Non
 def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy a checkpoint into the model. ValueError: a tensor is missing or has another shape than config.json says."""
     config = model.config
-    missing = {theirs: target for name, parameter in model.named_parameters()
+    targets = {theirs: target for name, parameter in model.named_parameters()
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}
+    missing = set(targets)
+    embed, head = config.names.get("embed_tokens", "embed_tokens") + ".weight", "lm_head.weight"
+    if config.tie_word_embeddings:  # one matrix; safetensors' save_model stores it as the head alone
+        targets[head] = targets[embed]
     for name, tensor in tensors:
         bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
-        if bare not in missing:  # a buffer such as GPT-2's causal mask, or a tied head stored a second time
+        if bare not in targets:  # a buffer such as GPT-2's causal mask
             continue
-        target = missing.pop(bare)
+        if bare == head and config.tie_word_embeddings:
+            if embed not in missing:  # stored under both names: the embedding's counts
+                continue
+            bare = embed
+        missing.discard(bare)
+        target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
             tensor = tensor.T
         if tensor.shape != target.shape:
@@ -454,107 +386,13 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
 
 
 def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """The checkpoint's tensors that make up our parameter `name`: their names, and the rows of ours each one fills."""
+    """The checkpoint's tensors that make up our parameter `name`: their names, and the rows that each one fills."""
     *path, module, kind = name.split(".")
-    q, kv, mlp = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
-    parts = {module: parameter}
-    if module == "qkv" and "qkv" not in config.names:  # GPT-2 stores them merged, as we do
-        parts = dict(zip("qkv", parameter.split([q, kv, kv])))
-    elif module == "up" and config.gated_mlp:
-        parts = dict(zip(["gate", "up"], parameter.split([mlp, mlp])))
-    return {".".join(config.names.get(word, word) for word in (*path, part, kind)): rows for part, rows in parts.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Families: what a config.json and its tensor names mean
-# --------------------------------------------------------------------------------------------------
-
-def gpt2(hf: dict) -> ModelConfig:
-    for key, supported in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False).items():
-        if hf.get(key, supported) != supported:
-            raise ValueError(f"GPT-2 with {key}={hf[key]} is not supported")
-    return ModelConfig(
-        hf["vocab_size"], hf["n_embd"], hf["n_layer"], hf["n_head"], hf["n_head"], hf["n_embd"] // hf["n_head"],
-        hf.get("n_inner") or 4 * hf["n_embd"], hf["n_positions"], norm="layer",
-        norm_eps=hf.get("layer_norm_epsilon", 1e-5), activation=hf.get("activation_function", "gelu_new"),
-        gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True, learned_positions=True, transposed=True,
-        tie_word_embeddings=hf.get("tie_word_embeddings", True),
-        names={"embed": "wte", "embed_positions": "wpe", "layers": "h", "attention_norm": "ln_1", "qkv": "attn.c_attn",
-               "out": "attn.c_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj", "norm": "ln_f",
-               "head": "lm_head"})
-
-
-def opt(hf: dict) -> ModelConfig:
-    for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
-                               layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
-        if hf.get(key, supported) != supported:
-            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the one that has it)")
-    heads = hf["num_attention_heads"]
-    return ModelConfig(
-        hf["vocab_size"], hf["hidden_size"], hf["num_hidden_layers"], heads, heads, hf["hidden_size"] // heads,
-        hf["ffn_dim"], hf["max_position_embeddings"], norm="layer", norm_eps=1e-5,
-        activation=hf.get("activation_function", "relu"), gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True,
-        learned_positions=True, position_offset=2, tie_word_embeddings=hf.get("tie_word_embeddings", True),
-        names={"embed": "embed_tokens", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-               "out": "self_attn.out_proj", "attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm",
-               "up": "fc1", "down": "fc2", "norm": "final_layer_norm", "head": "lm_head"})
-
-
-def llama(hf: dict, **switches) -> ModelConfig:
-    heads = hf["num_attention_heads"]
-    attention_bias = hf.get("attention_bias", False)
-    settings = dict(qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches
-    return ModelConfig(
-        hf["vocab_size"], hf["hidden_size"], hf["num_hidden_layers"], heads, hf.get("num_key_value_heads") or heads,
-        hf.get("head_dim") or hf["hidden_size"] // heads, hf["intermediate_size"], hf["max_position_embeddings"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6), activation=hf.get("hidden_act", "silu"), rope=rope_settings(hf),
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        names={"embed": "embed_tokens", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-               "out": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
-               "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj",
-               "up": "mlp.up_proj", "down": "mlp.down_proj", "head": "lm_head"},
-        **settings)
-
-
-def mistral(hf: dict) -> ModelConfig:
-    window = hf.get("sliding_window", 4096) or 0  # absent means 4096, null means none
-    return llama(hf, qkv_bias=False, out_bias=False, mlp_bias=False, sliding_windows=[window] * hf["num_hidden_layers"])
-
-
-def qwen_windows(hf: dict) -> list[int]:
-    """Qwen's layers from max_window_layers on see a window, if use_sliding_window says so."""
-    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window", False) else 0
-    kinds = hf.get("layer_types") or ["sliding_attention" if i >= hf.get("max_window_layers", 28) else "full_attention"
-                                      for i in range(hf["num_hidden_layers"])]
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
-
-
-def qwen2(hf: dict) -> ModelConfig:
-    return llama(hf, qkv_bias=True, out_bias=False, mlp_bias=False, sliding_windows=qwen_windows(hf))
-
-
-def qwen3(hf: dict) -> ModelConfig:
-    return llama({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, sliding_windows=qwen_windows(hf))
-
-
-FAMILIES: dict[str, Callable[[dict], ModelConfig]] = {
-    "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
-}
-
-ROPE_TYPES = {"default": (), "linear": ("factor",),
-              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-
-
-def rope_settings(hf: dict) -> dict:
-    """Both spellings: rope_theta beside rope_scaling, and the newer rope_parameters that holds everything."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    absent = [key for key in ROPE_TYPES[kind] if key not in given]
-    if absent:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(absent)} in config.json")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
-    return {"rope_theta": 10000.0} | {k: hf[k] for k in ["rope_theta"] if k in hf} | given | {"rope_type": kind}
+    rows = {module: parameter}
+    if module == "qkv_proj" and module not in config.names:  # GPT-2 stores q, k and v merged, as we do
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
+    elif module == "gate_up_proj" and config.gated_mlp:
+        rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
+    return {".".join(config.names.get(word, word) for word in (*path, part, kind)): target
+            for part, target in rows.items()}

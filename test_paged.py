@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,14 +30,17 @@ import torch
 import bench
 import engine
 import kernel
+import model
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
-from model import ModelConfig, activate, add_norm, compile_rows, num_pieces, product_in_pieces, rope_frequencies
+from model import activate, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.checkpoint import read_safetensors, read_tensors
+from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
 from nanopaged.logits import encode_bad_words
 from nanopaged.runner import _pick_dtype
 from nanopaged.sampler import pick
+from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
@@ -915,7 +919,7 @@ def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
     for width, eps in ((64, 1e-6), (96, 1e-5)):
-        norm, activation, draw = compile_rows(add_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
+        norm, activation, draw = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
         for rows in (5, 9):  # as many rows as one likes
             x, weight, whole = torch.randn(rows, width), torch.nn.Parameter(torch.ones(width)), torch.ones(rows, dtype=torch.int64)
             norm(x, x + 1, weight, None, eps)
@@ -1921,6 +1925,65 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------
+
+def recorded_batches(llm, choose):
+    """The batches that the engine gives to the model from now on. In its place choose(batch) says what is sampled."""
+    batches = []
+
+    def forward(batch, kv_cache, kernels):
+        batches.append(batch)
+        logits = torch.zeros(len(batch.logits_indices), llm.config.vocab_size)
+        logits[range(len(logits)), choose(batch)] = 1.0
+        return logits
+
+    llm.runner.model = forward
+    return batches
+
+
+def as_rows(text, start):
+    """The lines of a table in a docstring, from the one that begins with `start` to the next empty one, split by columns."""
+    lines = text[text.index(start):].split("\n\n")[0].splitlines()
+    return [re.split(r" {2,}", line.strip()) for line in lines]
+
+
+def test_the_worked_decode_of_the_models_text():
+    heading, *rows = as_rows(model.__doc__, "step      tokens in")
+    assert heading == ["step", "tokens in", "positions", "cached before", "slots written", "sampled"]
+    words = [*dict.fromkeys(" ".join(row[1] + " " + row[-1] for row in rows).split())]
+    llm = load("llama2", device="cpu", enable_prefix_caching=False)
+    follow = {row[1].split()[-1]: row[-1] for row in rows}
+    batches = recorded_batches(llm, lambda batch: words.index(follow[words[batch.input_ids[-1]]]))
+    prompt = [words.index(word) for word in rows[0][1].split()]
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=len(rows), ignore_eos=True))
+    assert [words[token] for token in output.outputs[0].token_ids] == [row[-1] for row in rows]
+    for i, (batch, row) in enumerate(zip(batches, rows, strict=True)):
+        assert row[:5] == [
+            "decode" if i else "prefill", " ".join(words[token] for token in batch.input_ids),
+            " ".join(map(str, batch.positions.tolist())), str(batch.seq_lens.item() - len(batch.input_ids)),
+            " ".join(map(str, batch.slot_mapping.tolist()))]
+
+
+def test_the_flat_batch_of_the_models_text():
+    rows = {name: cells for name, *cells in as_rows(model.Batch.__doc__, "sequence           A")}
+    llm = load("llama2", device="cpu", block_size=4, enable_prefix_caching=False)
+    batches = recorded_batches(llm, lambda batch: batch.logits_indices)
+    first, second, third = [10, 11, 12, 13, 14, 15], [20, 21, 22, 23], [30, 31, 32, 33]
+    llm.add_request(first, GREEDY)
+    llm.add_request(second, GREEDY)
+    llm.step()
+    llm.add_request(third, GREEDY)
+    llm.step()
+    batch = batches[1]
+    assert rows["sequence"] == ["A", "C", "B"] and rows["input_ids"] == ["a6", "c4", "b0", "b1", "b2", "b3"]
+    assert batch.input_ids[2:].tolist() == third
+    for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens"):
+        assert getattr(batch, name).tolist() == list(map(int, rows[name]))
+    assert batch.sampled.tolist() == [0, 1, 2] and batch.logits_indices.tolist() == [0, 1, 5]
+
+
+# --------------------------------------------------------------------------------------------------
 # Configurations and weights that are wrong
 # --------------------------------------------------------------------------------------------------
 
@@ -1951,16 +2014,16 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
 ])
 def test_unsupported_configurations_get_a_sentence(change, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(LLAMA | change)
+        read_model_config(LLAMA | change)
 
 
 def test_a_key_that_is_null_is_no_quantization():
-    assert ModelConfig.from_hf(LLAMA | dict(quantization_config=None)) == ModelConfig.from_hf(LLAMA)
+    assert read_model_config(LLAMA | dict(quantization_config=None)) == read_model_config(LLAMA)
 
 
 def test_a_missing_key_of_the_configuration_is_named():
     with pytest.raises(ValueError, match="must have 'intermediate_size'"):
-        ModelConfig.from_hf({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
+        read_model_config({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
 def test_both_spellings_of_rope_settings_mean_the_same():
@@ -1969,9 +2032,9 @@ def test_both_spellings_of_rope_settings_mean_the_same():
     new = LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **llama3))
     oldest, newest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)), LLAMA | dict(
         rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
-    frequencies = [rope_frequencies(ModelConfig.from_hf(config)) for config in (old, new, oldest, newest)]
+    frequencies = [rope_frequencies(read_model_config(config)) for config in (old, new, oldest, newest)]
     assert torch.equal(frequencies[0], frequencies[1]) and torch.equal(frequencies[2], frequencies[3])
-    assert not torch.allclose(frequencies[0], rope_frequencies(ModelConfig.from_hf(LLAMA | dict(rope_theta=5e5))))
+    assert not torch.allclose(frequencies[0], rope_frequencies(read_model_config(LLAMA | dict(rope_theta=5e5))))
 
 
 def rewritten(tmp_path, variant, change):
@@ -1992,6 +2055,24 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
         LLM(path, num_blocks=64)
 
 
+@pytest.mark.parametrize("variant, embedding", [("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
+    """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
+    prompts, continuations, _ = expectations(variant)
+
+    def assert_loads(change):
+        llm = LLM(rewritten(tmp_path, variant, change), dtype="float32", num_blocks=64)
+        assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+    assert_loads(lambda tensors: {"lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
+    other = {"lm_head.weight": torch.ones_like(dict(read_tensors(GOLDEN / variant))[embedding])}
+    assert_loads(lambda tensors: other | tensors)  # of two the embedding counts, in either order
+    assert_loads(lambda tensors: tensors | other)
+    neither = rewritten(tmp_path, variant, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
+        LLM(neither, num_blocks=64)
+
+
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
@@ -2002,20 +2083,21 @@ def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
 def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
-    """With torch.compile on a GPU, where `fuse` is part of the graphs; on a CPU the functions that it chooses, as they are."""
+    """With torch.compile on a GPU, where CUDA graphs record fused modules; on a CPU the same functions, not compiled."""
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(
         hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
     prompts, params = [[1, 2, 3], [4, 5], [7] * 300], SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     cut = []  # numbers of rows
-    monkeypatch.setattr("model.product_in_pieces", lambda x, *others: cut.append(len(x)) or product_in_pieces(x, *others))
+    monkeypatch.setattr("nanopaged.device.fused.partial_products",
+                        lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
     if not CUDA:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def run(fused):
         llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4, enforce_eager=not fused)
         if fused and not CUDA:
-            llm.runner.model.fuse()
+            fuse(llm.runner.model)
         outputs = llm.generate(prompts, params) + [llm.generate(prompts[0], params)[0]]  # together, and a single row
         return [[next(iter(logprobs.items())) for logprobs in output.outputs[0].logprobs] for output in outputs]
 
@@ -2027,34 +2109,36 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
     assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
 
 
-def test_pieces_of_a_product_add_up_to_it():
+def test_partial_products_add_up_to_the_product():
     x, weight = torch.randn(7, 256), torch.randn(24, 256)
-    for pieces in (1, 2, 4):
-        product = product_in_pieces(x, weight, pieces)
-        assert product.shape == (pieces, 7, 24)
+    for num_parts in (1, 2, 4):
+        product = partial_products(x, weight, num_parts)
+        assert product.shape == (num_parts, 7, 24)
         torch.testing.assert_close(product.sum(0), x @ weight.T, atol=1e-4, rtol=1e-4)
 
 
-def test_which_products_are_cut():
-    def pieces(rows, size_in, size_out, dtype=torch.bfloat16):
-        return num_pieces(torch.empty(rows, size_in, dtype=dtype, device="meta"), torch.empty(size_out, size_in, dtype=dtype, device="meta"))
+def test_which_products_are_split():
+    def num_parts(rows, size_in, size_out, dtype=torch.bfloat16):
+        x, weight = (torch.empty(n, size_in, dtype=dtype, device="meta") for n in (rows, size_out))
+        return num_partial_products(x, weight)
 
-    assert pieces(8, 2048, 1024) == pieces(256, 3072, 1024) == 4 and pieces(1, 20480, 4096) == pieces(64, 4096, 4096) == 2
-    assert pieces(257, 2048, 1024) == 1  # there are tiles enough
-    assert pieces(1, 2048, 1024) == pieces(1, 12288, 4096) == 1  # has a function of its own
-    assert pieces(8, 2000, 1024) == 1  # in 4 pieces would not begin at multiples of 64
-    assert pieces(8, 2048, 1024, torch.float16) == 1  # a piece may be larger than the whole, and than float16's numbers
+    assert num_parts(8, 2048, 1024) == num_parts(256, 3072, 1024) == 4
+    assert num_parts(1, 20480, 4096) == num_parts(64, 4096, 4096) == 2
+    assert num_parts(257, 2048, 1024) == 1  # there are tiles enough
+    assert num_parts(1, 2048, 1024) == num_parts(1, 12288, 4096) == 1  # has a function of its own
+    assert num_parts(8, 2000, 1024) == 1  # four parts would not begin at multiples of 64
+    assert num_parts(8, 2048, 1024, torch.float16) == 1  # a part may be larger than the whole, and than float16's numbers
 
 
 @needs_gpu
-def test_pieces_of_a_product_are_as_exact_as_the_whole():
-    """In bfloat16 each piece is rounded, where else the whole is: the error is of the same size."""
+def test_partial_products_are_as_exact_as_the_product():
+    """In bfloat16 each of them is rounded, where otherwise the product is: the error is of the same size."""
     x, weight = torch.randn(64, 3072, device="cuda"), torch.randn(1024, 3072, device="cuda")
     x, weight = x.bfloat16(), weight.bfloat16()
     exact = x.double() @ weight.double().T
     whole = (x @ weight.T).double() - exact
-    pieces = product_in_pieces(x, weight, 4).double().sum(0) - exact
-    assert pieces.norm() < 1.3 * whole.norm()
+    parts = partial_products(x, weight, 4).double().sum(0) - exact
+    assert parts.norm() < 1.3 * whole.norm()
 
 
 def test_the_type_of_the_weights_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(monkeypatch):

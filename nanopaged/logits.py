@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import compile_rows
+from nanopaged.device.fused import compile_rows
 from nanopaged.params import SamplingParams
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kernel import MANY_CONTEXTS, TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
+from nanopaged.device.fused import fuse
 from nanopaged.garbage import no_garbage_collection
 from nanopaged.logits import LogitsEditor, Start, top_logprobs
 from nanopaged.sampler import Sampler, SamplingBatch, mix
@@ -130,7 +131,7 @@ class Runner:
             self.sampler = Sampler(fused=self.use_graphs)
             self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
             if self.use_graphs:
-                self.model.fuse()
+                fuse(self.model)
         self.graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if self.kernels is TRITON:

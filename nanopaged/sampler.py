@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import compile_rows
+from nanopaged.device.fused import compile_rows
 from nanopaged.inputs import wrap_int64
 from nanopaged.params import SMALLEST_TEMPERATURE
 

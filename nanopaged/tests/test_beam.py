@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from kernel import TORCH
-from model import Batch, ModelConfig, build_model
+from model import Batch, build_model
 from nanopaged.beam import BeamGroup
 from nanopaged.checkpoint import find_checkpoint, read_config, read_tensors
 from nanopaged.params import BeamSearchParams
+from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -55,7 +56,7 @@ def summary(beams: BeamGroup) -> list[tuple]:
 @lru_cache
 def load(name: str):
     path = find_checkpoint(name if name == "shakespeare" else str(GOLDEN / name))
-    config = ModelConfig.from_hf(read_config(path))
+    config = read_model_config(read_config(path))
     return build_model(config, read_tensors(path), torch.float32, "cpu", MAX_LENGTH)
 
 

@@ -1,0 +1,160 @@
+"""Faster modules for the decoder on a GPU, put in place of its own by `fuse`. Read it after model.py.
+
+Three kinds of work get faster:
+
+- **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is
+  several kernels. torch.compile makes one kernel of each.
+- **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
+- **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
+  therefore split (split-K), and the norm that follows adds up the partial products.
+
+`enforce_eager=True` leaves all of this off. The modules keep their names and weights; only their classes change.
+"""
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernel import cdiv
+from model import ACTIVATIONS, Layer, Linear, Norm, Transformer, activate, normalize
+
+# Limits, found by timing products in bfloat16 on an H200.
+MAX_ONE_ROW_WEIGHTS = 2**26  # beyond it the library, too, reads the weights of a one-row product at full rate
+MAX_SUMMANDS = 1024  # a compiled sum over more numbers is a loop that waits for each of its loads
+MAX_SPLIT_ROWS = 256  # with more rows or columns there are tiles enough without a split
+MAX_SPLIT_COLUMNS = 8192
+MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
+SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
+MAX_COMPILATIONS = 64  # of one function; see `raise_compilation_limit`
+# For torch.compile. With dynamic=False sizes and numbers such as eps stay constants for the second model of a process;
+# torch would make variables of those that differ from the first model's. One thread: the processes that torch would
+# start to compile in parallel are ready when nearly everything is compiled.
+COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
+
+
+def fuse(model: Transformer) -> None:
+    """Replace the model's modules by the faster ones. What they compile, they compile when they first run."""
+    raise_compilation_limit()
+    compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
+    compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return (compiled_row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
+
+    class FusedLinear(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return linear(x, self.weight, self.bias)
+
+    class LinearBeforeNorm(Linear):
+        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands. (The model's
+        `finish` selects rows of either by dimension -2.)"""
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, bias = self.weight, self.bias
+            count = num_partial_products(x, weight) if bias is None else 1
+            return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
+
+    class FusedNorm(Norm):
+        def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return compiled_norm(x, residual, self.weight, self.bias, self.eps)
+
+    class FusedLayer(Layer):
+        def mlp(self, x: Tensor) -> Tensor:
+            c, gate_up = self.config, self.gate_up_proj
+            if is_one_row_product(x, gate_up.weight):
+                x = compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp)
+                return self.down_proj(x)
+            return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
+
+    for layer in model.layers:
+        layer.__class__ = FusedLayer
+        layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
+        layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.__class__ = FusedNorm
+
+
+def raise_compilation_limit() -> None:
+    """Every shape of a one-row product is a compilation of its own. Beyond its limit torch silently stops compiling."""
+    settings: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
+    setattr(settings, name, MAX_COMPILATIONS)
+
+
+def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
+    """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors
+    arguments may change.
+
+    All other sizes become constants of the generated kernel, which moves memory about twice as fast as a kernel that
+    takes them as arguments (on an H200).
+    """
+    compiled = torch.compile(function, **COMPILER)
+
+    def call(*arguments: Any) -> Any:
+        for tensor in arguments[:num_tensors]:
+            torch._dynamo.maybe_mark_dynamic(tensor, max(0, tensor.dim() - 2))
+        return compiled(*arguments)
+
+    return call
+
+
+def add_partials_and_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
+                          eps: float) -> tuple[Tensor, Tensor]:
+    """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D]."""
+    for partial in (x if x.dim() == 3 else [x]):  # one by one: this fuses with the norm, and .sum(0) would not
+        residual = partial + residual
+    return normalize(residual, weight, bias, eps), residual
+
+
+# --------------------------------------------------------------------------------------------------
+# One row
+# --------------------------------------------------------------------------------------------------
+
+def is_one_row_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether `one_row_linear` is faster than the library for this product."""
+    return len(x) == 1 and weight.numel() <= MAX_ONE_ROW_WEIGHTS
+
+
+def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear for x [1, in]: a sum over `in`, taken as several sums of at most MAX_SUMMANDS, side by side."""
+    size = weight.shape[1]
+    count = next(n for n in range(cdiv(size, MAX_SUMMANDS), size + 1) if size % n == 0)
+    x, parts = x.float().view(count, -1), weight.view(len(weight), count, -1)  # [count, in / count], [out, count, ...]
+    sums: Any = sum([parts[:, i].float() * x[i] for i in range(count)])  # [out, in / count]
+    row = sums.sum(-1)  # [out]
+    return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
+
+
+def one_row_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+    """gate_up_proj and `activate` for one row: both products side by side, and the activation in the same kernel."""
+    count = 2 if gated else 1
+    biases = [None] * count if bias is None else bias.chunk(count)
+    rows = [one_row_linear(x, *half) for half in zip(weight.chunk(count), biases)]
+    return ACTIVATIONS[activation](rows[0]) * rows[1] if gated else ACTIVATIONS[activation](rows[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Few rows: split-K
+# --------------------------------------------------------------------------------------------------
+
+def num_partial_products(x: Tensor, weight: Tensor) -> int:
+    """The number of partial products in which x [T, in] times weight [out, in] is fastest; 1: do not split it."""
+    num_columns, size = weight.shape
+    count = 4 if num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
+    is_small = len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
+    # In float16 a partial product may overflow where the whole does not.
+    can_split = size % (SPLIT_ALIGNMENT * count) == 0 and weight.dtype is not torch.float16
+    return count if is_small and can_split and not is_one_row_product(x, weight) else 1
+
+
+def partial_products(x: Tensor, weight: Tensor, count: int) -> Tensor:
+    """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product.
+
+    The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
+    own. Here the norm that follows does so while it reads them, which saves about 2 microseconds for each product on
+    an H200. In bfloat16 each partial product is rounded, where otherwise the whole would be.
+    """
+    x, weight = x.view(len(x), count, -1), weight.view(len(weight), count, -1)
+    return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0))

@@ -1,0 +1,193 @@
+"""Model families: what a checkpoint's config.json means, and how its tensors are called.
+
+`read_model_config` turns a config.json into a `ModelConfig`, the switches of the one decoder in model.py. Each family
+has a function here that knows its keys, its defaults and its tensor names. A setting that the decoder does not
+implement raises a ValueError, and so does a value that no model can have.
+"""
+import math
+from typing import Any, Callable
+
+import torch
+
+from model import ACTIVATIONS, ModelConfig
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that it needs beside rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+         "max_position_embeddings")
+
+
+def read_model_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a config.json. ValueError: the architecture or a setting is not supported."""
+    if (quantization := hf.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(f"the checkpoint is quantised ({method}); "
+                         "use one with float32, float16 or bfloat16 weights")
+    architectures = hf.get("architectures") or ["none given"]
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    if architecture not in list(FAMILIES):  # a list, because config.json may hold what no dict can look up
+        raise ValueError(f"unknown architecture {architecture!r:.80}; known are {', '.join(FAMILIES)}")
+    try:
+        config = FAMILIES[architecture](hf)
+    except KeyError as missing:
+        raise ValueError(f"config.json of a {architecture} must have {missing}, and has not") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
+    check_config(config)
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
+    config.torch_dtype = DTYPES[dtype]
+    return config
+
+
+def check_config(config: ModelConfig) -> None:
+    """ValueError unless this can be a model: a config.json may hold anything."""
+    for name in SIZES:
+        if type(value := getattr(config, name)) is not int or value < 1:
+            raise ValueError(f"config.json: {name} must be an integer of at least 1, not {value!r:.80}")
+    numbers = {"the norm's epsilon": config.norm_eps}
+    if config.rope:
+        numbers |= {key: config.rope[key] for key in ("rope_theta", *ROPE_TYPES[config.rope["rope_type"]])}
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
+    windows = config.sliding_windows
+    if len(windows) not in (0, config.num_layers) or any(type(window) is not int or window < 0 for window in windows):
+        raise ValueError("config.json: a sliding window must be a number of tokens, and there must be a kind for each "
+                         f"of the {config.num_layers} layers, not windows of {windows!r:.80}")
+    if config.activation not in list(ACTIVATIONS):
+        raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(ACTIVATIONS)}")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
+
+
+def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta, rope_type and the numbers of that type.
+
+    There are two spellings: rope_theta beside rope_scaling, and the newer rope_parameters, which holds everything.
+    """
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    absent = [key for key in ROPE_TYPES[kind] if key not in given]
+    if absent:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(absent)} in config.json")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
+    theta = {"rope_theta": hf["rope_theta"]} if "rope_theta" in hf else {}
+    return {"rope_theta": 10000.0} | theta | given | {"rope_type": kind}
+
+
+# --------------------------------------------------------------------------------------------------
+# The families
+# --------------------------------------------------------------------------------------------------
+
+def gpt2(hf: dict[str, Any]) -> ModelConfig:
+    for key, supported in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False).items():
+        if hf.get(key, supported) != supported:
+            raise ValueError(f"GPT-2 with {key}={hf[key]} is not supported")
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["n_embd"],
+        num_layers=hf["n_layer"],
+        num_heads=hf["n_head"],
+        num_kv_heads=hf["n_head"],
+        head_dim=hf["n_embd"] // hf["n_head"],
+        intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"],
+        max_position_embeddings=hf["n_positions"],
+        norm="layer",
+        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+        activation=hf.get("activation_function", "gelu_new"),
+        gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True, transposed=True,
+        tie_word_embeddings=hf.get("tie_word_embeddings", True),
+        names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
+               "input_layernorm": "ln_1", "qkv_proj": "attn.c_attn", "o_proj": "attn.c_proj",
+               "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
+
+
+def opt(hf: dict[str, Any]) -> ModelConfig:
+    for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
+                               layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
+        if hf.get(key, supported) != supported:
+            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the one that has it)")
+    heads = hf["num_attention_heads"]
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hf["hidden_size"] // heads,
+        intermediate_size=hf["ffn_dim"],
+        max_position_embeddings=hf["max_position_embeddings"],
+        norm="layer",
+        norm_eps=1e-5,
+        activation=hf.get("activation_function", "relu"),
+        gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True, position_offset=2,
+        tie_word_embeddings=hf.get("tie_word_embeddings", True),
+        names={"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm", "q_proj": "self_attn.q_proj",
+               "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "o_proj": "self_attn.out_proj",
+               "post_attention_layernorm": "final_layer_norm", "gate_up_proj": "fc1", "down_proj": "fc2"})
+
+
+def llama(hf: dict[str, Any], **switches: Any) -> ModelConfig:
+    heads = hf["num_attention_heads"]
+    attention_bias = hf.get("attention_bias", False)
+    biases = dict(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False))
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        intermediate_size=hf["intermediate_size"],
+        max_position_embeddings=hf["max_position_embeddings"],
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        activation=hf.get("hidden_act", "silu"),
+        rope=rope_settings(hf),
+        tie_word_embeddings=hf.get("tie_word_embeddings", False),
+        names={"q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
+               "o_proj": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+               "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"},
+        **biases | switches)
+
+
+def mistral(hf: dict[str, Any]) -> ModelConfig:
+    window = hf.get("sliding_window", 4096) or 0  # absent means 4096, null means none
+    windows = [window] * hf["num_hidden_layers"]
+    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows)
+
+
+def qwen2(hf: dict[str, Any]) -> ModelConfig:
+    return llama(hf, qkv_bias=True, o_bias=False, mlp_bias=False, sliding_windows=qwen_windows(hf))
+
+
+def qwen3(hf: dict[str, Any]) -> ModelConfig:
+    return llama({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, sliding_windows=qwen_windows(hf))
+
+
+def qwen_windows(hf: dict[str, Any]) -> list[int]:
+    """The layers from max_window_layers on have a window, if use_sliding_window is true."""
+    window = hf.get("sliding_window") or 0
+    if not hf.get("use_sliding_window", False):
+        window = 0
+    kinds = hf.get("layer_types")
+    if not kinds:
+        first = hf.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
+    "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+}
