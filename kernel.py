@@ -63,6 +63,8 @@ except ImportError:  # macOS and Windows have no Triton: the torch path is all t
     class tl:
         constexpr = int
 
+INTERPRETED = triton is not None and not isinstance(tl.cdiv, triton.JITFunction)  # as Triton was when it was imported
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # no Triton, or one without Nvidia's part
@@ -660,9 +662,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
     if v_cache.element_size() == 1 and any(n % 2 for n in (head_dim, *v_cache.stride()[:3], v_cache.data_ptr())):
         raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and the address "
                          "must be even")
-    if triton is None or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
-        raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
-                           "interpreter (pip install triton numpy); attention='torch' works everywhere")
+    require_triton(q.device)
     scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
     strides = (*q.stride()[:2], *out.stride()[:2], block_tables.stride(0))
     shape = kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype, k_cache.stride(), v_cache.stride())
@@ -695,6 +695,14 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
                 out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, *out.stride()[:2], num_splits,
                 **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1, **early)
     return out
+
+
+def require_triton(device: torch.device) -> None:
+    """Raise ValueError if the kernel cannot run on this device."""
+    if triton is None or (device.type == "cpu" and not INTERPRETED):
+        raise ValueError("the Triton kernel needs Triton and a CUDA device, or on a CPU Triton's interpreter, which needs numpy and "
+                         "the environment variable TRITON_INTERPRET=1 before any package imports triton; attention='torch' works "
+                         "everywhere")
 
 
 def programs_per_context(num_contexts: int, num_splits: int) -> int:

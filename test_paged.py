@@ -284,6 +284,15 @@ def test_the_kernels_compile_and_fit_the_devices_shared_memory():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_triton_imported_without_its_interpreter_gets_a_sentence():
+    """Triton reads the variable when another package, such as transformers, imports it first."""
+    code = f"import triton, engine; engine.LLM({str(GOLDEN / 'qwen3')!r}, device='cpu', attention='triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert "ValueError: the Triton kernel needs" in run.stderr and "TRITON_INTERPRET=1 before" in run.stderr
+
+
 @needs_kernel
 def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
     tiles = kernel.make_query_tiles([1, 40, 9, 20], [500, 40, 9, 100], 16).tolist()
