@@ -5,10 +5,10 @@ value (Q, K, V). A token's result is an average of the values of all tokens up t
 softmax(scale * query . key). K and V of a token depend on the tokens up to it alone, so they never change, and every
 later token reads them again. They are kept: the **KV cache**. A query is used once and is not kept.
 
-    prefill   the prompt: many new tokens in one step. K and V that a program reads serve many queries, so matrix
-              products take the time: bound by compute.
-    decode    one new token, the last one sampled. All K and V of its sequence are read for this token alone: bound by
-              memory.
+    prefill   many new tokens of a prompt in one step. K and V, once loaded, serve many queries, so the matrix products
+              take the time: bound by compute.
+    decode    one new token, the last one sampled; its own K and V are not cached yet. All K and V of its sequence are
+              loaded for this token alone: bound by memory.
 
 **Paging.** A sequence's K and V do not lie in one piece. The cache is a pool of **blocks** of `block_size` token
 slots. A sequence owns any blocks in any order, listed in its **block table**:
@@ -21,8 +21,8 @@ slots. A sequence owns any blocks in any order, listed in its **block table**:
 
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
-Every layer has a k_cache and a v_cache of its own, and a block id is the same index in all of them: block 5 holds tokens
-0..3 in every layer, for K and for V. So a sequence needs one table, whatever the number of layers.
+Every layer has a k_cache and a v_cache of its own, and a block id is the same index in all of them: block 5 holds
+tokens 0..3 in every layer, for K and for V. So a sequence needs one table, whatever the number of layers.
 
 **The layout** [block, slot, kv head, dim] is the order in which the model produces K and V: a token's are stored in one
 piece. In a block of 16 slots, one kv head with head_dim 128 has 2,048 numbers: 16 rows of 128, and each row is
@@ -31,7 +31,7 @@ neighbouring tokens read neighbouring addresses. A Triton kernel loads a tile of
 rearranges it among the threads; so there is no x here.
 
 **Paged attention** is attention that finds K and V through the table; the mathematics is unchanged (Kwon et al. 2023,
-section 4.1). This file has two forms of it with the same arguments, and two of what fills the cache:
+section 4.1). Filling the cache and attending over it have two forms each, with the same arguments:
 
     paged_attention_reference, rotate_and_store_reference   plain torch, the CPU's path
     paged_attention, rotate_and_store                       a Triton kernel each, the GPU's path
@@ -47,11 +47,11 @@ at position seq_len - query_len + i, attends to the keys at positions up to its 
 
 So a prompt may come in any chunks. Decode is the last row alone, which sees every key: it needs no causal mask.
 
-**Softmax in one pass.** Softmax needs the sum over all scores. vLLM's CUDA kernel stores the scores of the whole context
-in shared memory, then finds their maximum and sum, then normalizes. Here, each tile of K and V is used once, and only
-running sums are kept: m, the largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. When a
-tile raises m to m', both sums are first multiplied by alpha = exp(m - m'). At the end the result is acc / l
-(Milakov and Gimelshein 2018; Dao et al. 2022):
+**Softmax in one pass.** Softmax needs the sum over all scores. vLLM's CUDA kernel stores the scores of the whole
+context in shared memory, then finds their maximum and sum, then normalizes. Here each tile of K and V is used once, and
+only running sums are kept: m, the largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. When
+a tile raises m to m', both sums are first multiplied by alpha = exp(m - m'). The result is acc / l (online softmax:
+Milakov and Gimelshein 2018; Dao et al. 2022):
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
@@ -59,39 +59,37 @@ tile raises m to m', both sums are first multiplied by alpha = exp(m - m'). At t
 The same rule merges the sums of different programs. So a long context can be cut into **splits** which run side by
 side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
 
-**The GPU.** An H200 has 132 multiprocessors. Each runs a few programs at a time. From the fastest memory to the slowest:
+**The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memory, the fastest first:
 
-    registers       256 KiB per multiprocessor    queries, scores, running sums of the programs that run there
-    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB per pipeline stage
-    L2 cache        50 MB for all                 block tables; K and V that several programs read at about the same time
-    HBM             141 GB at 4.3 TB/s            the pool, q, out, partial sums of splits (and the weights)
+    registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
+    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB for each pipeline stage
+    L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
+    HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
 
 **Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` tells a program its place along
 the first axis. A program is num_warps warps of 32 threads, but its text deals with whole tensors: `tl.arange(0, 64)` is
 one of 64 elements, `tl.load` of a tensor of addresses loads them all, `tl.dot` is a matrix product on the tensor cores.
-Sizes are powers of two, so **masks** say which elements exist: a masked load takes `other`, a masked store writes nothing.
-A `tl.constexpr` parameter is known to the compiler: each combination of values becomes a kernel of its own, in which
-an `if` over one costs nothing. With num_stages=3, a loop loads tiles ahead into shared memory while it computes.
-The compiler also decides which thread has which element. In vLLM's CUDA kernel that is written out: a warp takes a
-block, a thread group a token of it, and each thread loads vectors of 16 bytes.
+Sizes are powers of two, so **masks** say which elements exist: where a mask is false, a load takes `other` and a store
+writes nothing. A `tl.constexpr` parameter is known to the compiler: each combination of values becomes a kernel of its
+own, in which an `if` over it costs nothing. With num_stages=3, a loop loads tiles ahead into shared memory while it
+computes. The compiler also decides which thread has which element. In vLLM's CUDA kernel that is written out: a warp
+takes a block, a thread group a token of it, and each thread loads vectors of 16 bytes.
 
 **The programs of attention.** The batch is flat: `q` has the new tokens of all sequences, one after another, and
 `query_start_loc` says where each sequence begins. A program has one kv head and one tile of queries of one sequence.
-All `group` query heads that share the kv head are in that tile, so each tile of K and V is loaded once for all of
-them. There are two kinds of program. A sequence's own query length decides between them, so its result has the same
-bits in any batch:
+All `group` query heads that share the kv head are in that tile, so each tile of K and V is loaded once for all of them.
+There are two kinds of program. A sequence's own query length picks one, so its result has the same bits in any batch:
 
-    decode    query length 1: `group` queries. The sequence's own length decides how the context is cut into splits;
-              the grid decides how many programs share them.
-    prefill   longer: TILE_M rows, which are TILE_M // group tokens times group heads. One program reads the whole
-              context.
+    decode    1 new token:  `group` rows; the context is cut into splits, which several programs may share
+    prefill   more:         TILE_M // group tokens times `group` heads; one program reads the whole context
 
-**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, with one scale each per layer.
-Attention is linear in both: k_scale joins the scale of the scores, and v_scale multiplies the result.
+**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, one scale each per layer.
+Scores are linear in K, and the result in V: k_scale joins the scale of the scores, and v_scale multiplies the result.
 """
 import math
 import os
 import warnings
+from collections import namedtuple
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Callable, Iterator, NamedTuple
@@ -102,7 +100,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import tiles
-from nanopaged.tiles import cdiv, make_query_tiles, next_power_of_2, programs_per_context, tokens_per_tile
+from nanopaged.tiles import cdiv as cdiv
+from nanopaged.tiles import make_query_tiles, next_power_of_2, programs_per_context, tokens_per_tile
 
 if not torch.cuda.is_available() and find_spec("numpy"):
     # Without a GPU the kernel runs in Triton's interpreter, which needs numpy. Triton reads the variable on import.
@@ -305,8 +304,8 @@ def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_nor
 
 
 @jit
-def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor, v_factor,
-                            qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor,
+                            v_factor, qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
                             ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
@@ -329,20 +328,22 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool of more than 2^31 elements is normal
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         kv_head = tl.arange(0, KV_PADDED)[:, None]
-        valid = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing is loaded or stored
+        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
         v = row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
-        v_a, v_b = tl.load(v, mask=valid, other=0.0), tl.load(v + HALF, mask=valid, other=0.0)
-        k_a, k_b = _norm_and_rope(row + HEADS * 2 * HALF, kv_head, i, valid, k_norm, rotation, eps, HALF, ROTATE, NORM)
+        v_a, v_b = tl.load(v, mask=written, other=0.0), tl.load(v + HALF, mask=written, other=0.0)
+        k = row + HEADS * 2 * HALF
+        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM)
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
-        _store(k_at, k_a, k_factor, valid)
-        _store(k_at + HALF, k_b, k_factor, valid)
+        _store(k_at, k_a, k_factor, written)
+        _store(k_at + HALF, k_b, k_factor, written)
         v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
-        _store(v_at, v_a, v_factor, valid)
-        _store(v_at + HALF, v_b, v_factor, valid)
+        _store(v_at, v_a, v_factor, written)
+        _store(v_at + HALF, v_b, v_factor, written)
 
 
 @jit
-def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr):
+def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr,
+                   NORM: tl.constexpr):
     """Some heads of one token as two halves in float32, after norm and rope."""
     a = tl.load(row + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
     b = tl.load(row + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
@@ -381,6 +382,26 @@ def _wait_for_previous_kernel(PDL: tl.constexpr):
 # The kernel
 # --------------------------------------------------------------------------------------------------
 
+# What the kernel's functions hand to each other. Of Sizes the compiler knows every value.
+Sizes = namedtuple("Sizes", [
+    "KV_HEADS", "GROUP",  # kv heads; query heads that share a kv head
+    "HEAD_DIM", "DIM_PADDED",  # dims; the same, rounded up to a power of two
+    "BLOCK_SIZE", "KC_BLOCK", "KC_SLOT", "VC_BLOCK", "VC_SLOT",  # slots of a block; strides of the caches
+    "WINDOW",  # tokens that a token sees, itself included; 0: no limit
+    "TILE_M", "TILE_N",  # rows of a tile of queries; tokens of a tile of keys
+    "PRECISION"])  # of float32 products; "ieee" is exact
+Queries = namedtuple("Queries", [
+    "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
+    "seq", "kv_head", "q_start",  # which sequence, which kv head, the sequence's first row of q
+    "query_len", "first"])  # the sequence's new tokens; the first of them that is in this tile
+Keys = namedtuple("Keys", [
+    "table", "k", "v",  # the sequence's block table; the caches, at this kv head
+    "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
+Sums = namedtuple("Sums", [
+    "acc",  # weighted values [rows, DIM_PADDED]; in decode transposed, [DIM_PADDED, columns]
+    "max", "sum"])  # for each query: largest score, sum of weights
+
+
 @jit
 def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
                            query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
@@ -389,19 +410,19 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
-    """Grid for decode: (sequence and kv head, the programs that share its splits); num_splits is the most of any sequence.
-    Grid for prefill: (entry of query_tiles and kv head).
+    """The grid of decode is (sequence and kv head, programs that share its splits).
+    The grid of prefill is (entry of query_tiles and kv head).
 
-    Programs start in the order of the first axis. The kv heads of a sequence are neighbours in memory, and run at the same
-    time; the longest tiles of all heads start first.
+    Programs start in the order of the first axis. So the kv heads of a sequence, which are neighbours in memory, run at
+    the same time, and the longest tiles of all heads start first.
 
-    out, q      [num_tokens, num_heads, HEAD_DIM], with strides out_token, out_head, q_token, q_head
-    split_acc   [sequence, head, split, HEAD_DIM] float32; split_sums [sequence, head, split, 2] float32; decode only
-    query_tiles [n, 2], prefill only: (sequence, tile of its queries), or (-1, 0) as padding
-    scale       of the scores, times log2(e), because exp2 is the hardware's exponential
+    query_tiles   [n, 2], prefill only: (sequence, tile of its queries); sequence -1 is padding
+    split_acc     [sequence, head, num_splits, HEAD_DIM], split_sums [sequence, head, num_splits, 2]: for decode without
+                  NO_SPLIT, the running sums of each split; num_splits is the most that any sequence has
+    scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     _wait_for_previous_kernel(PDL)
-    # Which kv head, which sequence, and `first`, the first of its queries in this tile.
+    # Which sequence, which kv head, which queries?
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
@@ -411,76 +432,81 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:
             return
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)  # 64 bits: what a stride multiplies may exceed 2^31
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
         return
-    # Which keys: [start, end) has all that any query of this tile sees.
+    # Which keys?
     seq_len = tl.load(seq_lens + seq)
     first_position = seq_len - query_len + first
-    start, end = 0, tl.minimum(first_position + TOKENS, seq_len)
+    oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
-        start = tl.maximum(first_position - WINDOW + 1, 0)
+        oldest = tl.maximum(first_position - WINDOW + 1, 0)
     table = block_tables + seq.to(tl.int64) * table_row
-    k_base, v_base = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
+    k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
 
-    queries = (q, q_token, q_head, out, out_token, out_head, q_start, kv_head, first, query_len, seq_len)
-    keys = (table, k_base, v_base, (KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT), seq_len, start, end)
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    keys = Keys(table, k, v, seq_len, oldest, end)
     if DECODE:
-        _decode(queries, keys, (split_acc, split_sums, num_splits), seq, scale, v_scale, KV_HEADS, GROUP, HEAD_DIM,
-                DIM_PADDED, BLOCK_SIZE, TILE_M, TILE_N, WINDOW, PRECISION, NO_SPLIT)
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT,
+                Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                      TILE_M, TILE_N, PRECISION))
     else:
-        _prefill(queries, keys, first_position, scale, v_scale, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, TILE_M, TILE_N,
-                 WINDOW, PRECISION)
+        _prefill(queries, keys, first_position, scale, v_scale,
+                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                       TILE_M, TILE_N, PRECISION))
 
 
 @jit
-def _query_rows(queries, row, cache, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                DIM_PADDED: tl.constexpr):
-    """Some rows of a tile: their queries [rows, DIM_PADDED], each row's position in its sequence, where the results go
-    [rows, DIM_PADDED], and which of these exist.
+def _query_rows(queries, keys, row, sizes):
+    """Some rows of a tile: their q [rows, DIM_PADDED], their positions [rows], where the results go, which rows exist.
 
-        row           0     1     2     3     4     5        GROUP 2: two query heads share the kv head
-        query token   0     0     1     1     2     2        from `first` on
+        row           0     1     2     3     4     5        with GROUP 2
+        query token   0     0     1     1     2     2        after `first`
         head          0     1     0     1     0     1        of the group
 
-    If GROUP is not a power of two, the last rows of a tile are not used.
+    With a GROUP that does not divide TILE_M, the last rows are not used.
     """
-    q, q_token, q_head, out, out_token, out_head, q_start, kv_head, first, query_len, seq_len = queries
-    query, head, dim = first + row // GROUP, kv_head * GROUP + row % GROUP, tl.arange(0, DIM_PADDED)
-    valid = ((row < TOKENS * GROUP) & (query < query_len))[:, None] & (dim < HEAD_DIM)[None, :]
-    token = (q_start + query)[:, None]
-    q_rows = tl.load(q + token * q_token + head[:, None] * q_head + dim[None, :], mask=valid, other=0.0)
-    if cache.dtype.element_ty == tl.float8e4nv:
-        q_rows = q_rows.to(tl.float16)  # what the hardware converts fp8 to
-    return q_rows, seq_len - query_len + query, out + token * out_token + head[:, None] * out_head + dim[None, :], valid
+    query, head = queries.first + row // sizes.GROUP, queries.kv_head * sizes.GROUP + row % sizes.GROUP
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    is_row = (row < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (query < queries.query_len)
+    valid = is_row[:, None] & (dim < sizes.HEAD_DIM)[None, :]
+    token = (queries.q_start + query)[:, None]
+    at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
+    q = tl.load(at, mask=valid, other=0.0)
+    if keys.k.dtype.element_ty == tl.float8e4nv:
+        q = q.to(tl.float16)  # what the hardware converts fp8 to
+    out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
+    return q, keys.seq_len - queries.query_len + query, out, valid
 
 
-# The loops below load block ids one tile ahead: K and V must not wait for the load of their block id, or the compiler
-# would not pipeline them.
+# The loops of decode and prefill load block ids one tile ahead. If K and V had to wait for the load of their block id,
+# the compiler would not pipeline their loads.
 
 @jit
-def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block of the tile that begins with `token`, or if a tile may cross blocks, the block of each of its tokens.
+def _block_of(keys, token, sizes):
+    """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
 
-    The table's entries behind the sequence's last block may be anything, and are never read.
+    The table is never read behind the sequence's last block, where it may hold anything.
     """
-    tokens = token if BLOCK_SIZE % TILE_N == 0 else token + tl.arange(0, TILE_N)
-    return tl.load(table + tl.minimum(tokens, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+    tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
+    return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
 
 @jit
-def _slots_of(block, tile, strides, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _slots_of(block, tile, sizes):
     """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
-    token = tl.arange(0, TILE_N)
-    offset = tile % BLOCK_SIZE + token if BLOCK_SIZE % TILE_N == 0 else (tile + token) % BLOCK_SIZE
-    return block * strides[0] + offset * strides[1], block * strides[2] + offset * strides[3]
+    token = tl.arange(0, sizes.TILE_N)
+    in_one_block: tl.constexpr = sizes.BLOCK_SIZE % sizes.TILE_N == 0
+    offset = tile % sizes.BLOCK_SIZE + token if in_one_block else (tile + token) % sizes.BLOCK_SIZE
+    return block * sizes.KC_BLOCK + offset * sizes.KC_SLOT, block * sizes.VC_BLOCK + offset * sizes.VC_SLOT
 
 
 @jit
-def _initial_state(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
-    """The running sums before the first key: acc (weighted values), largest score, sum of weights."""
-    return tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
+def _initial_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
+    """The running sums before the first key."""
+    return Sums(tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32),
+                tl.zeros([QUERIES], tl.float32))
 
 
 @jit
@@ -495,14 +521,14 @@ def _normalize(acc, weights, v_scale):
 
 @jit
 def split_length(seq_len, TILE_N: tl.constexpr):
-    """Tokens per split: a sixteenth of the context, but at least 128 and at most 512. Beyond 16,384 tokens, 32 splits of
-    512 do not suffice, and a split is a thirty-second of the context. Always a multiple of TILE_N, here 64:
+    """Tokens per split: a sixteenth of the context, but at least 128 and at most 512. Beyond 16,384 tokens that would
+    give more than 32 splits, so a split is a thirty-second of the context. Always a multiple of TILE_N, here 64:
 
         context    100    129   2,048   4,096   8,192   16,384   65,536
         split      128    128     128     256     512      512    2,048
         splits       1      2      16      16      16       32       32
 
-    The sequence's own length decides, never the batch or the grid; so do the order of additions, and the result's bits.
+    The sequence's own length decides, never the batch or the grid, so these do not change the order of additions.
     """
     sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
     least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
@@ -510,116 +536,111 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 
 @jit
-def _decode(queries, keys, partial, seq, scale, v_scale, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-            HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr,
-            TILE_N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr):
-    """Attend with one query token. The program's splits are a run of the context's, computed one after the other:
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
+    """Attend with one query token. A program computes a run of the context's splits, one after the other:
 
-        a context in 5 splits               | 0 | 1 | 2 | 3 | 4 |
-        2 programs share them (V2)            program 0 | 1     |     each split's sums go to memory, and
-                                                                      merge_splits_kernel merges them
-        NO_SPLIT: 1 program (V1)              program 0         |     merges them itself, in registers
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
+        2 programs share them       program 0   | program 1    the sums of each split go to memory, and
+                                                               merge_splits_kernel merges them (vLLM's V2)
+        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (V1)
 
-    Both merge at the same places in the same order, so they give the same bits.
+    Both merge the same splits in the same order, so they give the same bits.
     """
-    table, k_base, v_base, strides, seq_len, start, end = keys
-    oldest = start
-    split_len = split_length(seq_len, TILE_N)
+    start, end = keys.oldest, keys.end
+    split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
     if not NO_SPLIT:
-        run = tl.cdiv(tl.cdiv(seq_len, split_len) - split, tl.num_programs(1))
+        run = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
         split += run * tl.program_id(1)
         start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
-    start = start // TILE_N * TILE_N
-    column = tl.arange(0, TILE_M)
-    q_rows, _, out_at, valid = _query_rows(queries, column, k_base, GROUP, TILE_M // GROUP, HEAD_DIM, DIM_PADDED)
-    q_columns, head, dim = tl.trans(q_rows), queries[7] * GROUP + column % GROUP, tl.arange(0, DIM_PADDED)
-    sums = _initial_state(DIM_PADDED, TILE_M, TILE_M)  # of the split
-    total = _initial_state(DIM_PADDED, TILE_M, TILE_M)  # of the splits before it
-    block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
-    for tile in range(start, end, TILE_N):
-        slots = _slots_of(block, tile, strides, TILE_N, BLOCK_SIZE)
-        block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-        sums = _decode_tile(sums, q_columns, k_base, v_base, slots, tile, oldest, end, scale, TILE_N, HEAD_DIM,
-                            DIM_PADDED, WINDOW, PRECISION)
-        # At a split's end its sums are merged or stored, and begin anew. Every tile does that, with a condition or mask:
-        # a branch would end the pipelining of loads.
-        ends = tile + TILE_N >= tl.minimum((split + 1) * split_len, end)
+    start = start // sizes.TILE_N * sizes.TILE_N
+    column = tl.arange(0, sizes.TILE_M)
+    q, _, out, valid = _query_rows(queries, keys, column, sizes)
+    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
+    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
+    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    block = _block_of(keys, start, sizes)
+    for tile in range(start, end, sizes.TILE_N):
+        slots = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
+        # At a split's end its sums are merged or stored, and begin anew. Every tile does that, under a condition or
+        # mask: a branch would end the pipelining of loads.
+        ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
         if NO_SPLIT:
             total = _where(ends, _merge(total, sums), total)
         else:
-            split_acc, split_sums, num_splits = partial
-            row = (seq.to(tl.int64) * KV_HEADS * GROUP + head) * num_splits + split  # of [sequence, head, split]
-            complete = column < tl.where(ends, GROUP, 0)
-            tl.store(split_acc + row[None, :] * HEAD_DIM + dim[:, None], sums[0],
-                     mask=(dim < HEAD_DIM)[:, None] & complete[None, :])
-            tl.store(split_sums + 2 * row, sums[1], mask=complete)
-            tl.store(split_sums + 2 * row + 1, sums[2], mask=complete)
-        sums = _where(ends, (0.0, -float("inf"), 0.0), sums)
+            row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
+            complete = column < tl.where(ends, sizes.GROUP, 0)
+            tl.store(split_acc + row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
+                     mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
+            tl.store(split_sums + 2 * row, sums.max, mask=complete)
+            tl.store(split_sums + 2 * row + 1, sums.sum, mask=complete)
+        sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
         split += ends.to(tl.int32)
     if NO_SPLIT:
-        tl.store(out_at, tl.trans(_normalize(total[0], total[2][None, :], v_scale)), mask=valid)
+        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
 
 
 @jit
-def _decode_tile(sums, q, k_base, v_base, slots, tile, oldest, end, scale, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr):
-    """The running sums after one more tile of keys. Everything is transposed, with the heads of the group as columns:
+def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
+    """The running sums after one more tile of keys. All is transposed; the heads of the group are columns:
 
-        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads]    a softmax down each column
-        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update [dim, heads]       acc alike
+        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
+        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
 
-    Tensor cores multiply at least 16 rows by 8 columns. A group of 2 heads fills 2 of 8 columns; it would fill only 2
-    of 16 rows.
+    Tensor cores multiply at least 16 rows by 8 columns. A group of 2 heads fills 2 of 8 columns, or 2 of 16 rows.
     """
-    acc, col_max, col_sum = sums
     slot_k, slot_v = slots
-    dim = tl.arange(0, DIM_PADDED)
-    token = tile + tl.arange(0, TILE_N)
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    token = tile + tl.arange(0, sizes.TILE_N)
     exists = token < end
-    if WINDOW:
-        exists &= token >= oldest
-    k = tl.load(k_base + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+    if sizes.WINDOW:
+        exists &= token >= keys.oldest
+    k = tl.load(keys.k + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < sizes.HEAD_DIM)[None, :],
+                other=0.0)
+    scores = tl.dot(k.to(q.dtype), q, input_precision=sizes.PRECISION)
     scores = tl.where(exists[:, None], scores, -float("inf"))
-    new_max = tl.maximum(col_max, tl.max(scores, 0) * scale)
+    new_max = tl.maximum(sums.max, tl.max(scores, 0) * scale)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf is NaN
     p = tl.exp2(scores * scale - base[None, :])
-    alpha = tl.exp2(col_max - base)
-    col_sum = col_sum * alpha + tl.sum(p, 0)
+    alpha = tl.exp2(sums.max - base)
+    new_sum = sums.sum * alpha + tl.sum(p, 0)
     p = p.to(q.dtype)
-    if v_base.dtype.element_ty == tl.float8e4nv:
-        update = _fp8_values_dot(v_base, slot_v, exists, p, HEAD_DIM, DIM_PADDED)
+    if keys.v.dtype.element_ty == tl.float8e4nv:
+        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
     else:
-        v = tl.load(v_base + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        update = tl.dot(v, p, input_precision=PRECISION)
-    return acc * alpha[None, :] + update, new_max, col_sum
+        v = tl.load(keys.v + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < sizes.HEAD_DIM)[:, None],
+                    other=0.0)
+        update = tl.dot(v, p, input_precision=sizes.PRECISION)
+    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
 
 
 @jit
-def _fp8_values_dot(v_base, slot_v, exists, p, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V, read as pairs of dims.
+def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
+    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V.
 
     Tensor cores take the values of one dim side by side, token after token; memory has those of one token side by side.
-    The hardware can transpose 16-bit elements, not 8-bit ones. So 16 bits are loaded, and transposed, at once:
+    The hardware can transpose 16-bit elements, but not 8-bit ones. So pairs of dims are loaded, and transposed:
 
-        memory, token t      | dim 0  dim 1 | dim 2  dim 3 | ...       one pair: 16 bits
-        even [pair, TILE_N]    dim 0          dim 2                    the low byte of each pair
-        odd  [pair, TILE_N]           dim 1          dim 3             the high byte
+        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
+        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
+        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
     """
-    pair = tl.arange(0, DIM_PADDED // 2)
-    v = tl.load(v_base.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
-                mask=exists[None, :] & (pair < HEAD_DIM // 2)[:, None], other=0)
+    pair = tl.arange(0, sizes.DIM_PADDED // 2)
+    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
+                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
     even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
     odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
     both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
-    return tl.reshape(tl.permute(both, (0, 2, 1)), (DIM_PADDED, p.shape[1]))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
 
 
 @jit
 def _where(condition, yes, no):
-    """Running sums `yes` if the condition holds, else `no`."""
-    return tl.where(condition, yes[0], no[0]), tl.where(condition, yes[1], no[1]), tl.where(condition, yes[2], no[2])
+    """The running sums `yes` if the condition holds, else `no`."""
+    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
+                tl.where(condition, yes.sum, no.sum))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -627,70 +648,61 @@ def _where(condition, yes, no):
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _prefill(queries, keys, first_position, scale, v_scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-             DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-             WINDOW: tl.constexpr, PRECISION: tl.constexpr):
-    """Attend with a tile of TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products
-    of the other. Keys before the diagonal are seen by every row, so their tiles need no mask:
+def _prefill(queries, keys, first_position, scale, v_scale, sizes):
+    """Attend with TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of the
+    other. Tiles of keys before the diagonal are seen by every row, and need no mask:
 
-        TILE_N 4, a tile of 3 tokens          key 0 1 2 3 | 4 5 6 7 | 8
-        query at position 6                       x x x x   x x x .   .
-        query at position 7                       x x x x   x x x x   .
-        query at position 8                       x x x x   x x x x   x
-                                                  no mask   masked
+        3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
+        at position 6                       x x x x   x x x .   .
+        at position 7                       x x x x   x x x x   .
+        at position 8                       x x x x   x x x x   x
+                                            no mask   masked
     """
-    table, k_base, v_base, strides, seq_len, start, end = keys
-    HALF: tl.constexpr = TILE_M // 2
+    HALF: tl.constexpr = sizes.TILE_M // 2
     row = tl.arange(0, HALF)
-    rows_a = _query_rows(queries, row, k_base, GROUP, TILE_M // GROUP, HEAD_DIM, DIM_PADDED)
-    rows_b = _query_rows(queries, HALF + row, k_base, GROUP, TILE_M // GROUP, HEAD_DIM, DIM_PADDED)
-    sums_a, sums_b = _initial_state(HALF, DIM_PADDED, HALF), _initial_state(HALF, DIM_PADDED, HALF)
-    oldest = start
-    start = start // TILE_N * TILE_N
-    block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
-    if not WINDOW:
-        diagonal = (first_position + 1) // TILE_N * TILE_N
-        sums_a, sums_b, block = _prefill_tiles(sums_a, sums_b, rows_a, rows_b, block, keys, oldest, start, diagonal, scale, TILE_N,
-                                               BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
+    q_a, position_a, out_a, valid_a = _query_rows(queries, keys, row, sizes)
+    q_b, position_b, out_b, valid_b = _query_rows(queries, keys, HALF + row, sizes)
+    a, b = _initial_sums(HALF, sizes.DIM_PADDED, HALF), _initial_sums(HALF, sizes.DIM_PADDED, HALF)
+    q, position = (q_a, q_b), (position_a, position_b)
+    start = keys.oldest // sizes.TILE_N * sizes.TILE_N
+    block = _block_of(keys, start, sizes)
+    if not sizes.WINDOW:
+        diagonal = (first_position + 1) // sizes.TILE_N * sizes.TILE_N
+        a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, diagonal, scale, False, sizes)
         start = diagonal
-    sums_a, sums_b, block = _prefill_tiles(sums_a, sums_b, rows_a, rows_b, block, keys, oldest, start, end, scale, TILE_N,
-                                           BLOCK_SIZE, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-    tl.store(rows_a[2], _normalize(sums_a[0], sums_a[2][:, None], v_scale), mask=rows_a[3])
-    tl.store(rows_b[2], _normalize(sums_b[0], sums_b[2][:, None], v_scale), mask=rows_b[3])
+    a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
+    tl.store(out_a, _normalize(a.acc, a.sum[:, None], v_scale), mask=valid_a)
+    tl.store(out_b, _normalize(b.acc, b.sum[:, None], v_scale), mask=valid_b)
 
 
 @jit
-def _prefill_tiles(sums_a, sums_b, rows_a, rows_b, block, keys, oldest, start, stop, scale, TILE_N: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr,
-                   MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """The running sums of both halves after the tiles of keys [start, stop), and the block of the tile after them."""
-    table, k_base, v_base, strides, seq_len, _, end = keys
-    PADDED: tl.constexpr = HEAD_DIM < DIM_PADDED
-    for tile in range(start, stop, TILE_N):
-        slot_k, slot_v = _slots_of(block, tile, strides, TILE_N, BLOCK_SIZE)
-        block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-        dim = tl.arange(0, DIM_PADDED)
-        token = tile + tl.arange(0, TILE_N)
-        exists = token < end
-        if WINDOW:
-            exists &= token >= oldest
-        # K is loaded transposed, [DIM_PADDED, TILE_N]; V is [TILE_N, DIM_PADDED].
-        k = _load_tile(k_base + dim[:, None] + slot_k[None, :], exists[None, :], (dim < HEAD_DIM)[:, None], rows_a[0], MASKED, PADDED)
-        v = _load_tile(v_base + dim[None, :] + slot_v[:, None], exists[:, None], (dim < HEAD_DIM)[None, :], rows_a[0], MASKED, PADDED)
-        scores_a = tl.dot(rows_a[0], k, input_precision=PRECISION)
-        scores_b = tl.dot(rows_b[0], k, input_precision=PRECISION)
-        sums_a = _attend(sums_a, scores_a, v, token, exists, rows_a[1], scale, WINDOW, MASKED, PRECISION)
-        sums_b = _attend(sums_b, scores_b, v, token, exists, rows_b[1], scale, WINDOW, MASKED, PRECISION)
-    return sums_a, sums_b, block
+def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: tl.constexpr, sizes):
+    """The running sums of both halves after the tiles of keys [start, stop), and the block of the tile behind them."""
+    for tile in range(start, stop, sizes.TILE_N):
+        slot_k, slot_v = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        dim = tl.arange(0, sizes.DIM_PADDED)
+        token = tile + tl.arange(0, sizes.TILE_N)
+        exists = token < keys.end
+        if sizes.WINDOW:
+            exists &= token >= keys.oldest
+        inside = dim < sizes.HEAD_DIM
+        k = _load_tile(keys.k + dim[:, None] + slot_k[None, :], exists[None, :], inside[:, None], q[0], MASKED, sizes)
+        v = _load_tile(keys.v + dim[None, :] + slot_v[:, None], exists[:, None], inside[None, :], q[0], MASKED, sizes)
+        scores_a = tl.dot(q[0], k, input_precision=sizes.PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
+        scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
+        a = _attend(a, scores_a, v, token, exists, position[0], scale, MASKED, sizes)
+        b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
+    return a, b, block
 
 
 @jit
-def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, PADDED: tl.constexpr):
+def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
     """A tile of K or V. Slots behind the last token hold garbage, and blocks before a window belong to other sequences.
-    They are not even loaded, because a weight of 0 does not remove a NaN: 0 * NaN = NaN."""
+    They must not even be loaded: a weight of 0 does not remove a NaN, because 0 * NaN = NaN."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
-    elif PADDED:
+    elif sizes.HEAD_DIM < sizes.DIM_PADDED:
         tile = tl.load(at, mask=inside, other=0.0)
     else:
         tile = tl.load(at)
@@ -698,54 +710,46 @@ def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, PADDED: tl.conste
 
 
 @jit
-def _attend(sums, scores, v, token, exists, position, scale, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-            PRECISION: tl.constexpr):
+def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexpr, sizes):
     """The running sums of some rows after a tile with these scores [rows, TILE_N] and values [TILE_N, DIM_PADDED]."""
-    acc, row_max, row_sum = sums
     if MASKED:
         seen = (token[None, :] <= position[:, None]) & exists[None, :]
-        if WINDOW:
-            seen &= token[None, :] > position[:, None] - WINDOW
+        if sizes.WINDOW:
+            seen &= token[None, :] > position[:, None] - sizes.WINDOW
         scores = tl.where(seen, scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    new_max = tl.maximum(sums.max, tl.max(scores, 1) * scale)
     base = new_max
     if MASKED:  # the maximum of a row that has seen no key yet is -inf, and -inf - -inf is NaN
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     p = tl.exp2(scores * scale - base[:, None])
-    alpha = tl.exp2(row_max - base)
-    row_sum = row_sum * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum
+    alpha = tl.exp2(sums.max - base)
+    new_sum = sums.sum * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, sums.acc * alpha[:, None], input_precision=sizes.PRECISION)
+    return Sums(acc, new_max, new_sum)
 
 
 # --------------------------------------------------------------------------------------------------
-# Merging splits (the field's reduce kernel)
+# Merging splits (vLLM's reduce kernel)
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _merge(before, split):
-    """The running sums of the splits before this one, and of this one, as one.
+def _merge(total, split):
+    """The running sums of the splits so far and of this one, as one.
 
-    Decode with NO_SPLIT and `merge_splits_kernel` both add split after split with this function: the same additions, so the
-    same bits. (The compiler fuses multiplications and additions alike in both; if it did not,
-    test_attention_does_not_depend_on_the_batch would fail.)
+    Decode with NO_SPLIT and merge_splits_kernel both use this function: the same additions, so the same bits, provided
+    that the compiler fuses them alike. test_attention_does_not_depend_on_the_batch would notice if not.
     """
-    acc, col_max, col_sum = before
-    split_acc, split_max, split_sum = split
-    new_max = tl.maximum(col_max, split_max)
+    new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    alpha, split_alpha = tl.exp2(col_max - base), tl.exp2(split_max - base)
-    return acc * alpha[None, :] + split_acc * split_alpha[None, :], new_max, col_sum * alpha + split_sum * split_alpha
+    alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
+    return Sums(total.acc * alpha[None, :] + split.acc * beta[None, :], new_max, total.sum * alpha + split.sum * beta)
 
 
 @jit
 def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         PDL: tl.constexpr):
-    """Grid (sequence, head): merge the sums of its splits, and normalize.
-
-    split_acc [sequence, head, split, HEAD_DIM]; split_sums [sequence, head, split, 2]: largest score, sum of weights
-    """
+    """Grid (sequence, head): merge the sums of its splits, and normalize. Shapes: see paged_attention_kernel."""
     _wait_for_previous_kernel(PDL)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -758,15 +762,16 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
     dim = tl.arange(0, DIM_PADDED)[:, None]
     row = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
-    total = _initial_state(DIM_PADDED, 1, 1)
+    total = _initial_sums(DIM_PADDED, 1, 1)
     for split in range(first, last + 1, MERGE_UNROLL):
         for i in tl.static_range(MERGE_UNROLL):  # unrolled, so that the loads do not wait for each other
             at, exists = row + split + i, (split + i + tl.arange(0, 1)) <= last
             one_max = tl.load(split_sums + 2 * at, mask=exists, other=-float("inf"))
             one_sum = tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0)
-            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=exists[None, :] & (dim < HEAD_DIM), other=0.0)
-            total = _merge(total, (one_acc, one_max, one_sum))
-    result = _normalize(total[0], total[2][None, :], v_scale)
+            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=exists[None, :] & (dim < HEAD_DIM),
+                              other=0.0)
+            total = _merge(total, Sums(one_acc, one_max, one_sum))
+    result = _normalize(total.acc, total.sum[None, :], v_scale)
     tl.store(out + q_start * out_token + head * out_head + dim, result, mask=dim < HEAD_DIM)
 
 
@@ -781,7 +786,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     """Causal attention of every sequence's new tokens over its whole context in the paged cache.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others are read (even, if fp8)
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others any (even, if fp8)
     block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths
@@ -789,7 +794,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
     sliding_window   0, or how many tokens a token sees, itself included
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
-    query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: built here, which waits for the GPU)
+    query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     k_scale, v_scale what the cache's K and V are to be multiplied by
     Returns out, like q. Sequences with no new token are padding and nothing is written for them.
     """
@@ -806,8 +811,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
         query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
     inputs = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     scales = (scale * k_scale * math.log2(math.e), v_scale)
-    constants = kernel_constants(k_cache.shape[2], group, head_dim, k_cache.shape[1], sliding_window, q.dtype,
-                                 k_cache.stride(), v_cache.stride())
+    constants = tiles.kernel_constants(k_cache.shape[2], group, head_dim, k_cache.shape[1], sliding_window, q.dtype,
+                                       k_cache.stride(), v_cache.stride())
     if max_query_len > 1 and len(query_tiles):
         _launch_prefill(out, inputs, query_tiles, scales, constants)
     if num_decodes:
@@ -818,14 +823,15 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
 def _launch_prefill(out: Tensor, inputs: tuple, query_tiles: Tensor, scales: tuple, constants: dict) -> None:
     """Attention of the sequences with several new tokens."""
     q, k_cache, _, block_tables, *_ = inputs
-    config = tiles.tile_config("prefill", constants["GROUP"], q.shape[2], q.element_size(), tiles.shared_memory(q.device),
-                               k_cache.element_size())
+    config = tiles.tile_config("prefill", constants["GROUP"], q.shape[2], q.element_size(),
+                               tiles.shared_memory(q.device), k_cache.element_size())
     paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
         out, out, out, *inputs, query_tiles, *scales, 1, *q.stride()[:2], *out.stride()[:2], block_tables.stride(0),
         DECODE=False, NO_SPLIT=True, **constants, **config, **pdl_options(q.device))
 
 
-def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple, constants: dict) -> None:
+def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple,
+                   constants: dict) -> None:
     """Attention of the sequences with one new token."""
     q, k_cache, _, block_tables, seq_lens, query_start_loc = inputs
     _, num_heads, head_dim = q.shape
@@ -854,20 +860,9 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
 def require_triton(device: torch.device) -> None:
     """Raise ValueError if the kernel cannot run on this device."""
     if triton is None or (device.type == "cpu" and not INTERPRETED):
-        raise ValueError("the Triton kernel needs Triton and a CUDA device, or on a CPU Triton's interpreter, which needs "
-                         "numpy and the environment variable TRITON_INTERPRET=1 before any package imports triton; "
-                         "attention='torch' works everywhere")
-
-
-@lru_cache
-def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int,
-                     dtype: torch.dtype, k_strides: tuple, v_strides: tuple) -> dict:
-    """The compile-time constants of a model's shape. The cache's strides are among them, because the kernel computes
-    many addresses."""
-    return dict(KC_BLOCK=k_strides[0], KC_SLOT=k_strides[1], KC_HEAD=k_strides[2], VC_BLOCK=v_strides[0],
-                VC_SLOT=v_strides[1], VC_HEAD=v_strides[2], KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-                DIM_PADDED=max(tiles.MIN_DIM, next_power_of_2(head_dim)), BLOCK_SIZE=block_size, WINDOW=sliding_window,
-                PRECISION="ieee" if dtype == torch.float32 else "tf32")
+        raise ValueError("the Triton kernel needs Triton and a CUDA device, or on a CPU Triton's interpreter, which "
+                         "needs numpy and the environment variable TRITON_INTERPRET=1 before any package imports "
+                         "triton; attention='torch' works everywhere")
 
 
 @lru_cache

@@ -68,6 +68,20 @@ def has_dependent_launch(device: torch.device) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 @lru_cache
+def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int,
+                     dtype: torch.dtype, k_strides: tuple, v_strides: tuple) -> dict[str, int | str]:
+    """What a model's shape fixes when paged_attention_kernel is compiled.
+
+    The strides of the cache are among these constants, because the kernel computes many addresses.
+    """
+    return dict(KC_BLOCK=k_strides[0], KC_SLOT=k_strides[1], KC_HEAD=k_strides[2],
+                VC_BLOCK=v_strides[0], VC_SLOT=v_strides[1], VC_HEAD=v_strides[2],
+                KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=sliding_window,
+                DIM_PADDED=max(MIN_DIM, next_power_of_2(head_dim)),
+                PRECISION="ieee" if dtype == torch.float32 else "tf32")
+
+
+@lru_cache
 def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int,
                 cache_element_size: int = 0, max_stages: int = 3) -> dict[str, int]:
     """Tile sizes, warps and pipeline stages of a launch; phase is "decode" or "prefill".

@@ -25,7 +25,8 @@ FLOATS = ("split_acc", "split_sums", "rotation")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3, fp8=False):
+def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3,
+                   fp8=False):
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are."""
     names = function.arg_names
     signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
@@ -59,13 +60,13 @@ def cache_strides(head_dim: int, block_size: int) -> tuple[tuple, tuple]:
     return ((block_size * 8 * head_dim, 8 * head_dim, head_dim, 1),) * 2
 
 
-def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
-              no_split=True, fp8=False, stages=3):
+def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64,
+              window=0, no_split=True, fp8=False, stages=3):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
     config = tiles.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
                                 1 if fp8 else dtype.itemsize, stages)
     strides = cache_strides(head_dim, block_size)
-    constants = kernel.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
+    constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
         DECODE=phase == "decode", NO_SPLIT=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
                               config["num_stages"], fp8)
@@ -74,30 +75,35 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
-    constants = kernel.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
+    constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW")}
     yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
-        yield compile_kernel(kernel.rotate_and_store_kernel, dict(
-            BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
-            HALF_PADDED=constants["DIM_PADDED"] // 2, **switches), dtype, capability)
+        store = dict(BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
+                     HALF_PADDED=constants["DIM_PADDED"] // 2, **switches)
+        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability)
+    if capability >= 89:
+        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False) -> int:
     """Compile attention's forms; how many of them are too large."""
     limit, too_large = SHARED_MEMORY[capability] * 1024, 0
-    for phase, no_split, stages in (("decode", True, 3), ("decode", True, 4), ("decode", False, 3), ("prefill", True, 3)):
+    forms = (("decode", True, 3), ("decode", True, 4), ("decode", False, 3), ("prefill", True, 3))
+    for phase, no_split, stages in forms:
         compiled, config = attention(phase, capability, dtype, head_dim, no_split=no_split, fp8=fp8, stages=stages)
         shared = compiled.metadata.shared
         too_large += shared > limit
-        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: {shared / 1024:5.1f} of "
-              f"{limit // 1024} KiB  {config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
+        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: "
+              f"{shared / 1024:5.1f} of {limit // 1024} KiB  {config}"
+              f"{'  TOO LARGE' if shared > limit else ''}", flush=True)
     return too_large
 
 
 def main(capabilities: list[int], quick: bool) -> int:
     if quick:
-        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128) + check(90, torch.bfloat16, 128, fp8=True)
+        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128)
+        too_large += check(90, torch.bfloat16, 128, fp8=True)
         list(others(90, torch.bfloat16, 128, window=100))
         return min(1, too_large)
     too_large = 0
