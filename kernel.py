@@ -73,7 +73,8 @@ Sizes are powers of two, so **masks** say which elements exist: where a mask is 
 writes nothing. A `tl.constexpr` parameter is known to the compiler: each combination of values becomes a kernel of its
 own, in which an `if` over it costs nothing. With num_stages=3, a loop loads tiles ahead into shared memory while it
 computes. The compiler also decides which thread has which element. In vLLM's CUDA kernel that is written out: a warp
-takes a block, a thread group a token of it, and each thread loads vectors of 16 bytes.
+takes a block, a thread group a token of it, and each thread loads vectors of 16 bytes. On a CPU, Triton's interpreter
+runs the kernel line by line, under a debugger if you like: `python engine.py --attention triton --enforce-eager ...`.
 
 **The programs of attention.** The batch is flat: `q` has the new tokens of all sequences, one after another, and
 `query_start_loc` says where each sequence begins. A program has one kv head and one tile of queries of one sequence.
@@ -229,8 +230,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if not len(slot_mapping):
         return
     slots = slot_mapping.long()
-    skips = slots.device.type != "cpu" or bool(slots.min() < 0)  # a GPU is not asked: the host would wait for it
-    if skips:  # nor are rows dropped, for the same reason: a row to skip repeats the write of another
+    # The host neither asks a GPU whether there are slots of -1 nor drops their rows: it would have to wait for the GPU.
+    # Instead, such a row repeats the write of another row.
+    skips = slots.device.type != "cpu" or bool(slots.min() < 0)
+    if skips:
         largest, last = slots.max(0)
         token = torch.where(slots < 0, last, torch.arange(len(slots), device=slots.device))
         k, v, slots = k[token], v[token], slots[token].clamp(min=0)
@@ -422,7 +425,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     _wait_for_previous_kernel(PDL)
-    # Which sequence, which kv head, which queries?
+    # The sequence, the kv head, and the queries.
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
@@ -436,7 +439,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
         return
-    # Which keys?
+    # The keys.
     seq_len = tl.load(seq_lens + seq)
     first_position = seq_len - query_len + first
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
@@ -804,17 +807,17 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
         raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and "
                          "the address must be even")
     require_triton(q.device)
-    if num_decodes is None:
-        num_decodes = len(seq_lens)
-    if query_tiles is None and max_query_len > 1:
-        tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
-        query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
     inputs = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     scales = (scale * k_scale * math.log2(math.e), v_scale)
     constants = tiles.kernel_constants(k_cache.shape[2], group, head_dim, k_cache.shape[1], sliding_window, q.dtype,
                                        k_cache.stride(), v_cache.stride())
-    if max_query_len > 1 and len(query_tiles):
-        _launch_prefill(out, inputs, query_tiles, scales, constants)
+    if max_query_len > 1:
+        if query_tiles is None:
+            tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
+            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
+        if len(query_tiles):
+            _launch_prefill(out, inputs, query_tiles, scales, constants)
+    num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
         _launch_decode(out, inputs, num_decodes, max_seq_len, scales, constants)
     return out

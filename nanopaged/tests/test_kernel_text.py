@@ -29,8 +29,8 @@ def drawn(text: str, label: str) -> list[str]:
 
 
 def test_online_softmax():
-    first, second = ([float(number) for number in re.findall(r"(?:=|result) ([\d.]+)", " ".join(drawn(kernel.__doc__, label)))]
-                     for label in ("tile 1:", "tile 2:"))
+    lines = (" ".join(drawn(kernel.__doc__, label)) for label in ("tile 1:", "tile 2:"))
+    first, second = ([float(number) for number in re.findall(r"(?:=|result) ([\d.]+)", line)] for line in lines)
     scores, values = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([10.0, 20.0, 40.0])
     sums = [1 + math.exp(-1), 10 + 20 * math.exp(-1)]
     assert first == [1, round(sums[0], 3), round(sums[1], 2)]
@@ -44,8 +44,8 @@ def test_the_block_table():
     table = [int(word) for word in drawn(kernel.__doc__, "block table       [")[:5] if word.isdigit()]
     assert table == [5, 2, 7]
     for block in table:
-        [line] = [line.split(f"block {block} : token")[1] for line in kernel.__doc__.splitlines() if f"block {block} :" in line]
-        for offset, word in enumerate(line.split()[:4]):
+        slots = kernel.__doc__.split(f"block {block} : token")[1].split()[:4]
+        for offset, word in enumerate(slots):
             if word != ".":
                 assert table[int(word) // 4] * 4 + int(word) % 4 == block * 4 + offset
 
@@ -90,7 +90,8 @@ def test_numbers_of_an_h200():
     text, config = kernel.__doc__, tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
     assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
     assert f"has {16 * 128:,} numbers" in text and config["TILE_M"] == tiles.LARGE_TILE_M
-    assert tiles.programs_per_context(tiles.MANY_CONTEXTS, 32) == 1 < tiles.programs_per_context(tiles.MANY_CONTEXTS - 1, 32)
+    programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
+    assert programs[0] == 1 < programs[1]
 
 
 def test_storing_does_not_wait_for_the_device():
