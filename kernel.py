@@ -774,8 +774,8 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
             one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=exists[None, :] & (dim < HEAD_DIM),
                               other=0.0)
             total = _merge(total, Sums(one_acc, one_max, one_sum))
-    result = _normalize(total.acc, total.sum[None, :], v_scale)
-    tl.store(out + q_start * out_token + head * out_head + dim, result, mask=dim < HEAD_DIM)
+    out_at = out + q_start * out_token + head * out_head + dim
+    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=dim < HEAD_DIM)
 
 
 # --------------------------------------------------------------------------------------------------
