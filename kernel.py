@@ -1,7 +1,17 @@
 """Chapter 1: attention over a paged cache.
 
-A sequence's keys and values do not lie in one piece. The cache is a pool of **blocks** of
-`block_size` token slots, and a sequence owns any blocks in any order, listed in its **block table**:
+**What is cached, and why.** Every attention layer makes three vectors per head of each token: a query, a key and a
+value (Q, K, V). A token's result is an average of the values of all tokens up to it, weighted by
+softmax(scale * query . key). K and V of a token depend on the tokens up to it alone, so they never change, and every
+later token reads them again. They are kept: the **KV cache**. A query is used once and is not kept.
+
+    prefill   many new tokens of a prompt in one step. K and V, once loaded, serve many queries, so the matrix products
+              take the time: bound by compute.
+    decode    one new token, the last one sampled; its own K and V are not cached yet. All K and V of its sequence are
+              loaded for this token alone: bound by memory.
+
+**Paging.** A sequence's K and V do not lie in one piece. The cache is a pool of **blocks** of `block_size` token
+slots. A sequence owns any blocks in any order, listed in its **block table**:
 
     block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
 
@@ -11,110 +21,153 @@ A sequence's keys and values do not lie in one piece. The cache is a pool of **b
 
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
-Attention has to walk that table; nothing else about it changes (Kwon et al. 2023, section 4.1). This
-file has the two ways to do it, with the same arguments, and likewise what fills the cache:
+Every layer has a k_cache and a v_cache of its own, and a block id is the same index in all of them: block 5 holds
+tokens 0..3 in every layer, for K and for V. So a sequence needs one table, whatever the number of layers.
 
-    paged_attention_reference   plain torch: gather the slots, then ordinary attention. The CPU's path.
-    paged_attention             one Triton kernel that reads K and V where they are. The GPU's path.
-    store_kv                    writes new K and V into their slots.
-    rotate_and_store            the same, with what a model does to q and k on the way: norm and rope, in one launch.
+**The layout** [block, slot, kv head, dim] is the order in which the model produces K and V: a token's are stored in one
+piece. In a block of 16 slots, one kv head with head_dim 128 has 2,048 numbers: 16 rows of 128, and each row is
+contiguous. vLLM's CUDA kernel has K as [block, kv head, dim / x, slot, x] with x = 16 bytes, so that threads with
+neighbouring tokens read neighbouring addresses. A Triton kernel loads a tile of whole rows, and the compiler
+rearranges it among the threads; so there is no x here.
 
-**Why softmax can be computed in pieces.** With m the largest score seen so far, keep the sums
-`l = sum exp(s - m)` and `acc = sum exp(s - m) v`. When a new piece raises m to m', both sums are
-multiplied by exp(m - m') and go on; `acc / l` at the end is the softmax average, whatever the pieces
-were (Milakov and Gimelshein 2018; Dao et al. 2022). So one program needs only one tile of K and V
-at a time. The same rule merges sums of different programs, so a long context can be cut into
-**splits** that run side by side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
+**Paged attention** is attention that finds K and V through the table; the mathematics is unchanged (Kwon et al. 2023,
+section 4.1). Filling the cache and attending over it have two forms each, with the same arguments:
 
-**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, one factor each for a layer.
-Attention is linear enough for that: k_scale joins the scale of the scores, and v_scale multiplies the result.
+    paged_attention_reference, rotate_and_store_reference   plain torch, the CPU's path
+    paged_attention, rotate_and_store                       a Triton kernel each, the GPU's path
 
-**What a program does.** The batch is flat: `q` holds every sequence's new tokens, one after another,
-`query_start_loc` says where each sequence begins. A program owns one kv head and one tile of queries
-of one sequence. The `group` query heads that share the kv head are in the same tile, so each tile
-of K and V is read once for all of them. There are two shapes of program, and a sequence gets its
-shape from its own query length alone, so its result does not depend on who shares the batch, bit for bit:
+**Causality.** A token must not see later ones. In a step, a sequence has `query_len` new tokens, the last ones of its
+`seq_len` tokens: a whole prompt, a chunk of one, or one decoded token. Their K and V are stored first; then query i,
+at position seq_len - query_len + i, attends to the keys at positions up to its own:
 
-    decode   query length 1: `group` queries; the context is cut into splits by the sequence's own length,
-             and each of the programs that the grid has for it takes a run of them
-    prefill  longer: TILE_M queries = TILE_M // group tokens x group heads; whole context, one program. It attends with
-             one half of them after the other: while the softmax of a half is computed, the matrix units work for the other
+    a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
+                                query 0, position 4       x x x x x . .
+                                query 1, position 5       x x x x x x .      . is masked
+                                query 2, position 6       x x x x x x x
+
+So a prompt may come in any chunks. Decode is the last row alone, which sees every key: it needs no causal mask.
+
+**Softmax in one pass.** Softmax needs the sum over all scores. vLLM's CUDA kernel stores the scores of the whole
+context in shared memory, then finds their maximum and sum, then normalizes. Here each tile of K and V is used once, and
+only running sums are kept: m, the largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. When
+a tile raises m to m', both sums are first multiplied by alpha = exp(m - m'). The result is acc / l (online softmax:
+Milakov and Gimelshein 2018; Dao et al. 2022):
+
+    tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
+    tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
+
+The same rule merges the sums of different programs. So a long context can be cut into **splits** which run side by
+side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
+
+**The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memory, the fastest first:
+
+    registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
+    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB for each pipeline stage
+    L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
+    HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
+
+**Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` tells a program its place along
+the first axis. A program is num_warps warps of 32 threads, but its text deals with whole tensors: `tl.arange(0, 64)` is
+one of 64 elements, `tl.load` of a tensor of addresses loads them all, `tl.dot` is a matrix product on the tensor cores.
+Sizes are powers of two, so **masks** say which elements exist: where a mask is false, a load takes `other` and a store
+writes nothing. A `tl.constexpr` parameter is known to the compiler: each combination of values becomes a kernel of its
+own, in which an `if` over it costs nothing. With num_stages=3, a loop loads tiles ahead into shared memory while it
+computes. The compiler also decides which thread has which element. In vLLM's CUDA kernel that is written out: a warp
+takes a block, a thread group a token of it, and each thread loads vectors of 16 bytes. On a CPU, Triton's interpreter
+runs the kernel line by line, under a debugger if you like: `python engine.py --attention triton --enforce-eager ...`.
+
+**The programs of attention.** The batch is flat: `q` has the new tokens of all sequences, one after another, and
+`query_start_loc` says where each sequence begins. A program has one kv head and one tile of queries of one sequence.
+All `group` query heads that share the kv head are in that tile, so each tile of K and V is loaded once for all of them.
+There are two kinds of program. A sequence's own query length picks one, so its result has the same bits in any batch:
+
+    decode    1 new token:  `group` rows; the context is cut into splits, which several programs may share
+    prefill   more:         TILE_M // group tokens times `group` heads; one program reads the whole context
+
+**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, one scale each per layer.
+Scores are linear in K, and the result in V: k_scale joins the scale of the scores, and v_scale multiplies the result.
 """
 import math
 import os
 import warnings
+from collections import namedtuple
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's complaint, where nothing needs numpy
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from nanopaged import tiles
+from nanopaged.tiles import cdiv as cdiv
+from nanopaged.tiles import make_query_tiles, next_power_of_2, programs_per_context, tokens_per_tile
 
 if not torch.cuda.is_available() and find_spec("numpy"):
-    # Without a GPU the kernel runs in Triton's interpreter, which needs numpy. The variable is read on import.
+    # Without a GPU the kernel runs in Triton's interpreter, which needs numpy. Triton reads the variable on import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS and Windows have no Triton: the torch path is all there is, and the names below stay inert
+except ImportError:  # macOS and Windows have no Triton: only the torch path exists, and the names below stay inert
     triton = None
 
     class tl:
         constexpr = int
+
+INTERPRETED = triton is not None and not isinstance(tl.cdiv, triton.JITFunction)  # as Triton was when it was imported
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # no Triton, or one without Nvidia's part
     gdc_launch_dependents = gdc_wait = None
 
-# Triton compiles a kernel again for other values of an integer (1, multiples of 16) and other alignments of a pointer. These
-# change from step to step, and nobody wants to wait for a compiler in the midst of serving.
-UNSTEADY = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
-jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=UNSTEADY) if triton
+# Triton compiles a kernel again for other alignments of a pointer, and for some values of an integer (1, multiples of
+# 16). Those of these arguments vary from step to step, and a step must not wait for a compiler.
+VARYING = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
+jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=VARYING) if triton
        else lambda function: function)
 
-# A context is cut into pieces of a sixteenth of its tokens, but of 128 to 512, and never into more than 32 pieces:
-# smaller ones cost more in merging than they gain.
-MAX_SPLITS = 32
-MIN_SPLIT, MID_SPLIT = 128, 512
-MANY_CONTEXTS = 160  # (sequence, kv head) pairs that fill the device with one program each
-FP8_MAX = 448.0  # the largest e4m3 number
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
+FP8_MAX = tl.constexpr(448)  # the largest e4m3 number
+# Kernels may read a global only if it is a constexpr.
+MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
+MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (H200)
 
 
 # --------------------------------------------------------------------------------------------------
 # The same function in plain torch
 # --------------------------------------------------------------------------------------------------
 
-def paged_attention_reference(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
-                              max_query_len=None, max_seq_len=None, sliding_window=0, out=None, plan=None, k_scale=1.0,
-                              v_scale=1.0, **_):
-    """What `paged_attention` computes, in plain torch; same arguments (those it has no use for are ignored).
+def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+                              query_start_loc: Tensor, scale: float, *, max_query_len: int | None = None,
+                              max_seq_len: int | None = None, sliding_window: int = 0, out: Tensor | None = None,
+                              plan: dict | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
+    """What `paged_attention` computes, in plain torch. Same arguments; those it does not need are ignored.
 
-    Sequences with the same number of new tokens are one rectangular problem. A decode step is therefore
-    one gather and one attention call, however many sequences there are.
+    Sequences with the same number of new tokens form one rectangular problem. A decode step is therefore one gather and
+    one attention call, whatever the number of sequences.
 
-    plan: a dict that the calls of one step may share: which slots each problem reads is worked out once, not per layer
+    plan: a dict that all layers of a step share; it keeps the problems, so that only the first layer works them out
     """
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
     plan = {} if plan is None else plan
     if sliding_window not in plan:
-        plan[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1],
-                                                group, sliding_window, q.dtype))
+        plan[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
+                                                sliding_window, q.dtype))
     for rows, slots, mask in plan[sliding_window]:
         out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale * k_scale)
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
-def _rectangles(block_tables, seq_lens, query_start_loc, block_size, group, sliding_window, dtype):
-    """For S sequences with Q new tokens each and at most K in the cache: their rows of q [S, Q], the slots to read
-    [S, K], and the mask to add to the scores, 0 or -inf [S, 1, group * Q, K]."""
+def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
+                sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A problem for each query length Q: S sequences with Q new tokens each and at most K tokens in the cache.
+
+    Yields their rows of q [S, Q], the slots to read [S, K], and what to add to the scores: 0, or -inf where a key is
+    masked, [S, 1, group * Q, K].
+    """
     query_lens = query_start_loc.diff()
     for Q in query_lens.unique().tolist():
         if Q == 0:  # padding
@@ -129,104 +182,78 @@ def _rectangles(block_tables, seq_lens, query_start_loc, block_size, group, slid
         if sliding_window:
             visible &= key_position > query_position[:, :, None] - sliding_window
             oldest = (lens - Q - sliding_window + 1).clamp(min=0)
-        # A hidden key contributes 0 * value, and 0 * NaN is NaN: an unused slot must not be read, whatever is in it.
-        # So a position that this sequence does not have, or no longer has, reads one that it does have.
+        # A masked key has weight 0, but 0 * NaN is NaN: an unused slot must not be read, whatever is in it. A position
+        # that the sequence does not have, or no longer has, therefore reads one that it does have.
         position = key_position.clamp(oldest, lens - 1)  # [S, K]
-        slots = block_tables[members].gather(1, position // block_size).long() * block_size + position % block_size
+        block = block_tables[members].gather(1, position // block_size).long()
+        slots = block * block_size + position % block_size
         mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
         yield rows, slots, mask[:, None].repeat(1, 1, group, 1)
 
 
-def _attend_rectangle(q, k_cache, v_cache, slots, mask, scale):
-    """Attention for S sequences of Q new tokens each: q [S, Q, num_heads, head_dim], result alike."""
+def _attend_rectangle(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention for S sequences with Q new tokens each: q and the result are [S, Q, num_heads, head_dim]."""
     (S, Q, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     k = _read_slots(k_cache, slots, q.dtype)  # [S, num_kv_heads, K, head_dim]
     v = _read_slots(v_cache, slots, q.dtype)
-    # The query heads of one kv head become more query rows of that head, so K and V are not repeated.
+    # The query heads of a kv head become further query rows of that head, so K and V are not repeated.
     q = q.view(S, Q, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(S, num_kv_heads, -1, head_dim)
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return o.view(S, num_kv_heads, -1, Q, head_dim).permute(0, 3, 1, 2, 4).reshape(S, Q, num_heads, head_dim)
 
 
-def _read_slots(cache, slots, dtype):
-    flat = _bytes(cache).flatten(0, 1)  # a view of a pool whose blocks are contiguous
+def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The slots [S, K] of a cache as [S, num_kv_heads, K, head_dim]."""
+    flat = _bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view where blocks lie one after another
     picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
     return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
 
 
-def _bytes(cache):
-    """An fp8 cache as bytes, which torch can index on a CPU."""
-    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+def _bytes(x: Tensor) -> Tensor:
+    """An fp8 tensor as bytes, which torch can index on a CPU."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 # --------------------------------------------------------------------------------------------------
 # Filling the cache
 # --------------------------------------------------------------------------------------------------
 
-def store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
-    """Write each new token's K and V into its slot.
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
+             v_scale: float = 1.0) -> None:
+    """Write the K and V of each new token into its slot, in plain torch.
 
-    k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim];
-    slot_mapping: [num_tokens], block_id * block_size + offset, or -1: this token's K and V are not written
-    (padding, or a token whose block is shared and already holds them). An fp8 cache gets K / k_scale and V / v_scale, cut off
-    at 448 and -448; any other gets K and V as they are, and wants scales of 1, by which attention will multiply. On a CPU, and
-    without Triton, slots must be evenly spaced, as in a cache whose blocks lie one after another.
+    k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim],
+    with slots evenly spaced, as where blocks lie one after another; slot_mapping: [num_tokens], each
+    block_id * block_size + offset. Slot -1: skip (padding, or a token whose shared block already holds its K and V).
+    An fp8 cache gets K / k_scale and V / v_scale, clamped to -448 and 448. Any other cache needs scales of 1.
     """
-    if k.device.type == "cpu" or triton is None:
-        if slot_mapping.numel() and slot_mapping.min() < 0:
-            keep = slot_mapping >= 0
-            k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
-        slots = slot_mapping.long()
-        for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-            _bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, _bytes(_scaled(new, scale, cache.dtype)))
-    elif len(k):
-        launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-
-
-def _scaled(x, scale, dtype):
-    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
-
-
-def launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
-    """The kernel behind `store_kv`, by itself so that the interpreter can be asked for it on a CPU."""
-    num_kv_heads, head_dim = k.shape[1:]
-    store_kv_kernel[(len(k),)](
-        k, v, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEADS_PADDED=_next_power_of_2(num_kv_heads), DIM_PADDED=_next_power_of_2(head_dim))
-
-
-@jit
-def store_kv_kernel(k, v, k_cache, v_cache, slot_mapping, k_factor, v_factor, k_token, k_head, v_token, v_head,
-                    kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
-                    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                    HEADS_PADDED: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """One program per token: copies [HEADS, HEAD_DIM] of K and of V."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool of more than 2^31 elements is normal
-    if slot < 0:
+    if not len(slot_mapping):
         return
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    head = tl.arange(0, HEADS_PADDED)[:, None]
-    dim = tl.arange(0, DIM_PADDED)[None, :]
-    valid = (head < HEADS) & (dim < HEAD_DIM)
-    new_k = tl.load(k + token * k_token + head * k_head + dim, mask=valid, other=0.0)
-    new_v = tl.load(v + token * v_token + head * v_head + dim, mask=valid, other=0.0)
-    _store(k_cache + block * kc_block + offset * kc_slot + head * kc_head + dim, new_k, k_factor, valid)
-    _store(v_cache + block * vc_block + offset * vc_slot + head * vc_head + dim, new_v, v_factor, valid)
+    slots = slot_mapping.long()
+    # The host neither asks a GPU whether there are slots of -1 nor drops their rows: it would have to wait for the GPU.
+    # Instead, such a row repeats the write of another row.
+    skips = slots.device.type != "cpu" or bool(slots.min() < 0)
+    if skips:
+        largest, last = slots.max(0)
+        token = torch.where(slots < 0, last, torch.arange(len(slots), device=slots.device))
+        k, v, slots = k[token], v[token], slots[token].clamp(min=0)
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        flat, new = _bytes(cache).view(-1, *cache.shape[2:]), _bytes(_scaled(new, scale, cache.dtype))
+        if skips:
+            new = torch.where(largest >= 0, new, flat[:1])  # if all are skipped, slot 0 is given what it has
+        flat.index_copy_(0, slots, new)
 
 
-@jit
-def _store(at, x, factor, mask):
-    """x into the cache, scaled if that is fp8."""
-    if at.dtype.element_ty == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -448.0), 448.0).to(tl.float8e4nv)
-    tl.store(at, x, mask=mask)
+def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x as the cache's dtype has it."""
+    largest = int(FP8_MAX)
+    return (x.float() / scale).clamp(-largest, largest).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
 
 
-def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_scale=1.0,
-                               v_scale=1.0):
-    """What becomes of q, k and v between their projection and attention: norm, rotate, store k and v, return q.
+def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
+                               k_norm: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor,
+                               slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
+    """The steps between the projection to q, k, v and attention: norm, rope, storing k and v. Returns q.
 
     qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; returns q [num_tokens, num_heads, head_dim]
     rotation: [num_tokens, head_dim] float32, the cosines of each token's angles, then their sines; None: no rope
@@ -243,88 +270,84 @@ def rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_
     return q
 
 
-def rms_norm(x, weight, eps: float):
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
     exact = x.float()
     mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
     return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
 
-def rotate(x, rotation):
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1, head_dim].
 
-    Element i of the first half and element i of the second are one point of a plane, turned by the angle of
-    (position, i). A product of two turned vectors then depends on the distance of their positions only.
+    Element i of the first half and element i of the second half are a point in a plane. Rope rotates the point by the
+    angle of (position, i), so the product of a query and a key depends on the distance of their positions only.
     """
     cos, sin = rotation.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
 
 
-def rotate_and_store(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_scale=1.0, v_scale=1.0):
-    """`rotate_and_store_reference` in one launch; everything in float32 between the load and the store."""
-    num_tokens, all_heads, head_dim = qkv.shape
+def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
+                     eps: float, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
+                     v_scale: float = 1.0) -> Tensor:
+    """`rotate_and_store_reference` in one launch, with float32 between the load and the store."""
+    num_tokens, _, head_dim = qkv.shape
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     num_kv_heads = k_cache.shape[2]
     rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
-        KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=_next_power_of_2(num_heads),
-        KV_PADDED=_next_power_of_2(num_kv_heads), HALF_PADDED=_next_power_of_2(head_dim // 2),
-        ROTATE=rotation is not None, NORM=q_norm is not None, num_warps=4 if num_heads * head_dim <= 4096 else 8,
-        **early_launch(qkv.device))
+        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale,
+        qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
+        KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=next_power_of_2(num_heads),
+        KV_PADDED=next_power_of_2(num_kv_heads), HALF_PADDED=next_power_of_2(head_dim // 2),
+        ROTATE=rotation is not None, NORM=q_norm is not None,
+        num_warps=tiles.store_warps(num_heads, head_dim), **pdl_options(qkv.device))
     return q
 
 
 @jit
-def _wait_for_the_kernel_before(EARLY: tl.constexpr):
-    """A kernel that was launched EARLY takes its place on the device while the one before it still runs. Here it waits for
-    what that one writes, and lets the next one in (Nvidia's programmatic dependent launch): about a microsecond less
-    before each of the two or three kernels of every layer that are launched so."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@jit
-def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor, v_factor,
-                            qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor,
+                            v_factor, qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
-                            ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr):
-    """Two programs per token, one for q and one for k and v. A head is held as its two halves, because rope turns the one
-    against the other."""
-    _wait_for_the_kernel_before(EARLY)
+                            ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token, 2): program 0 takes the token's q, program 1 its k and v.
+
+    A head is held as two halves [heads, HALF], because rope combines element i of one with element i of the other.
+    """
+    _wait_for_previous_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
     i = tl.arange(0, HALF_PADDED)[None, :]
     if tl.program_id(1) == 0:
         head = tl.arange(0, HEADS_PADDED)[:, None]
         valid = (head < HEADS) & (i < HALF)
-        q_a, q_b = _turned_halves(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM)
+        q_a, q_b = _norm_and_rope(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM)
         q_at = q_out + (token * HEADS + head) * 2 * HALF + i
         tl.store(q_at, q_a, mask=valid)
         tl.store(q_at + HALF, q_b, mask=valid)
     else:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
+        slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool of more than 2^31 elements is normal
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         kv_head = tl.arange(0, KV_PADDED)[:, None]
-        wanted = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
+        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
         v = row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
-        v_a, v_b = tl.load(v, mask=wanted, other=0.0), tl.load(v + HALF, mask=wanted, other=0.0)
-        k_a, k_b = _turned_halves(row + HEADS * 2 * HALF, kv_head, i, wanted, k_norm, rotation, eps, HALF, ROTATE, NORM)
+        v_a, v_b = tl.load(v, mask=written, other=0.0), tl.load(v + HALF, mask=written, other=0.0)
+        k = row + HEADS * 2 * HALF
+        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM)
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
-        _store(k_at, k_a, k_factor, wanted)
-        _store(k_at + HALF, k_b, k_factor, wanted)
+        _store(k_at, k_a, k_factor, written)
+        _store(k_at + HALF, k_b, k_factor, written)
         v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
-        _store(v_at, v_a, v_factor, wanted)
-        _store(v_at + HALF, v_b, v_factor, wanted)
+        _store(v_at, v_a, v_factor, written)
+        _store(v_at + HALF, v_b, v_factor, written)
 
 
 @jit
-def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of some heads of one token in float32, normed and turned."""
+def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr,
+                   NORM: tl.constexpr):
+    """Some heads of one token as two halves in float32, after norm and rope."""
     a = tl.load(row + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
     b = tl.load(row + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
     if NORM:
@@ -338,158 +361,48 @@ def _turned_halves(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
     return a, b
 
 
+@jit
+def _store(at, x, factor, mask):
+    """Store x into the cache, scaled and clamped if the cache is fp8."""
+    if at.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+    tl.store(at, x, mask=mask)
+
+
+@jit
+def _wait_for_previous_kernel(PDL: tl.constexpr):
+    """With programmatic dependent launch (PDL), this kernel's programs start while the previous kernel still runs.
+
+    They wait here for what that kernel writes, and allow the next kernel to start. On an H200 this saves about a
+    microsecond before each of the two or three kernels of a layer that use it.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # --------------------------------------------------------------------------------------------------
 # The kernel
 # --------------------------------------------------------------------------------------------------
 
-@jit
-def _slots_of(block, tile, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr,
-              VC_BLOCK: tl.constexpr, VC_SLOT: tl.constexpr):
-    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
-    # Where a tile never crosses a block's end, one table entry serves all of it; else each token has its own.
-    offset = tile % BLOCK_SIZE + tl.arange(0, TILE_N) if BLOCK_SIZE % TILE_N == 0 else (tile + tl.arange(0, TILE_N)) % BLOCK_SIZE
-    return block * KC_BLOCK + offset * KC_SLOT, block * VC_BLOCK + offset * VC_SLOT
-
-
-@jit
-def _block_of(table, token, seq_len, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Physical block of the tile that begins with `token`, or of each of its tokens. The table is padded with anything,
-    so it is never read behind the sequence's last block."""
-    tokens = token if BLOCK_SIZE % TILE_N == 0 else token + tl.arange(0, TILE_N)
-    return tl.load(table + tl.minimum(tokens, seq_len - 1) // BLOCK_SIZE).to(tl.int64)
-
-
-@jit
-def _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head, out_token, out_head, cache,
-                GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Some rows of a tile, each a (query token, head of the group): their queries [rows, DIM_PADDED], the position of each
-    row's token in its sequence, where the results go, and which are there. A group that is no power of two leaves rows over."""
-    query, head, dim = first + row // GROUP, kv_head * GROUP + row % GROUP, tl.arange(0, DIM_PADDED)
-    valid = ((row < TOKENS * GROUP) & (query < query_len))[:, None] & (dim < HEAD_DIM)[None, :]
-    token = (q_start + query)[:, None]
-    queries = tl.load(q + token * q_token + head[:, None] * q_head + dim[None, :], mask=valid, other=0.0)
-    if cache.dtype.element_ty == tl.float8e4nv:
-        queries = queries.to(tl.float16)  # what hardware turns fp8 into
-    return queries, seq_len - query_len + query, out + token * out_token + head[:, None] * out_head + dim[None, :], valid
-
-
-@jit
-def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """A tile of K or V. Slots behind the last token hold garbage, those before the window belong to others, and 0 * NaN =
-    NaN: they must not even be loaded."""
-    if MASKED:
-        tile = tl.load(at, mask=exists & inside, other=0.0)
-    elif PADDED:
-        tile = tl.load(at, mask=inside, other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile.to(like.dtype)
-
-
-@jit
-def _prefill_tile(acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
-                  tile, oldest, end, scale, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                  WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Attend to the keys of one tile with both halves of the queries: q [TILE_M // 2, DIM_PADDED] each. Without MASKED every
-    row sees every key, so nothing has to be compared."""
-    dim = tl.arange(0, DIM_PADDED)
-    token = tile + tl.arange(0, TILE_N)
-    exists = token < end
-    if WINDOW:
-        exists &= token >= oldest
-    PADDED: tl.constexpr = HEAD_DIM < DIM_PADDED
-    k = _load_tile(k_base + dim[:, None] + slot_k[None, :], exists[None, :], (dim < HEAD_DIM)[:, None], q_a, MASKED, PADDED)
-    v = _load_tile(v_base + dim[None, :] + slot_v[:, None], exists[:, None], (dim < HEAD_DIM)[None, :], q_a, MASKED, PADDED)
-    scores_a = tl.dot(q_a, k, input_precision=PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
-    scores_b = tl.dot(q_b, k, input_precision=PRECISION)
-    acc_a, max_a, sum_a = _attend(acc_a, max_a, sum_a, scores_a, v, token, exists, position_a, scale, WINDOW, MASKED, PRECISION)
-    acc_b, max_b, sum_b = _attend(acc_b, max_b, sum_b, scores_b, v, token, exists, position_b, scale, WINDOW, MASKED, PRECISION)
-    return acc_a, max_a, sum_a, acc_b, max_b, sum_b
-
-
-@jit
-def _attend(acc, row_max, row_sum, scores, v, token, exists, position, scale, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-            PRECISION: tl.constexpr):
-    """Running sums of some rows after a tile with these scores [rows, TILE_N] and values [TILE_N, DIM_PADDED]."""
-    if MASKED:
-        seen = (token[None, :] <= position[:, None]) & exists[None, :]
-        if WINDOW:
-            seen &= token[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    base = new_max
-    if MASKED:  # a row that has seen no key yet has maximum -inf, and -inf - -inf is NaN
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale - base[:, None])
-    shrink = tl.exp2(row_max - base)
-    row_sum = row_sum * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum
-
-
-@jit
-def _decode_tile(acc, col_max, col_sum, q, k_base, v_base, slot_k, slot_v, tile, oldest, end, scale, TILE_N: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr):
-    """The same for one query token, on its side: q [DIM_PADDED, heads], scores [TILE_N, heads], acc [DIM_PADDED, heads].
-    Tensor cores multiply 16 rows by 8 columns at least. A group of 2 heads fills 2 of 8 columns, but would fill 2 of 16 rows."""
-    dim = tl.arange(0, DIM_PADDED)
-    token = tile + tl.arange(0, TILE_N)
-    exists = token < end
-    if WINDOW:
-        exists &= token >= oldest
-    k = tl.load(k_base + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
-    scores = tl.where(exists[:, None], scores, -float("inf"))
-    new_max = tl.maximum(col_max, tl.max(scores, 0) * scale)
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf is NaN
-    p = tl.exp2(scores * scale - base[None, :])
-    shrink = tl.exp2(col_max - base)
-    col_sum = col_sum * shrink + tl.sum(p, 0)
-    p = p.to(q.dtype)
-    if v_base.dtype.element_ty == tl.float8e4nv:
-        # Tensor cores want the values of a dim side by side, token after token, and memory has those of a token. Hardware
-        # can turn that round for 16 bits, not for 8; so what is read, and turned, is pairs of fp8 numbers.
-        pair = tl.arange(0, DIM_PADDED // 2)
-        v = tl.load(v_base.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
-                    mask=exists[None, :] & (pair < HEAD_DIM // 2)[:, None], other=0)
-        even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
-        update = tl.reshape(tl.permute(both, (0, 2, 1)), (DIM_PADDED, p.shape[1]))
-    else:
-        v = tl.load(v_base + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        update = tl.dot(v, p, input_precision=PRECISION)
-    return acc * shrink[None, :] + update, new_max, col_sum
-
-
-@jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
-    """Running sums before the first key: weighted values, largest score, sum of weights."""
-    return tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
-
-
-@jit
-def _merge(acc, col_max, col_sum, split_acc, split_max, split_sum):
-    """Add the sums of a split to those before it. Splits are merged with this function one after another, in one program
-    or by `merge_splits_kernel`: the same additions, so the same bits (the compiler fuses multiplications with them alike in
-    both; test_attention_does_not_depend_on_the_batch would notice if not)."""
-    new_max = tl.maximum(col_max, split_max)
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    before, now = tl.exp2(col_max - base), tl.exp2(split_max - base)
-    return acc * before[None, :] + split_acc * now[None, :], new_max, col_sum * before + split_sum * now
-
-
-@jit
-def _average(acc, sums, v_scale):
-    """Weighted values over the sum of weights; 0 where nothing was seen."""
-    return acc / tl.where(sums == 0, 1.0, sums) * v_scale
-
-
-@jit
-def split_of(seq_len, TILE_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Tokens per split. It follows from the sequence's length alone, never from the batch or the grid."""
-    sixteenth, least = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N, tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
-    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
+# What the kernel's functions hand to each other. Of Sizes the compiler knows every value.
+Sizes = namedtuple("Sizes", [
+    "KV_HEADS", "GROUP",  # kv heads; query heads that share a kv head
+    "HEAD_DIM", "DIM_PADDED",  # dims; the same, rounded up to a power of two
+    "BLOCK_SIZE", "KC_BLOCK", "KC_SLOT", "VC_BLOCK", "VC_SLOT",  # slots of a block; strides of the caches
+    "WINDOW",  # tokens that a token sees, itself included; 0: no limit
+    "TILE_M", "TILE_N",  # rows of a tile of queries; tokens of a tile of keys
+    "PRECISION"])  # of float32 products; "ieee" is exact
+Queries = namedtuple("Queries", [
+    "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
+    "seq", "kv_head", "q_start",  # which sequence, which kv head, the sequence's first row of q
+    "query_len", "first"])  # the sequence's new tokens; the first of them that is in this tile
+Keys = namedtuple("Keys", [
+    "table", "k", "v",  # the sequence's block table; the caches, at this kv head
+    "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
+Sums = namedtuple("Sums", [
+    "acc",  # weighted values [rows, DIM_PADDED]; in decode transposed, [DIM_PADDED, columns]
+    "max", "sum"])  # for each query: largest score, sum of weights
 
 
 @jit
@@ -497,306 +410,476 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
                            KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
                            VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, DECODE: tl.constexpr, KV_HEADS: tl.constexpr,
-                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                           TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
-                           MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
-                           EARLY: tl.constexpr):
-    """DECODE: program (sequence and kv head, one of the programs that share its splits); num_splits is the most that any
-    sequence has. Otherwise: program (entry of query_tiles and kv head). Programs start in the order of the first axis: the
-    heads of a sequence, which lie side by side in memory, run at the same time, and the longest tiles of all heads begin
-    first."""
-    _wait_for_the_kernel_before(EARLY)
-    TOKENS: tl.constexpr = TILE_M // GROUP  # query tokens per tile
+                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                           BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+                           PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
+    """The grid of decode is (sequence and kv head, programs that share its splits).
+    The grid of prefill is (entry of query_tiles and kv head).
+
+    Programs start in the order of the first axis. So the kv heads of a sequence, which are neighbours in memory, run at
+    the same time, and the longest tiles of all heads start first.
+
+    query_tiles   [n, 2], prefill only: (sequence, tile of its queries); sequence -1 is padding
+    split_acc     [sequence, head, num_splits, HEAD_DIM], split_sums [sequence, head, num_splits, 2]: for decode without
+                  NO_SPLIT, the running sums of each split; num_splits is the most that any sequence has
+    scale         of the scores, times log2(e), because exp2 is the hardware's exponential
+    """
+    _wait_for_previous_kernel(PDL)
+    # The sequence, the kv head, and the queries.
+    TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
         seq, first = tl.program_id(0) // KV_HEADS, 0
     else:
         entry = query_tiles + 2 * (tl.program_id(0) // KV_HEADS)
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
-        if seq < 0:  # padding
+        if seq < 0:
             return
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)  # 64 bits: what a stride multiplies may exceed 2^31
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
         return
+    # The keys.
     seq_len = tl.load(seq_lens + seq)
     first_position = seq_len - query_len + first
-    start, end = 0, tl.minimum(first_position + TOKENS, seq_len)  # keys that any row sees
+    oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
-        start = tl.maximum(first_position - WINDOW + 1, 0)  # clamped first: division truncates toward zero
-    oldest = start
+        oldest = tl.maximum(first_position - WINDOW + 1, 0)
     table = block_tables + seq.to(tl.int64) * table_row
-    k_base, v_base = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
+    k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
 
-    # In each loop the block ids are loaded one tile ahead: a load that waits for another load is not pipelined.
-    if DECODE:  # this program has all of the sequence's splits, or shares them with others, a run of splits each
-        split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
-        split = start // split_len
-        if not ALONE:
-            run = tl.cdiv(tl.cdiv(seq_len, split_len) - split, tl.num_programs(1))
-            split += run * tl.program_id(1)
-            start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
-        start = start // TILE_N * TILE_N
-        row = tl.arange(0, TILE_M)  # a column, below
-        q_tile, _, out_at, valid = _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head, out_token,
-                                               out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
-        q_tile, head, dim = tl.trans(q_tile), kv_head * GROUP + row % GROUP, tl.arange(0, DIM_PADDED)
-        acc, col_max, col_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of the split
-        all_acc, all_max, all_sum = _nothing(DIM_PADDED, TILE_M, TILE_M)  # of those before it
-        block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
-        for tile in range(start, end, TILE_N):
-            slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
-            block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-            acc, col_max, col_sum = _decode_tile(
-                acc, col_max, col_sum, q_tile, k_base, v_base, slot_k, slot_v, tile, oldest, end, scale, TILE_N, HEAD_DIM,
-                DIM_PADDED, WINDOW, PRECISION)
-            # At a split's end its sums are merged or stored, and begin anew. That is done, or masked, in every tile,
-            # because a branch would end the pipelining of loads.
-            ends = tile + TILE_N >= tl.minimum((split + 1) * split_len, end)
-            if ALONE:
-                new_acc, new_max, new_sum = _merge(all_acc, all_max, all_sum, acc, col_max, col_sum)
-                all_acc, all_max = tl.where(ends, new_acc, all_acc), tl.where(ends, new_max, all_max)
-                all_sum = tl.where(ends, new_sum, all_sum)
-            else:
-                piece = (seq.to(tl.int64) * KV_HEADS * GROUP + head) * num_splits + split  # [sequence, head, split]
-                complete = row < tl.where(ends, GROUP, 0)
-                tl.store(split_acc + piece[None, :] * HEAD_DIM + dim[:, None], acc, mask=(dim < HEAD_DIM)[:, None] & complete[None, :])
-                tl.store(split_sums + 2 * piece, col_max, mask=complete)
-                tl.store(split_sums + 2 * piece + 1, col_sum, mask=complete)
-            acc, col_max = tl.where(ends, 0.0, acc), tl.where(ends, -float("inf"), col_max)
-            col_sum = tl.where(ends, 0.0, col_sum)
-            split += ends.to(tl.int32)
-        if ALONE:
-            tl.store(out_at, tl.trans(_average(all_acc, all_sum[None, :], v_scale)), mask=valid)
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    keys = Keys(table, k, v, seq_len, oldest, end)
+    if DECODE:
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT,
+                Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                      TILE_M, TILE_N, PRECISION))
     else:
-        HALF: tl.constexpr = TILE_M // 2
-        row = tl.arange(0, HALF)
-        q_a, position_a, out_a, valid_a = _query_rows(q, out, row, first, query_len, seq_len, q_start, kv_head, q_token, q_head,
-                                                      out_token, out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
-        q_b, position_b, out_b, valid_b = _query_rows(q, out, HALF + row, first, query_len, seq_len, q_start, kv_head, q_token, q_head,
-                                                      out_token, out_head, k_cache, GROUP, TOKENS, HEAD_DIM, DIM_PADDED)
-        acc_a, max_a, sum_a = _nothing(HALF, DIM_PADDED, HALF)
-        acc_b, max_b, sum_b = _nothing(HALF, DIM_PADDED, HALF)
-        start = start // TILE_N * TILE_N
-        block = _block_of(table, start, seq_len, TILE_N, BLOCK_SIZE)
-        if not WINDOW:  # tiles before the diagonal are seen by every row and need no mask
-            diagonal = (first_position + 1) // TILE_N * TILE_N
-            for tile in range(start, diagonal, TILE_N):
-                slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
-                block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-                acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
-                    acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
-                    tile, oldest, end, scale, TILE_N, HEAD_DIM, DIM_PADDED, WINDOW, False, PRECISION)
-            start = diagonal
-        for tile in range(start, end, TILE_N):
-            slot_k, slot_v = _slots_of(block, tile, TILE_N, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT)
-            block = _block_of(table, tile + TILE_N, seq_len, TILE_N, BLOCK_SIZE)
-            acc_a, max_a, sum_a, acc_b, max_b, sum_b = _prefill_tile(
-                acc_a, max_a, sum_a, acc_b, max_b, sum_b, q_a, q_b, position_a, position_b, k_base, v_base, slot_k, slot_v,
-                tile, oldest, end, scale, TILE_N, HEAD_DIM, DIM_PADDED, WINDOW, True, PRECISION)
-        tl.store(out_a, _average(acc_a, sum_a[:, None], v_scale), mask=valid_a)
-        tl.store(out_b, _average(acc_b, sum_b[:, None], v_scale), mask=valid_b)
+        _prefill(queries, keys, first_position, scale, v_scale,
+                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                       TILE_M, TILE_N, PRECISION))
+
+
+@jit
+def _query_rows(queries, keys, row, sizes):
+    """Some rows of a tile: their q [rows, DIM_PADDED], their positions [rows], where the results go, which rows exist.
+
+        row           0     1     2     3     4     5        with GROUP 2
+        query token   0     0     1     1     2     2        after `first`
+        head          0     1     0     1     0     1        of the group
+
+    With a GROUP that does not divide TILE_M, the last rows are not used.
+    """
+    query, head = queries.first + row // sizes.GROUP, queries.kv_head * sizes.GROUP + row % sizes.GROUP
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    is_row = (row < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (query < queries.query_len)
+    valid = is_row[:, None] & (dim < sizes.HEAD_DIM)[None, :]
+    token = (queries.q_start + query)[:, None]
+    at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
+    q = tl.load(at, mask=valid, other=0.0)
+    if keys.k.dtype.element_ty == tl.float8e4nv:
+        q = q.to(tl.float16)  # what the hardware converts fp8 to
+    out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
+    return q, keys.seq_len - queries.query_len + query, out, valid
+
+
+# The loops of decode and prefill load block ids one tile ahead. If K and V had to wait for the load of their block id,
+# the compiler would not pipeline their loads.
+
+@jit
+def _block_of(keys, token, sizes):
+    """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
+
+    The table is never read behind the sequence's last block, where it may hold anything.
+    """
+    tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
+    return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
+
+
+@jit
+def _slots_of(block, tile, sizes):
+    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
+    token = tl.arange(0, sizes.TILE_N)
+    in_one_block: tl.constexpr = sizes.BLOCK_SIZE % sizes.TILE_N == 0
+    offset = tile % sizes.BLOCK_SIZE + token if in_one_block else (tile + token) % sizes.BLOCK_SIZE
+    return block * sizes.KC_BLOCK + offset * sizes.KC_SLOT, block * sizes.VC_BLOCK + offset * sizes.VC_SLOT
+
+
+@jit
+def _initial_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
+    """The running sums before the first key."""
+    return Sums(tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32),
+                tl.zeros([QUERIES], tl.float32))
+
+
+@jit
+def _normalize(acc, weights, v_scale):
+    """The result: acc over the sum of weights; 0 where no key was seen."""
+    return acc / tl.where(weights == 0, 1.0, weights) * v_scale
+
+
+# --------------------------------------------------------------------------------------------------
+# Decode: one query token, its context in splits
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def split_length(seq_len, TILE_N: tl.constexpr):
+    """Tokens per split: a sixteenth of the context, but at least 128 and at most 512. Beyond 16,384 tokens that would
+    give more than 32 splits, so a split is a thirty-second of the context. Always a multiple of TILE_N, here 64:
+
+        context    100    129   2,048   4,096   8,192   16,384   65,536
+        split      128    128     128     256     512      512    2,048
+        splits       1      2      16      16      16       32       32
+
+    The sequence's own length decides, never the batch or the grid, so these do not change the order of additions.
+    """
+    sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
+    least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
+    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
+
+
+@jit
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
+    """Attend with one query token. A program computes a run of the context's splits, one after the other:
+
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
+        2 programs share them       program 0   | program 1    the sums of each split go to memory, and
+                                                               merge_splits_kernel merges them (vLLM's V2)
+        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (V1)
+
+    Both merge the same splits in the same order, so they give the same bits.
+    """
+    start, end = keys.oldest, keys.end
+    split_len = split_length(keys.seq_len, sizes.TILE_N)
+    split = start // split_len
+    if not NO_SPLIT:
+        run = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
+        split += run * tl.program_id(1)
+        start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
+    start = start // sizes.TILE_N * sizes.TILE_N
+    column = tl.arange(0, sizes.TILE_M)
+    q, _, out, valid = _query_rows(queries, keys, column, sizes)
+    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
+    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
+    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    block = _block_of(keys, start, sizes)
+    for tile in range(start, end, sizes.TILE_N):
+        slots = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
+        # At a split's end its sums are merged or stored, and begin anew. Every tile does that, under a condition or
+        # mask: a branch would end the pipelining of loads.
+        ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
+        if NO_SPLIT:
+            total = _where(ends, _merge(total, sums), total)
+        else:
+            row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
+            complete = column < tl.where(ends, sizes.GROUP, 0)
+            tl.store(split_acc + row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
+                     mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
+            tl.store(split_sums + 2 * row, sums.max, mask=complete)
+            tl.store(split_sums + 2 * row + 1, sums.sum, mask=complete)
+        sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
+        split += ends.to(tl.int32)
+    if NO_SPLIT:
+        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
+
+
+@jit
+def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
+    """The running sums after one more tile of keys. All is transposed; the heads of the group are columns:
+
+        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
+        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
+
+    Tensor cores multiply at least 16 rows by 8 columns. A group of 2 heads fills 2 of 8 columns, or 2 of 16 rows.
+    """
+    slot_k, slot_v = slots
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    token = tile + tl.arange(0, sizes.TILE_N)
+    exists = token < end
+    if sizes.WINDOW:
+        exists &= token >= keys.oldest
+    k = tl.load(keys.k + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < sizes.HEAD_DIM)[None, :],
+                other=0.0)
+    scores = tl.dot(k.to(q.dtype), q, input_precision=sizes.PRECISION)
+    scores = tl.where(exists[:, None], scores, -float("inf"))
+    new_max = tl.maximum(sums.max, tl.max(scores, 0) * scale)
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf is NaN
+    p = tl.exp2(scores * scale - base[None, :])
+    alpha = tl.exp2(sums.max - base)
+    new_sum = sums.sum * alpha + tl.sum(p, 0)
+    p = p.to(q.dtype)
+    if keys.v.dtype.element_ty == tl.float8e4nv:
+        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
+    else:
+        v = tl.load(keys.v + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < sizes.HEAD_DIM)[:, None],
+                    other=0.0)
+        update = tl.dot(v, p, input_precision=sizes.PRECISION)
+    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
+
+
+@jit
+def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
+    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V.
+
+    Tensor cores take the values of one dim side by side, token after token; memory has those of one token side by side.
+    The hardware can transpose 16-bit elements, but not 8-bit ones. So pairs of dims are loaded, and transposed:
+
+        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
+        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
+        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
+    """
+    pair = tl.arange(0, sizes.DIM_PADDED // 2)
+    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
+                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
+    even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
+
+
+@jit
+def _where(condition, yes, no):
+    """The running sums `yes` if the condition holds, else `no`."""
+    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
+                tl.where(condition, yes.sum, no.sum))
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefill: many query tokens
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def _prefill(queries, keys, first_position, scale, v_scale, sizes):
+    """Attend with TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of the
+    other. Tiles of keys before the diagonal are seen by every row, and need no mask:
+
+        3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
+        at position 6                       x x x x   x x x .   .
+        at position 7                       x x x x   x x x x   .
+        at position 8                       x x x x   x x x x   x
+                                            no mask   masked
+    """
+    HALF: tl.constexpr = sizes.TILE_M // 2
+    row = tl.arange(0, HALF)
+    q_a, position_a, out_a, valid_a = _query_rows(queries, keys, row, sizes)
+    q_b, position_b, out_b, valid_b = _query_rows(queries, keys, HALF + row, sizes)
+    a, b = _initial_sums(HALF, sizes.DIM_PADDED, HALF), _initial_sums(HALF, sizes.DIM_PADDED, HALF)
+    q, position = (q_a, q_b), (position_a, position_b)
+    start = keys.oldest // sizes.TILE_N * sizes.TILE_N
+    block = _block_of(keys, start, sizes)
+    if not sizes.WINDOW:
+        diagonal = (first_position + 1) // sizes.TILE_N * sizes.TILE_N
+        a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, diagonal, scale, False, sizes)
+        start = diagonal
+    a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
+    tl.store(out_a, _normalize(a.acc, a.sum[:, None], v_scale), mask=valid_a)
+    tl.store(out_b, _normalize(b.acc, b.sum[:, None], v_scale), mask=valid_b)
+
+
+@jit
+def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: tl.constexpr, sizes):
+    """The running sums of both halves after the tiles of keys [start, stop), and the block of the tile behind them."""
+    for tile in range(start, stop, sizes.TILE_N):
+        slot_k, slot_v = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        dim = tl.arange(0, sizes.DIM_PADDED)
+        token = tile + tl.arange(0, sizes.TILE_N)
+        exists = token < keys.end
+        if sizes.WINDOW:
+            exists &= token >= keys.oldest
+        inside = dim < sizes.HEAD_DIM
+        k = _load_tile(keys.k + dim[:, None] + slot_k[None, :], exists[None, :], inside[:, None], q[0], MASKED, sizes)
+        v = _load_tile(keys.v + dim[None, :] + slot_v[:, None], exists[:, None], inside[None, :], q[0], MASKED, sizes)
+        scores_a = tl.dot(q[0], k, input_precision=sizes.PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
+        scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
+        a = _attend(a, scores_a, v, token, exists, position[0], scale, MASKED, sizes)
+        b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
+    return a, b, block
+
+
+@jit
+def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
+    """A tile of K or V. Slots behind the last token hold garbage, and blocks before a window belong to other sequences.
+    They must not even be loaded: a weight of 0 does not remove a NaN, because 0 * NaN = NaN."""
+    if MASKED:
+        tile = tl.load(at, mask=exists & inside, other=0.0)
+    elif sizes.HEAD_DIM < sizes.DIM_PADDED:
+        tile = tl.load(at, mask=inside, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile.to(like.dtype)
+
+
+@jit
+def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexpr, sizes):
+    """The running sums of some rows after a tile with these scores [rows, TILE_N] and values [TILE_N, DIM_PADDED]."""
+    if MASKED:
+        seen = (token[None, :] <= position[:, None]) & exists[None, :]
+        if sizes.WINDOW:
+            seen &= token[None, :] > position[:, None] - sizes.WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
+    new_max = tl.maximum(sums.max, tl.max(scores, 1) * scale)
+    base = new_max
+    if MASKED:  # the maximum of a row that has seen no key yet is -inf, and -inf - -inf is NaN
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(scores * scale - base[:, None])
+    alpha = tl.exp2(sums.max - base)
+    new_sum = sums.sum * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, sums.acc * alpha[:, None], input_precision=sizes.PRECISION)
+    return Sums(acc, new_max, new_sum)
+
+
+# --------------------------------------------------------------------------------------------------
+# Merging splits (vLLM's reduce kernel)
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def _merge(total, split):
+    """The running sums of the splits so far and of this one, as one.
+
+    Decode with NO_SPLIT and merge_splits_kernel both use this function: the same additions, so the same bits, provided
+    that the compiler fuses them alike. test_attention_does_not_depend_on_the_batch would notice if not.
+    """
+    new_max = tl.maximum(total.max, split.max)
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
+    return Sums(total.acc * alpha[None, :] + split.acc * beta[None, :], new_max, total.sum * alpha + split.sum * beta)
 
 
 @jit
 def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        MIN_SPLIT: tl.constexpr, MID_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, EARLY: tl.constexpr):
-    """Program (sequence, head): the sums of its splits, merged, and the average.
-
-    split_acc [sequence, head, split, HEAD_DIM]; split_sums [sequence, head, split, 2]: largest score, sum of weights
-    """
-    _wait_for_the_kernel_before(EARLY)
+                        PDL: tl.constexpr):
+    """Grid (sequence, head): merge the sums of its splits, and normalize. Shapes: see paged_attention_kernel."""
+    _wait_for_previous_kernel(PDL)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     if tl.load(query_start_loc + seq + 1) - q_start != 1:
         return
     seq_len = tl.load(seq_lens + seq)
-    split_len = split_of(seq_len, TILE_N, MIN_SPLIT, MID_SPLIT, MAX_SPLITS)
+    split_len = split_length(seq_len, TILE_N)
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
     dim = tl.arange(0, DIM_PADDED)[:, None]
-    piece = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
-    acc, col_max, col_sum = _nothing(DIM_PADDED, 1, 1)
-    for few in range(first, last + 1, 8):
-        for i in tl.static_range(8):  # unrolled, so that the loads do not wait for each other
-            at, live = piece + few + i, (few + i + tl.arange(0, 1)) <= last
-            one_max = tl.load(split_sums + 2 * at, mask=live, other=-float("inf"))
-            one_sum = tl.load(split_sums + 2 * at + 1, mask=live, other=0.0)
-            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=live[None, :] & (dim < HEAD_DIM), other=0.0)
-            acc, col_max, col_sum = _merge(acc, col_max, col_sum, one_acc, one_max, one_sum)
-    tl.store(out + q_start * out_token + head * out_head + dim, _average(acc, col_sum[None, :], v_scale), mask=dim < HEAD_DIM)
+    row = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
+    total = _initial_sums(DIM_PADDED, 1, 1)
+    for split in range(first, last + 1, MERGE_UNROLL):
+        for i in tl.static_range(MERGE_UNROLL):  # unrolled, so that the loads do not wait for each other
+            at, exists = row + split + i, (split + i + tl.arange(0, 1)) <= last
+            one_max = tl.load(split_sums + 2 * at, mask=exists, other=-float("inf"))
+            one_sum = tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0)
+            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=exists[None, :] & (dim < HEAD_DIM),
+                              other=0.0)
+            total = _merge(total, Sums(one_acc, one_max, one_sum))
+    out_at = out + q_start * out_token + head * out_head + dim
+    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=dim < HEAD_DIM)
 
 
 # --------------------------------------------------------------------------------------------------
 # Launching it
 # --------------------------------------------------------------------------------------------------
 
-def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, *,
-                    max_query_len, max_seq_len, sliding_window=0, out=None, num_decodes=None, query_tiles=None, k_scale=1.0,
-                    v_scale=1.0, **_):
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+                    query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
+                    sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
+                    query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
     """Causal attention of every sequence's new tokens over its whole context in the paged cache.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others are read (even, if fp8)
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others any (even, if fp8)
     block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths
     scale            factor on the scores, usually head_dim ** -0.5
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
     sliding_window   0, or how many tokens a token sees, itself included
-    num_decodes      sequences with one new token are all among the first so many (default: anywhere)
-    query_tiles      the prefill's work list, [n, 2] int32, from `make_query_tiles` (default: built here, which
-                     waits for the GPU)
+    num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
+    query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     k_scale, v_scale what the cache's K and V are to be multiplied by
     Returns out, like q. Sequences with no new token are padding and nothing is written for them.
     """
     out = torch.empty_like(q) if out is None else out
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    num_seqs, group = len(seq_lens), num_heads // num_kv_heads
-    num_decodes = num_seqs if num_decodes is None else num_decodes
+    head_dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     if v_cache.element_size() == 1 and any(n % 2 for n in (head_dim, *v_cache.stride()[:3], v_cache.data_ptr())):
-        raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and the address "
-                         "must be even")
-    if triton is None or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
-        raise RuntimeError("the Triton kernel needs Triton and a CUDA device, or on a CPU numpy for Triton's "
-                           "interpreter (pip install triton numpy); attention='torch' works everywhere")
-    scale_log2 = scale * k_scale * math.log2(math.e)  # exp2 is the hardware's exponential
-    strides = (*q.stride()[:2], *out.stride()[:2], block_tables.stride(0))
-    shape = kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype, k_cache.stride(), v_cache.stride())
-    early = early_launch(q.device)
-    shared_memory = _shared_memory(q.device)
+        raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and "
+                         "the address must be even")
+    require_triton(q.device)
+    inputs = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    scales = (scale * k_scale * math.log2(math.e), v_scale)
+    constants = tiles.kernel_constants(k_cache.shape[2], group, head_dim, k_cache.shape[1], sliding_window, q.dtype,
+                                       k_cache.stride(), v_cache.stride())
     if max_query_len > 1:
-        config = tile_config("prefill", group, head_dim, q.element_size(), shared_memory, k_cache.element_size())
         if query_tiles is None:
-            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(),
-                                           tokens_per_tile(group, head_dim, q.dtype, q.device)).to(q.device)
+            tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
+            query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
         if len(query_tiles):
-            paged_attention_kernel[(len(query_tiles) * num_kv_heads,)](
-                out, out, out, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, query_tiles,
-                scale_log2, v_scale, 1, *strides, DECODE=False, ALONE=True, **shape, **config, **early)
+            _launch_prefill(out, inputs, query_tiles, scales, constants)
+    num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
-        num_splits = split_bound(max_seq_len)
-        sharing = programs_per_context(num_decodes * num_kv_heads, num_splits)
-        stages = decode_stages(num_decodes * num_kv_heads, head_dim * k_cache.element_size(), q.device) if sharing == 1 else 3
-        config = tile_config("decode", group, head_dim, q.element_size(), shared_memory, k_cache.element_size(), stages)
-        split_acc = split_sums = out
-        if sharing > 1:
-            split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
-            split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
-        paged_attention_kernel[(num_decodes * num_kv_heads, sharing)](
-            out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, block_tables,
-            scale_log2, v_scale, num_splits, *strides, DECODE=True, ALONE=sharing == 1, **shape, **config, **early)
-        if sharing > 1:
-            names = ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")
-            merge_splits_kernel[(num_decodes, num_heads)](
-                out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, *out.stride()[:2], num_splits,
-                **{name: shape[name] for name in names}, TILE_N=config["TILE_N"], num_warps=1, **early)
+        _launch_decode(out, inputs, num_decodes, max_seq_len, scales, constants)
     return out
 
 
-def programs_per_context(num_contexts: int, num_splits: int) -> int:
-    """How many programs share the splits of a (sequence, kv head). Many contexts fill the device by themselves; then one
-    program takes all splits of its context, and nothing has to be merged afterwards. The result is the same bits; the
-    numbers are an H200's."""
-    return 1 if num_contexts >= MANY_CONTEXTS else min(num_splits, max(4, cdiv(1024, num_contexts)))
+def _launch_prefill(out: Tensor, inputs: tuple, query_tiles: Tensor, scales: tuple, constants: dict) -> None:
+    """Attention of the sequences with several new tokens."""
+    q, k_cache, _, block_tables, *_ = inputs
+    config = tiles.tile_config("prefill", constants["GROUP"], q.shape[2], q.element_size(),
+                               tiles.shared_memory(q.device), k_cache.element_size())
+    paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
+        out, out, out, *inputs, query_tiles, *scales, 1, *q.stride()[:2], *out.stride()[:2], block_tables.stride(0),
+        DECODE=False, NO_SPLIT=True, **constants, **config, **pdl_options(q.device))
 
 
-def decode_stages(num_contexts: int, row: int, device) -> int:
-    """Pipeline stages for one program per context. For rows of 256 bytes (16 bits, head_dim 128) three stages leave room
-    for three programs on each multiprocessor of an H200 (as Triton 3.6 compiles them). If there are just a few more
-    programs than that, these would run alone after the others; with four stages there is room for two, each reads further
-    ahead, and two rounds come out nearly even."""
-    return 4 if row == 256 and 3 < num_contexts / _num_multiprocessors(device) < 4 else 3
-
-
-def split_bound(max_seq_len: int) -> int:
-    """How many splits a context of up to max_seq_len tokens can have."""
-    return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
-
-
-def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile: int) -> torch.Tensor:
-    """The prefill's work list, [n, 2] int32 on the CPU: (sequence, tile of its queries), longest context first.
-
-    A tile takes as long as its context; the longest one, started first, does not end up running alone.
-    Sequences with one new token are the decode launch's.
-    """
-    tiles = [(seq, tile) for seq, n in enumerate(query_lens) if n > 1 for tile in range(cdiv(n, tokens_per_tile))]
-    tiles.sort(key=lambda entry: query_lens[entry[0]] - seq_lens[entry[0]] - entry[1] * tokens_per_tile)
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
-
-
-@lru_cache
-def kernel_constants(num_kv_heads: int, group: int, head_dim: int, block_size: int, sliding_window: int, dtype: torch.dtype,
-                     k_strides: tuple, v_strides: tuple) -> dict:
-    """What a model's shape fixes at compile time. Strides of the cache are among it, because the kernel adds up many addresses."""
-    return dict(KC_BLOCK=k_strides[0], KC_SLOT=k_strides[1], KC_HEAD=k_strides[2], VC_BLOCK=v_strides[0], VC_SLOT=v_strides[1],
-                VC_HEAD=v_strides[2], KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-                DIM_PADDED=max(16, _next_power_of_2(head_dim)), BLOCK_SIZE=block_size, WINDOW=sliding_window, MIN_SPLIT=MIN_SPLIT,
-                MID_SPLIT=MID_SPLIT, MAX_SPLITS=MAX_SPLITS, PRECISION="ieee" if dtype == torch.float32 else "tf32")
-
-
-@lru_cache
-def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared_memory: int, cache_element_size: int = 0,
-                most_stages: int = 3) -> dict:
-    """Tile sizes, warps and pipeline stages of a launch. A small rule, because autotuning would time at start-up.
-
-    shared_memory: bytes that the device gives a block. A tile of K and one of V wait in it for each stage, beside the
-    queries; stages are given up first, then tile width. TILE_N also decides the order of additions, so a device
-    always uses the same one for a model, whatever most_stages, which see in `decode_stages`.
-    """
-    heads, dims = _next_power_of_2(group), max(16, _next_power_of_2(head_dim))
-    num_warps = 4
-    if phase == "decode":
-        tile_m, row = max(8, heads), dims * (cache_element_size or element_size)  # bytes of one head of one token
+def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple,
+                   constants: dict) -> None:
+    """Attention of the sequences with one new token."""
+    q, k_cache, _, block_tables, seq_lens, query_start_loc = inputs
+    _, num_heads, head_dim = q.shape
+    num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
+    sharing = programs_per_context(num_contexts, num_splits)
+    stages = 3
+    split_acc = split_sums = out
+    if sharing == 1:
+        stages = tiles.decode_stages(num_contexts, head_dim * k_cache.element_size(), q.device)
     else:
-        row = dims * element_size
-        tile_m = max(64 if row <= 256 else 32, heads)
-        if row <= 256 and shared_memory > 200 * 1024:  # Hopper: two warpgroups, each with 64 rows of either half
-            tile_m, num_warps = max(256, heads), 8
-    for tile_n, stages in ((64, most_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
-        if row > 256 and tile_n * stages > 64:  # float32 or a large head: in prefill the accumulators need the registers
-            continue
-        if tile_m * dims * element_size + 2 * tile_n * stages * row <= shared_memory:
-            break
-    return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=num_warps, num_stages=stages)
+        split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
+        split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
+    config = tiles.tile_config("decode", constants["GROUP"], head_dim, q.element_size(), tiles.shared_memory(q.device),
+                               k_cache.element_size(), stages)
+    pdl = pdl_options(q.device)
+    paged_attention_kernel[(num_contexts, sharing)](
+        out, split_acc, split_sums, *inputs, block_tables, *scales, num_splits, *q.stride()[:2], *out.stride()[:2],
+        block_tables.stride(0), DECODE=True, NO_SPLIT=sharing == 1, **constants, **config, **pdl)
+    if sharing > 1:
+        merge_splits_kernel[(num_decodes, num_heads)](
+            out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *out.stride()[:2], num_splits,
+            HEAD_DIM=head_dim, DIM_PADDED=constants["DIM_PADDED"], TILE_N=config["TILE_N"], WINDOW=constants["WINDOW"],
+            num_warps=1, **pdl)
 
 
-def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device) -> int:
-    """Query tokens in a tile of the prefill, as `make_query_tiles` wants to know."""
-    return tile_config("prefill", group, head_dim, dtype.itemsize, _shared_memory(device))["TILE_M"] // group
-
-
-@lru_cache
-def early_launch(device) -> dict:
-    """Arguments that launch a kernel early, where the device can do it: Nvidia's, from Hopper on."""
-    if (device.type == "cuda" and torch.version.cuda and gdc_wait and os.environ.get("TRITON_INTERPRET") != "1"
-            and torch.cuda.get_device_capability(device) >= (9, 0)):
-        return dict(EARLY=True, launch_pdl=True)
-    return dict(EARLY=False)
+def require_triton(device: torch.device) -> None:
+    """Raise ValueError if the kernel cannot run on this device."""
+    if triton is None or (device.type == "cpu" and not INTERPRETED):
+        raise ValueError("the Triton kernel needs Triton and a CUDA device, or on a CPU Triton's interpreter, which "
+                         "needs numpy and the environment variable TRITON_INTERPRET=1 before any package imports "
+                         "triton; attention='torch' works everywhere")
 
 
 @lru_cache
-def _num_multiprocessors(device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@lru_cache
-def _shared_memory(device) -> int:
-    """Bytes of shared memory that a block can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch arguments for programmatic dependent launch, where device and Triton have it."""
+    if gdc_wait is None or INTERPRETED or not tiles.has_dependent_launch(device):
+        return dict(PDL=False)
+    return dict(PDL=True, launch_pdl=True)
 
 
 class Kernels(NamedTuple):
     """The two functions that touch the cache, in one of their two forms."""
-    rotate_and_store: Callable
-    attention: Callable
+    rotate_and_store: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
 
 
 TRITON = Kernels(rotate_and_store, paged_attention)

@@ -34,7 +34,7 @@ import model
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import activate, rope_frequencies
-from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams, tiles
 from nanopaged.checkpoint import read_safetensors, read_tensors
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
 from nanopaged.logits import encode_bad_words
@@ -210,19 +210,20 @@ def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypat
 def test_stages_do_not_change_the_tile(shared_memory):
     """The order of additions hangs on it."""
     for group, head_dim, element, cache in itertools.product((1, 7, 40), (64, 128, 256), (2, 4), (1, 2)):
-        three, four = (kernel.tile_config("decode", group, head_dim, element, shared_memory * 1024, min(cache, element), stages)
+        three, four = (tiles.tile_config("decode", group, head_dim, element, shared_memory * 1024, min(cache, element), stages)
                        for stages in (3, 4))
         assert (three["TILE_M"], three["TILE_N"]) == (four["TILE_M"], four["TILE_N"])
 
 
-@pytest.mark.parametrize("capability, cuda, interpreted, early", [
-    ((9, 0), "13.0", "0", True), ((8, 9), "13.0", "0", False), ((9, 4), None, "0", False), ((9, 0), "13.0", "1", False)])
-def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpreted, early, monkeypatch):
+@pytest.mark.parametrize("capability, cuda, interpreted, expected", [
+    ((9, 0), "13.0", False, True), ((8, 9), "13.0", False, False), ((9, 4), None, False, False), ((9, 0), "13.0", True, False)])
+def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpreted, expected, monkeypatch):
     """From Hopper on; not on AMD's, whose device type is "cuda" too, nor in the interpreter."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    assert kernel.early_launch.__wrapped__(torch.device("cuda"))["EARLY"] == (early and kernel.gdc_wait is not None)
+    monkeypatch.setattr(kernel, "INTERPRETED", interpreted)
+    options = kernel.pdl_options.__wrapped__(torch.device("cuda"))
+    assert options["PDL"] == options.get("launch_pdl", False) == (expected and kernel.gdc_wait is not None)
 
 
 def test_an_fp8_cache_of_odd_heads_is_refused():
@@ -251,12 +252,12 @@ def test_a_decode_step_in_torch_is_one_call(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("store", [pytest.param(kernel.launch_store_kv, marks=needs_kernel), store_kv])
-def test_store_kv_writes_the_slots_and_nothing_else(store):
+def test_store_kv_writes_the_slots_and_nothing_else():
     k, v = torch.randn(5, 3, 24, device=DEVICE), torch.randn(5, 3, 24, device=DEVICE)
     k_cache, v_cache = torch.full((2, 4, 8, 3, 24), 9.0, device=DEVICE)
     slots = torch.tensor([17, -1, 0, 31, -1], device=DEVICE)
-    store(k, v, k_cache, v_cache, slots)
+    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv(k, v, k_cache, v_cache, torch.full_like(slots, -1))
     for new, cache in ((k, k_cache), (v, v_cache)):
         expected = torch.full((32, 3, 24), 9.0, device=DEVICE)
         expected[[17, 0, 31]] = new[[0, 2, 3]]
@@ -287,6 +288,15 @@ def test_the_kernels_compile_and_fit_the_devices_shared_memory():
     run = subprocess.run([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_triton_imported_without_its_interpreter_gets_a_sentence():
+    """Triton reads the variable when another package, such as transformers, imports it first."""
+    code = f"import triton, engine; engine.LLM({str(GOLDEN / 'qwen3')!r}, device='cpu', attention='triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert "ValueError: the Triton kernel needs" in run.stderr and "TRITON_INTERPRET=1 before" in run.stderr
 
 
 @needs_kernel
@@ -893,7 +903,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     forms = set()
     for name in ("paged_attention_kernel", "merge_splits_kernel", "rotate_and_store_kernel"):
         monkeypatch.setattr(kernel, name, RecordingKernel(getattr(kernel, name), forms))
-    monkeypatch.setattr(kernel, "MANY_CONTEXTS", 8)
+    monkeypatch.setattr(tiles, "MANY_CONTEXTS", 8)
     llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64, max_num_seqs=max_num_seqs,
               enforce_eager=True)
     monkeypatch.setattr(llm.runner, "sampler", lambda logits, batch: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
@@ -905,7 +915,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     llm.generate([[7] * 130], params)
     llm.generate([[8, i] for i in range(max_num_seqs)], params)
     assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
-    assert {dict(form[1:]).get("ALONE") for form in forms} == {True, False, None}
+    assert {dict(form[1:]).get("NO_SPLIT") for form in forms} == {True, False, None}
     assert forms <= compiled
 
 

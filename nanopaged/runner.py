@@ -29,12 +29,13 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from kernel import MANY_CONTEXTS, TORCH, TRITON, Kernels, cdiv, make_query_tiles, tokens_per_tile, triton
+from kernel import TORCH, TRITON, Kernels, cdiv, make_query_tiles, require_triton, tokens_per_tile, triton
 from model import Batch, ModelConfig, build_model
 from nanopaged.device.fused import fuse
 from nanopaged.garbage import no_garbage_collection
 from nanopaged.logits import LogitsEditor, Start, top_logprobs
 from nanopaged.sampler import Sampler, SamplingBatch, mix
+from nanopaged.tiles import MANY_CONTEXTS
 
 GIB = 2**30
 FP8 = torch.float8_e4m3fn
@@ -680,4 +681,7 @@ def _pick_kernels(attention: str, device: torch.device) -> Kernels:
         raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
     if attention == "auto":
         attention = "triton" if device.type == "cuda" and triton else "torch"
-    return TRITON if attention == "triton" else TORCH
+    if attention == "torch":
+        return TORCH
+    require_triton(device)
+    return TRITON

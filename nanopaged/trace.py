@@ -22,6 +22,7 @@ from typing import Callable, NamedTuple
 
 import kernel
 from kernel import cdiv
+from nanopaged import tiles
 
 WIDTH, LABEL = 100, 14  # columns of a line, and of what stands before its text
 MOST = 10  # lines of a kind in one step
@@ -220,7 +221,7 @@ class Trace:
             num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
             how = "in one piece (V1)"
             if num_splits > 1:
-                is_v2 = kernel.programs_per_context(num_contexts, kernel.split_bound(longest)) > 1
+                is_v2 = tiles.programs_per_context(num_contexts, tiles.split_bound(longest)) > 1
                 how = f"in {num_splits} splits of {length}" + (" (V2)" if is_v2 else " in turn (V1)")
             if how != self.attention.get(seq.order, "in one piece (V1)"):
                 changed.append(f"{self._name(seq)} {seq.num_computed_tokens} tokens {how}")
@@ -343,12 +344,12 @@ class Trace:
 
 
 def splits_of(llm, seq_len: int) -> tuple[int, int]:
-    """How many splits the kernel cuts a context of so many tokens into, and their length: kernel.split_of in Python."""
+    """How many splits the kernel cuts a context of so many tokens into, and their length: kernel.split_length in Python."""
     c, runner = llm.config, llm.runner
-    tile = kernel.tile_config("decode", c.num_heads // c.num_kv_heads, c.head_dim, runner.dtype.itemsize,
-                              kernel._shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
-    sixteenth, least = cdiv(seq_len, 16 * tile) * tile, cdiv(seq_len, kernel.MAX_SPLITS * tile) * tile
-    length = max(min(max(sixteenth, kernel.MIN_SPLIT), kernel.MID_SPLIT), least)
+    tile = tiles.tile_config("decode", c.num_heads // c.num_kv_heads, c.head_dim, runner.dtype.itemsize,
+                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
+    sixteenth, least = cdiv(seq_len, 16 * tile) * tile, cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
+    length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
     return cdiv(seq_len, length) - (max(seq_len - c.window, 0) // length if c.window else 0), length
 
 

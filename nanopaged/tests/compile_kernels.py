@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernel
+from nanopaged import tiles
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
@@ -24,17 +25,18 @@ FLOATS = ("split_acc", "split_sums", "rotation")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3, fp8=False):
+def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3,
+                   fp8=False):
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are."""
     names = function.arg_names
     signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
-    if "EARLY" in names:
-        constants = constants | dict(EARLY=capability >= 90)
-        signature["EARLY"] = "constexpr"
+    if "PDL" in names:
+        constants = constants | dict(PDL=capability >= 90)
+        signature["PDL"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *kernel.UNSTEADY)}
+               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *kernel.VARYING)}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options=dict(num_warps=num_warps, num_stages=num_stages))
@@ -58,45 +60,50 @@ def cache_strides(head_dim: int, block_size: int) -> tuple[tuple, tuple]:
     return ((block_size * 8 * head_dim, 8 * head_dim, head_dim, 1),) * 2
 
 
-def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64, window=0,
-              alone=True, fp8=False, stages=3):
+def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64,
+              window=0, no_split=True, fp8=False, stages=3):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
-    config = kernel.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
+    config = tiles.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
                                 1 if fp8 else dtype.itemsize, stages)
-    constants = kernel.kernel_constants(8, group, head_dim, block_size, window, dtype, *cache_strides(head_dim, block_size)) | dict(
-        DECODE=phase == "decode", ALONE=alone, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
-    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
+    strides = cache_strides(head_dim, block_size)
+    constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
+        DECODE=phase == "decode", NO_SPLIT=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
+                              config["num_stages"], fp8)
     return compiled, config
 
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """The smaller kernels."""
-    constants = kernel.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
-    merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW", "MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
+    constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
+    merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW")}
     yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
-    yield compile_kernel(kernel.store_kv_kernel, dict(BLOCK_SIZE=64, HEADS=8, HEAD_DIM=head_dim, HEADS_PADDED=8,
-                                                      DIM_PADDED=constants["DIM_PADDED"]), dtype, capability)
     for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
-        yield compile_kernel(kernel.rotate_and_store_kernel, dict(
-            BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
-            HALF_PADDED=constants["DIM_PADDED"] // 2, **switches), dtype, capability)
+        store = dict(BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
+                     HALF_PADDED=constants["DIM_PADDED"] // 2, **switches)
+        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability)
+    if capability >= 89:
+        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False) -> int:
     """Compile attention's forms; how many of them are too large."""
     limit, too_large = SHARED_MEMORY[capability] * 1024, 0
-    for phase, alone, stages in (("decode", True, 3), ("decode", True, 4), ("decode", False, 3), ("prefill", True, 3)):
-        compiled, config = attention(phase, capability, dtype, head_dim, alone=alone, fp8=fp8, stages=stages)
+    forms = (("decode", True, 3), ("decode", True, 4), ("decode", False, 3), ("prefill", True, 3))
+    for phase, no_split, stages in forms:
+        compiled, config = attention(phase, capability, dtype, head_dim, no_split=no_split, fp8=fp8, stages=stages)
         shared = compiled.metadata.shared
         too_large += shared > limit
-        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: {shared / 1024:5.1f} of {limit // 1024} KiB  "
-              f"{config}{'  TOO LARGE' if shared > limit else ''}", flush=True)
+        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: "
+              f"{shared / 1024:5.1f} of {limit // 1024} KiB  {config}"
+              f"{'  TOO LARGE' if shared > limit else ''}", flush=True)
     return too_large
 
 
 def main(capabilities: list[int], quick: bool) -> int:
     if quick:
-        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128) + check(90, torch.bfloat16, 128, fp8=True)
+        too_large = check(90, torch.bfloat16, 128) + check(75, torch.float16, 128)
+        too_large += check(90, torch.bfloat16, 128, fp8=True)
         list(others(90, torch.bfloat16, 128, window=100))
         return min(1, too_large)
     too_large = 0

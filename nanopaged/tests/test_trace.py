@@ -12,7 +12,7 @@ import torch
 import kernel
 from engine import LLM, NULL
 from kernel import cdiv
-from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams, tiles
 from nanopaged.trace import Trace, _blocks, _fit, _letters, _listing, splits_of
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -427,11 +427,12 @@ def test_where_the_kernel_splits_a_context():
 
 
 def test_splits_follow_the_kernels_own_rule():
-    function = getattr(kernel.split_of, "fn", kernel.split_of)
-    split_of = FunctionType(function.__code__, {"tl": SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min)})
+    function = getattr(kernel.split_length, "fn", kernel.split_length)
+    names = dict(MIN_SPLIT=tiles.MIN_SPLIT, MID_SPLIT=tiles.MID_SPLIT, MAX_SPLITS=tiles.MAX_SPLITS)
+    split_length = FunctionType(function.__code__, dict(tl=SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min), **names))
     llm = load(num_blocks=8)
     for seq_len in (*range(1, 1100), *range(1100, 40_000, 97)):
-        length = split_of(seq_len, 64, kernel.MIN_SPLIT, kernel.MID_SPLIT, kernel.MAX_SPLITS)
+        length = split_length(seq_len, 64)
         assert splits_of(llm, seq_len) == (cdiv(seq_len, length), length)
     config = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=32, window=300)
     windowed = SimpleNamespace(runner=llm.runner, config=config)

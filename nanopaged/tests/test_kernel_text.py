@@ -1,0 +1,114 @@
+"""The worked examples of kernel.py and nanopaged/tiles.py: what their text draws is what the code does."""
+import math
+import re
+from types import FunctionType, SimpleNamespace
+
+import pytest
+import torch
+
+import kernel
+from nanopaged import tiles
+from nanopaged.tiles import cdiv
+
+
+def python(function, **names) -> FunctionType:
+    """A function of the kernel that computes with integers alone, as Python."""
+    code = getattr(function, "fn", function).__code__
+    constants = {name: getattr(tiles, name) for name in ("MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
+    return FunctionType(code, dict(tl=SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min)) | constants | names)
+
+
+def text_of(function) -> str:
+    return getattr(function, "fn", function).__doc__
+
+
+def drawn(text: str, label: str) -> list[str]:
+    """The words behind a label that begins a line of a drawing."""
+    [line] = [line.strip() for line in text.splitlines() if line.strip().startswith(label)]
+    return line[len(label):].split()
+
+
+def test_online_softmax():
+    lines = (" ".join(drawn(kernel.__doc__, label)) for label in ("tile 1:", "tile 2:"))
+    first, second = ([float(number) for number in re.findall(r"(?:=|result) ([\d.]+)", line)] for line in lines)
+    scores, values = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([10.0, 20.0, 40.0])
+    sums = [1 + math.exp(-1), 10 + 20 * math.exp(-1)]
+    assert first == [1, round(sums[0], 3), round(sums[1], 2)]
+    alpha = math.exp(1 - 2)
+    sums = [sums[0] * alpha + 1, sums[1] * alpha + 40]
+    assert second == [2, round(alpha, 3), round(sums[0], 3), round(sums[1], 2), round(sums[1] / sums[0], 2)]
+    assert sums[1] / sums[0] == pytest.approx((scores.softmax(0) @ values).item())
+
+
+def test_the_block_table():
+    table = [int(word) for word in drawn(kernel.__doc__, "block table       [")[:5] if word.isdigit()]
+    assert table == [5, 2, 7]
+    for block in table:
+        slots = kernel.__doc__.split(f"block {block} : token")[1].split()[:4]
+        for offset, word in enumerate(slots):
+            if word != ".":
+                assert table[int(word) // 4] * 4 + int(word) % 4 == block * 4 + offset
+
+
+def test_a_chunk_sees_the_keys_up_to_its_own():
+    starts, lens = torch.tensor([0, 3]), torch.tensor([7])
+    [(_, _, mask)] = kernel._rectangles(torch.tensor([[0, 1]]), lens, starts, 4, 1, 0, torch.float32)
+    for i in range(3):
+        row = drawn(kernel.__doc__, f"query {i}, position {4 + i}")[:7]
+        assert row == ["." if masked else "x" for masked in mask[0, 0, i].isinf().tolist()]
+
+
+def test_a_tile_of_prefill():
+    """The tiles before the diagonal have no masked key, and the first one behind it has one."""
+    text, tile_n, first_position = text_of(kernel._prefill), 4, 6
+    diagonal = (first_position + 1) // tile_n * tile_n
+    for position in (6, 7, 8):
+        row = drawn(text, f"at position {position}")
+        assert row == ["x" if key <= position else "." for key in range(9)]
+    assert drawn(text, "3 query tokens, TILE_N 4        key")[:diagonal + 1] == [*map(str, range(diagonal)), "|"]
+
+
+def test_rows_of_a_tile():
+    text = text_of(kernel._query_rows)
+    rows = [int(word) for word in drawn(text, "row") if word.isdigit()][:-1]
+    assert drawn(text, "query token")[:6] == [str(row // 2) for row in rows]
+    assert drawn(text, "head  ")[:6] == [str(row % 2) for row in rows]
+
+
+def test_the_length_of_a_split():
+    text, length = text_of(kernel.split_length), python(kernel.split_length)
+    contexts, lengths, counts = ([int(word.replace(",", "")) for word in drawn(text, label)]
+                                 for label in ("context  ", "split  ", "splits  "))
+    assert [length(n, 64) for n in contexts] == lengths
+    assert [cdiv(n, length(n, 64)) for n in contexts] == counts
+    for n in range(1, 100_000, 61):
+        assert cdiv(n, length(n, 64)) <= tiles.split_bound(n) and length(n, 64) % 64 == 0
+        assert length(n, 64) <= tiles.MID_SPLIT or n > 16_384
+
+
+def test_numbers_of_an_h200():
+    text, config = kernel.__doc__, tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
+    assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
+    assert f"has {16 * 128:,} numbers" in text and config["TILE_M"] == tiles.LARGE_TILE_M
+    programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
+    assert programs[0] == 1 < programs[1]
+
+
+def test_storing_does_not_wait_for_the_device():
+    """A tensor without data has nothing that the host could wait for; asking for a value of one raises."""
+    k, cache = torch.empty(5, 2, 8, device="meta"), torch.empty(3, 4, 2, 8, device="meta")
+    kernel.store_kv(k, k, cache, cache, torch.empty(5, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("slots", [[-1], [-1, -1, -1], [5, -1, 0], [0, -1, -1]])
+def test_skipped_slots_without_asking(slots, monkeypatch):
+    """The path of a GPU, on a CPU: it does not drop rows, and writes the same."""
+    k, v = torch.randn(2, len(slots), 1, 4)
+    caches = torch.randn(2, 2, 4, 1, 4)
+    expected = caches.clone()
+    for cache, new in zip(expected.flatten(1, 2), (k, v)):
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                cache[slot] = new[token]
+    kernel.store_kv(k, v, *caches, torch.tensor(slots))
+    assert torch.equal(caches, expected)
