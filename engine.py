@@ -22,7 +22,7 @@ The pool, with block_size 4, while B runs with A's first block shared (the same 
     A's table    [ 0 ,  1 ]                            A: abcdefg      num_computed_tokens 7
     B's table    [ 0 ,            3 ,  4 ]             B: abcdefxyz    num_computed_tokens 9, of which 4 cached
 
-Chapter 1 (kernel.py) attends over such tables, chapter 2 (model.py) is the forward pass; `nanopaged/runner.py`
+Chapter 1 (kernel.py) attends over such tables, chapter 2 (model.py) is the forward pass; `nanopaged/device/runner.py`
 turns a step into tensors. The ideas are those of Kwon et al. 2023 (PagedAttention, vLLM) and of Orca
 (Yu et al. 2022: scheduling by iteration).
 """
@@ -37,18 +37,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Callable, Iterator
 
-from kernel import cdiv
-from nanopaged.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
-from nanopaged.frontend import Frontend
-from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt, wrap_int64
-from nanopaged.lock import StepLock
-from nanopaged.logits import encode_bad_words
+from nanopaged.arithmetic import cdiv, wrap_int64
+from nanopaged.weights.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
+from nanopaged.api.llm import Frontend
+from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt
+from nanopaged.api.lock import StepLock
+from nanopaged.device.logits import encode_bad_words
 from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
-from nanopaged.params import SamplingParams
-from nanopaged.runner import Runner, Sampled
-from nanopaged.tokenizer import load_tokenizer
+from nanopaged.sampling_params import SamplingParams
+from nanopaged.device.runner import Runner, Sampled
+from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.families import read_model_config
-from torch import OutOfMemoryError  # after kernel.py, which keeps torch from complaining where there is no numpy
+from torch import OutOfMemoryError
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the identity of the empty prefix
@@ -568,7 +568,7 @@ class Scheduler:
 
 class LLM(Frontend):
     """A model and its engine. Names and defaults are vLLM's. `generate`, `chat`, `stream` and `beam_search` are in
-    nanopaged/frontend.py; what they are made of is here: `add_request`, `step`, `abort_request`.
+    nanopaged/api/llm.py; what they are made of is here: `add_request`, `step`, `abort_request`.
 
     model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
     revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
@@ -843,5 +843,5 @@ class LLM(Frontend):
 
 
 if __name__ == "__main__":
-    from nanopaged.cli import main
+    from nanopaged.cli.main import main
     sys.exit(main(LLM))

@@ -89,13 +89,12 @@ Scores are linear in K, and the result in V: k_scale joins the scale of the scor
 """
 import math
 import os
-import warnings
 from collections import namedtuple
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Callable, Iterator, NamedTuple
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
+import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 import torch.nn.functional as F
 from torch import Tensor

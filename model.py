@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernel import Kernels, rms_norm
+from nanopaged import kernel
 
 # One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
 LayerCache = tuple[Tensor, Tensor, float, float]
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         self.norm = Norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: Kernels, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels, out: Tensor | None = None) -> Tensor:
         """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
         x = torch.zeros_like(residual)  # each norm adds the output of the sublayer before it; here there is none
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         return x, self.rope_table.index_select(0, batch.positions)
 
     def finish(self, layer: "Layer", x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-               kernels: Kernels) -> Tensor:
+               kernels: kernel.Kernels) -> Tensor:
         """The last layer and the final norm, of the rows that need logits: [num_samples, D].
 
         No later layer reads the last layer's output, so prompt tokens that are not sampled need only their K and V
@@ -212,14 +212,14 @@ class Layer(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                kernels: Kernels) -> tuple[Tensor, Tensor]:
+                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
         """(x, residual) of the layer before -> those of this one. The residual stream is their sum: the next norm adds
         them, because an addition and a norm together read memory once."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.attend(q, residual, batch, cache, kernels)
 
     def write_kv(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                 kernels: Kernels) -> tuple[Tensor, Tensor]:
+                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
         """Q, K and V of all tokens: K and V go into their cache slots. Returns Q [T, H, head_dim] and the residual."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         x, residual = self.input_layernorm(x, residual)  # [T, D]
@@ -232,7 +232,7 @@ class Layer(nn.Module):
         return q, residual
 
     def attend(self, q: Tensor, residual: Tensor, batch: Batch, cache: LayerCache,
-               kernels: Kernels) -> tuple[Tensor, Tensor]:
+               kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
         """The rest of the layer: these queries' attention over the cache, which holds the new K and V, and the MLP."""
         k_cache, v_cache, k_scale, v_scale = cache
         o = kernels.attention(  # [T, H, head_dim]
@@ -287,7 +287,7 @@ class Norm(nn.Module):
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMS norm, or layer norm if there is a bias."""
-    return rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return kernel.rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

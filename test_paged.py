@@ -35,11 +35,11 @@ from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import activate, rope_frequencies
 from nanopaged import BeamSearchParams, SamplingParams, tiles
-from nanopaged.checkpoint import read_safetensors, read_tensors
+from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
-from nanopaged.logits import encode_bad_words
-from nanopaged.runner import _pick_dtype
-from nanopaged.sampler import pick
+from nanopaged.device.logits import encode_bad_words
+from nanopaged.device.runner import _pick_dtype
+from nanopaged.device.sampler import pick
 from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
@@ -1050,8 +1050,8 @@ def record_graphs(llm, monkeypatch):
                                      dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """Steps with prompts and without, padded and full, whose sequences all sample or not."""
-    monkeypatch.setattr("nanopaged.runner.TOKEN_SIZES", [4, 16, 32])
-    monkeypatch.setattr("nanopaged.runner.GRAPH_SIZES", [1, 2, 4])
+    monkeypatch.setattr("nanopaged.device.runner.TOKEN_SIZES", [4, 16, 32])
+    monkeypatch.setattr("nanopaged.device.runner.GRAPH_SIZES", [1, 2, 4])
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, **dict(max_num_batched_tokens=100) | options)
     replayed = record_graphs(llm, monkeypatch)
@@ -1387,8 +1387,7 @@ def test_broken_weights_do_not_keep_an_fp8_engine_from_starting(monkeypatch):
 
 def test_a_machine_without_triton_attends_with_torch(monkeypatch):
     """On CUDA, too: Windows has no Triton."""
-    for module in ("kernel", "nanopaged.runner"):
-        monkeypatch.setattr(f"{module}.triton", None)
+    monkeypatch.setattr(kernel, "triton", None)
     prompts, continuations, _ = expectations("qwen3")
     llm = load("qwen3")
     assert llm.runner.kernels is kernel.TORCH

@@ -4,15 +4,47 @@
 
 Importing this costs nothing: what a name stands for is loaded when the name is first used.
 """
-from importlib import import_module
+import sys
+import warnings
+from importlib import import_module, util
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-_HOME = {"LLM": "engine", "SamplingParams": "nanopaged.params", "BeamSearchParams": "nanopaged.params",
-         "TextPrompt": "nanopaged.inputs", "TokensPrompt": "nanopaged.inputs",
+if TYPE_CHECKING:
+    import engine as engine
+    import kernel as kernel
+    import model as model
+
+__version__ = "0.2.0"
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
+
+_HOME = {"LLM": "engine", "SamplingParams": "nanopaged.sampling_params",
+         "BeamSearchParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs", "TokensPrompt": "nanopaged.inputs",
          "RequestOutput": "nanopaged.outputs", "CompletionOutput": "nanopaged.outputs"}
+_CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
+    if name in _CHAPTERS:
+        return _chapter(name)
     if name not in _HOME:
         raise AttributeError(f"module 'nanopaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def _chapter(name: str) -> ModuleType:
+    """The module of kernel.py, model.py or engine.py, always the same one. It is the plain module `kernel` where that name
+    finds this file, also as the program that runs. A user's own kernel.py stays his: then the file is loaded under the
+    name `nanopaged.kernel`."""
+    file = Path(__file__).parent.parent / f"{name}.py"
+    for module in map(sys.modules.get, (f"nanopaged.{name}", name, "__main__")):
+        if module is not None and getattr(module, "__file__", None) and Path(module.__file__).resolve() == file.resolve():
+            return module
+    if name not in sys.modules and (found := util.find_spec(name)) and found.origin and Path(found.origin).resolve() == file.resolve():
+        return import_module(name)
+    spec = util.spec_from_file_location(f"nanopaged.{name}", file)
+    module = sys.modules[f"nanopaged.{name}"] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

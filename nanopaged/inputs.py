@@ -137,11 +137,6 @@ def _are_integers(kinds: set[type]) -> bool:
     return all(issubclass(kind, Integral) and kind is not bool for kind in kinds)
 
 
-def wrap_int64(seed: int) -> int:
-    """Seeds wrap around at 64 bits, as the arithmetic on them does."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 def read_json(file: Path) -> dict:
     """The JSON object in a file of a checkpoint. FileNotFoundError, or ValueError in one sentence."""
     if not file.is_file():

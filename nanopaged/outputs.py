@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nanopaged.stop import StopChecker
+from nanopaged.text.stop import StopChecker
 
 if TYPE_CHECKING:
     from torch import Tensor

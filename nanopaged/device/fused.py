@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel import cdiv
-from model import ACTIVATIONS, Layer, Linear, Norm, Transformer, activate, normalize
+from nanopaged import model
+from nanopaged.arithmetic import cdiv
 
 # Limits, found by timing products in bfloat16 on an H200.
 MAX_ONE_ROW_WEIGHTS = 2**26  # beyond it the library, too, reads the weights of a one-row product at full rate
@@ -33,20 +33,20 @@ MAX_COMPILATIONS = 64  # of one function; see `raise_compilation_limit`
 COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
 
 
-def fuse(model: Transformer) -> None:
+def fuse(transformer: model.Transformer) -> None:
     """Replace the model's modules by the faster ones. What they compile, they compile when they first run."""
     raise_compilation_limit()
-    compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
+    compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
     compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return (compiled_row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
 
-    class FusedLinear(Linear):
+    class FusedLinear(model.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return linear(x, self.weight, self.bias)
 
-    class LinearBeforeNorm(Linear):
+    class LinearBeforeNorm(model.Linear):
         """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands. (The model's
         `finish` selects rows of either by dimension -2.)"""
 
@@ -55,11 +55,11 @@ def fuse(model: Transformer) -> None:
             count = num_partial_products(x, weight) if bias is None else 1
             return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
 
-    class FusedNorm(Norm):
+    class FusedNorm(model.Norm):
         def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             return compiled_norm(x, residual, self.weight, self.bias, self.eps)
 
-    class FusedLayer(Layer):
+    class FusedLayer(model.Layer):
         def mlp(self, x: Tensor) -> Tensor:
             c, gate_up = self.config, self.gate_up_proj
             if is_one_row_product(x, gate_up.weight):
@@ -67,12 +67,12 @@ def fuse(model: Transformer) -> None:
                 return self.down_proj(x)
             return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
 
-    for layer in model.layers:
+    for layer in transformer.layers:
         layer.__class__ = FusedLayer
         layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
         layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
-    for module in model.modules():
-        if isinstance(module, Norm):
+    for module in transformer.modules():
+        if isinstance(module, model.Norm):
             module.__class__ = FusedNorm
 
 
@@ -105,7 +105,7 @@ def add_partials_and_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Ten
     """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D]."""
     for partial in (x if x.dim() == 3 else [x]):  # one by one: this fuses with the norm, and .sum(0) would not
         residual = partial + residual
-    return normalize(residual, weight, bias, eps), residual
+    return model.normalize(residual, weight, bias, eps), residual
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def one_row_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     count = 2 if gated else 1
     biases = [None] * count if bias is None else bias.chunk(count)
     rows = [one_row_linear(x, *half) for half in zip(weight.chunk(count), biases)]
-    return ACTIVATIONS[activation](rows[0]) * rows[1] if gated else ACTIVATIONS[activation](rows[0])
+    return model.ACTIVATIONS[activation](rows[0]) * rows[1] if gated else model.ACTIVATIONS[activation](rows[0])
 
 
 # --------------------------------------------------------------------------------------------------

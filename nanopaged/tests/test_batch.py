@@ -9,10 +9,11 @@ from collections import Counter
 import pytest
 
 from engine import LLM
-from nanopaged import SamplingParams, batch
-from nanopaged.batch import Batch, Meter, run_all
+from nanopaged import SamplingParams
+from nanopaged.cli import batch
+from nanopaged.cli.batch import Batch, Meter, run_all
 from nanopaged.progress import ProgressBar
-from nanopaged.runner import Runner
+from nanopaged.device.runner import Runner
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, load, nothing_left, run
 
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]

@@ -17,9 +17,9 @@ import torch
 
 from kernel import TORCH
 from model import Batch, build_model
-from nanopaged.beam import BeamGroup
-from nanopaged.checkpoint import find_checkpoint, read_config, read_tensors
-from nanopaged.params import BeamSearchParams
+from nanopaged.api.beam import BeamGroup
+from nanopaged.weights.checkpoint import find_checkpoint, read_config, read_tensors
+from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -117,7 +117,7 @@ def test_the_cases_tell_the_settings_apart():
 # --------------------------------------------------------------------------------------------------
 
 def test_beams_fork_and_die():
-    """The example that nanopaged/beam.py opens with."""
+    """The example that nanopaged/api/beam.py opens with."""
     dot, a, b, c, d, e = range(6)
     beams = group([dot])
     assert beams.extend([[(a, -0.4), (c, -0.7), (e, -3.0)]]) == [(0, a), (0, c)]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nanopaged import chat
-from nanopaged.chat import ChatTemplate, load_chat_template
+from nanopaged.text import chat
+from nanopaged.text.chat import ChatTemplate, load_chat_template
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chat"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
@@ -263,5 +263,5 @@ def test_only_a_safe_jinja2(monkeypatch, fresh_jinja, version, fits):
 
 
 def test_importing_it_needs_nothing():
-    code = "import sys, nanopaged.chat; assert not {'jinja2', 'torch', 'transformers'} & sys.modules.keys()"
+    code = "import sys, nanopaged.text.chat; assert not {'jinja2', 'torch', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

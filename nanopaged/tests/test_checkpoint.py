@@ -1,4 +1,4 @@
-"""Tests of nanopaged.checkpoint: what it finds and reads, how little memory it takes, what it says of bad files."""
+"""Tests of nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, what it says of bad files."""
 import json
 import pickle
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged import checkpoint
-from nanopaged.checkpoint import DTYPES, eos_token_ids, find_checkpoint, read_config, read_safetensors, read_tensors
+from nanopaged.weights import checkpoint
+from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, find_checkpoint, read_config, read_safetensors, read_tensors
 
-ROOT = Path(checkpoint.__file__).parents[1]
+ROOT = Path(checkpoint.__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 SAMPLE = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.tensor([1, -2], dtype=torch.int64)}
@@ -244,7 +244,7 @@ def test_reader_agrees_with_the_safetensors_package():
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from nanopaged.checkpoint import read_tensors
+from nanopaged.weights.checkpoint import read_tensors
 def kib(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 def shards_mapped():

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from engine import LLM
-from nanopaged import BeamSearchParams, SamplingParams, cli
-from nanopaged.cli import main
-from nanopaged.runner import Runner
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.cli import main as cli
+from nanopaged.cli.main import main
+from nanopaged.device.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -846,7 +847,7 @@ def test_lines_that_are_pasted_together_are_one_message():
     """A terminal sends the marks of a paste around them, and carriage returns between them."""
     pytest.importorskip("readline")
     pty = pytest.importorskip("pty")
-    code = "from nanopaged import cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
+    code = "from nanopaged.cli import main as cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
     master, slave = pty.openpty()
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
                              env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
@@ -968,7 +969,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours():
 
 
 @pytest.mark.parametrize("statement", ["import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
-                                       "import nanopaged.cli, nanopaged.batch, nanopaged.params, nanopaged.outputs"])
+                                       "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"])
 def test_importing_nanopaged_does_not_import_torch(statement):
     code = f"import sys; {statement}; print(*sys.modules.keys() & {{'torch', 'triton', 'numpy', 'tiktoken', 'engine'}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

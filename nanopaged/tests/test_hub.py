@@ -1,4 +1,4 @@
-"""Tests of nanopaged.hub against a local server that speaks the Hub's protocol; nobody else is asked, and no cache but
+"""Tests of nanopaged.weights.hub against a local server that speaks the Hub's protocol; nobody else is asked, and no cache but
 a temporary one is touched."""
 import errno
 import hashlib
@@ -16,9 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from nanopaged import LLM, hub
-from nanopaged.chat import load_chat_template
-from nanopaged.checkpoint import BUNDLED, find_checkpoint, read_config, read_tensors
+from nanopaged import LLM
+from nanopaged.weights import hub
+from nanopaged.text.chat import load_chat_template
+from nanopaged.weights.checkpoint import BUNDLED, find_checkpoint, read_config, read_tensors
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 WEIGHTS = bytes(range(256)) * 1200    # several chunks of a download
@@ -305,7 +306,7 @@ def test_a_check_sees_the_config_alone(fake, folder):
 
 
 def test_dummy_weights_need_config_json_alone(fake, folder):
-    config = json.loads((Path(hub.__file__).parent / "golden" / "qwen3" / "config.json").read_text())
+    config = json.loads((Path(hub.__file__).parents[1] / "golden" / "qwen3" / "config.json").read_text())
     fake.files[COMMIT]["config.json"] = json.dumps(config).encode()
     llm = LLM("org/model", load_format="dummy", tokenizer="org/nothing", num_blocks=16, device="cpu")
     assert fake.asked() == ["config.json"] and set(contents(llm.path)) == {"config.json"}

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.runner import Sampled
+from nanopaged.device.runner import Sampled
 
 
 def tokens(count: int, **settings) -> SamplingParams:

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM
-from nanopaged import logits as logits_module
-from nanopaged.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
-from nanopaged.params import SamplingParams
+from nanopaged.device import logits as logits_module
+from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
+from nanopaged.sampling_params import SamplingParams
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 VOCAB = 40

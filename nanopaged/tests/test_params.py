@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 NO_INTEGER = ["1", "", b"1", 1.0, 1.5, math.nan, math.inf, -math.inf, 1j, True, False, [1], (1,), {}, object]

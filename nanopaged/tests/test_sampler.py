@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.sampler import Sampler, SamplingBatch, mix, uniform
+from nanopaged.device.sampler import Sampler, SamplingBatch, mix, uniform
 
 sample = Sampler()
 GOLDEN = Path(__file__).parents[1] / "golden"

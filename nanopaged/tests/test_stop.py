@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.stop import StopChecker
-from nanopaged.tokenizer import load_tokenizer
+from nanopaged.text.stop import StopChecker
+from nanopaged.text.tokenizer import load_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

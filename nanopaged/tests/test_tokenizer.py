@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.tokenizer import Tokenizer, load_tokenizer
+from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
 BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]

@@ -13,7 +13,7 @@ import kernel
 from engine import LLM, NULL
 from kernel import cdiv
 from nanopaged import BeamSearchParams, SamplingParams, tiles
-from nanopaged.trace import Trace, _blocks, _fit, _letters, _listing, splits_of
+from nanopaged.cli.trace import Trace, _blocks, _fit, _letters, _listing, splits_of
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 GOLDEN = Path(__file__).parents[1] / "golden"

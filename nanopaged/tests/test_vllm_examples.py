@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanopaged.checkpoint import read_safetensors
+from nanopaged.weights.checkpoint import read_safetensors
 
 torch.set_num_threads(1)
 PACKAGE = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import torch
 
-from model import ACTIVATIONS, ModelConfig
+from nanopaged import model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that it needs beside rope_theta
@@ -21,8 +21,8 @@ SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
          "max_position_embeddings")
 
 
-def read_model_config(hf: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json. ValueError: the architecture or a setting is not supported."""
+def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
+    """The model.ModelConfig of a config.json. ValueError: the architecture or a setting is not supported."""
     if (quantization := hf.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(f"the checkpoint is quantised ({method}); "
@@ -45,7 +45,7 @@ def read_model_config(hf: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def check_config(config: ModelConfig) -> None:
+def check_config(config: model.ModelConfig) -> None:
     """ValueError unless this can be a model: a config.json may hold anything."""
     for name in SIZES:
         if type(value := getattr(config, name)) is not int or value < 1:
@@ -60,8 +60,8 @@ def check_config(config: ModelConfig) -> None:
     if len(windows) not in (0, config.num_layers) or any(type(window) is not int or window < 0 for window in windows):
         raise ValueError("config.json: a sliding window must be a number of tokens, and there must be a kind for each "
                          f"of the {config.num_layers} layers, not windows of {windows!r:.80}")
-    if config.activation not in list(ACTIVATIONS):
-        raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(ACTIVATIONS)}")
+    if config.activation not in list(model.ACTIVATIONS):
+        raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(model.ACTIVATIONS)}")
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
     if config.head_dim % 2:
@@ -90,11 +90,11 @@ def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
 # The families
 # --------------------------------------------------------------------------------------------------
 
-def gpt2(hf: dict[str, Any]) -> ModelConfig:
+def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
     for key, supported in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False).items():
         if hf.get(key, supported) != supported:
             raise ValueError(f"GPT-2 with {key}={hf[key]} is not supported")
-    return ModelConfig(
+    return model.ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["n_embd"],
         num_layers=hf["n_layer"],
@@ -113,13 +113,13 @@ def gpt2(hf: dict[str, Any]) -> ModelConfig:
                "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
 
 
-def opt(hf: dict[str, Any]) -> ModelConfig:
+def opt(hf: dict[str, Any]) -> model.ModelConfig:
     for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
                                layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
         if hf.get(key, supported) != supported:
             raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the one that has it)")
     heads = hf["num_attention_heads"]
-    return ModelConfig(
+    return model.ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -138,11 +138,11 @@ def opt(hf: dict[str, Any]) -> ModelConfig:
                "post_attention_layernorm": "final_layer_norm", "gate_up_proj": "fc1", "down_proj": "fc2"})
 
 
-def llama(hf: dict[str, Any], **switches: Any) -> ModelConfig:
+def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     heads = hf["num_attention_heads"]
     attention_bias = hf.get("attention_bias", False)
     biases = dict(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False))
-    return ModelConfig(
+    return model.ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -161,17 +161,17 @@ def llama(hf: dict[str, Any], **switches: Any) -> ModelConfig:
         **biases | switches)
 
 
-def mistral(hf: dict[str, Any]) -> ModelConfig:
+def mistral(hf: dict[str, Any]) -> model.ModelConfig:
     window = hf.get("sliding_window", 4096) or 0  # absent means 4096, null means none
     windows = [window] * hf["num_hidden_layers"]
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows)
 
 
-def qwen2(hf: dict[str, Any]) -> ModelConfig:
+def qwen2(hf: dict[str, Any]) -> model.ModelConfig:
     return llama(hf, qkv_bias=True, o_bias=False, mlp_bias=False, sliding_windows=qwen_windows(hf))
 
 
-def qwen3(hf: dict[str, Any]) -> ModelConfig:
+def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
     return llama({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, sliding_windows=qwen_windows(hf))
 
 
@@ -187,7 +187,7 @@ def qwen_windows(hf: dict[str, Any]) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
+FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
 }

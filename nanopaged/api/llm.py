@@ -4,11 +4,11 @@ added, steps are computed until they are done, and whatever happens they are gon
 from types import NoneType
 from typing import Iterator
 
-from nanopaged.beam import BeamGroup
-from nanopaged.chat import NO_CHAT_TEMPLATE, load_chat_template
+from nanopaged.api.beam import BeamGroup
+from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, read_prompt
 from nanopaged.outputs import RequestOutput, beam_output
-from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 from nanopaged.progress import ProgressBar
 
 
@@ -87,7 +87,7 @@ class Frontend:
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
                     continue_final_message: bool = False, chat_template_content_format: str = "auto") -> dict:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
-        messages that it does not take. See nanopaged/chat.py, which tells from the template whether it reads content as
+        messages that it does not take. See nanopaged/text/chat.py, which tells from the template whether it reads content as
         a string or as a list of parts: chat_template_content_format is "auto"."""
         tokenizer = self.get_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
@@ -126,7 +126,7 @@ class Frontend:
 
     def beam_search(self, prompts, params: BeamSearchParams, lora_request=None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
-        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/beam.py
+        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/api/beam.py
         says what a score is. Beams share the blocks of what they have in common.
 
         use_tqdm: as for generate

@@ -29,12 +29,12 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from kernel import TORCH, TRITON, Kernels, cdiv, make_query_tiles, require_triton, tokens_per_tile, triton
-from model import Batch, ModelConfig, build_model
+from nanopaged import kernel, model
+from nanopaged.arithmetic import cdiv
 from nanopaged.device.fused import fuse
-from nanopaged.garbage import no_garbage_collection
-from nanopaged.logits import LogitsEditor, Start, top_logprobs
-from nanopaged.sampler import Sampler, SamplingBatch, mix
+from nanopaged.device.garbage import no_garbage_collection
+from nanopaged.device.logits import LogitsEditor, Start, top_logprobs
+from nanopaged.device.sampler import Sampler, SamplingBatch, mix
 from nanopaged.tiles import MANY_CONTEXTS
 
 GIB = 2**30
@@ -88,7 +88,7 @@ def _on_its_device(method: Callable) -> Callable:
 class Runner:
     """A model on a device, with its KV pool."""
 
-    def __init__(self, config: ModelConfig, tensors: Iterable | None, *, dtype: str, device: str, attention: str,
+    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: str, attention: str,
                  seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
                  kv_cache_dtype: str, enforce_eager: bool):
         self.config, self.max_model_len = config, max_model_len
@@ -109,7 +109,7 @@ class Runner:
             self.release_memory()
         torch.manual_seed(seed)
         # The torch path asks the device for lengths, which cannot be recorded.
-        self.use_graphs = self.device.type == "cuda" and not enforce_eager and self.kernels is TRITON
+        self.use_graphs = self.device.type == "cuda" and not enforce_eager and self.kernels is kernel.TRITON
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         # One row for each running sequence, and one that no sequence has, for the padding of a graph's batch. Torch has
         # a faster kernel to gather rows of a multiple of 16 bytes.
@@ -125,18 +125,18 @@ class Runner:
         self.owners: list[Callable] = [NOBODY] * rows
         # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
         self.compiled = None
-        if self.device.type == "cuda" and self.kernels is TRITON:
+        if self.device.type == "cuda" and self.kernels is kernel.TRITON:
             self.compiled = ThreadPoolExecutor(1).submit(self._compile_kernels)
         with no_garbage_collection():
-            self.model = build_model(config, tensors, self.dtype, self.device, max_model_len)
+            self.model = model.build_model(config, tensors, self.dtype, self.device, max_model_len)
             self.sampler = Sampler(fused=self.use_graphs)
             self.editor = LogitsEditor(rows, config.vocab_size, self.device, self._send, fused=self.use_graphs)
             if self.use_graphs:
                 fuse(self.model)
         self.graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
-        if self.kernels is TRITON:
-            self.query_tile = tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        if self.kernels is kernel.TRITON:
+            self.query_tile = kernel.tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, self.device)
 
     # ---- memory
 
@@ -282,7 +282,7 @@ class Runner:
             for query_lens in (*self._largest_steps(), [1, 1], [1]):
                 if len(query_lens) <= self.max_num_seqs:
                     self._peak_of(query_lens)
-            self.kernels = TRITON
+            self.kernels = kernel.TRITON
         self.compiled.result()
 
     @_on_its_device
@@ -292,15 +292,15 @@ class Runner:
         rows, make, ints = max(2, most), partial(torch.zeros, device=self.device), dict(dtype=torch.int32, device=self.device)
         cache, lens, starts, tiles = self._one_block(), make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
         norm = make(c.head_dim, dtype=self.dtype) if c.qk_norm else None
-        q = TRITON.rotate_and_store(  # slots of -1: nothing is written
+        q = kernel.TRITON.rotate_and_store(  # slots of -1: nothing is written
             make(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=self.dtype), c.num_heads,
             None if c.learned_positions else make(rows, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
         for window in set(c.sliding_windows or [0]):
-            TRITON.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
+            kernel.TRITON.attention(q[:2], cache, cache, self.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
                              max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
             for longest in (1, self.max_model_len):
                 for count in (count for count in {most, *GRAPH_SIZES} if count <= most):
-                    TRITON.attention(q[:count], cache, cache, self.block_tables[:count], lens[:count], starts[:count + 1],
+                    kernel.TRITON.attention(q[:count], cache, cache, self.block_tables[:count], lens[:count], starts[:count + 1],
                                      c.head_dim ** -0.5, max_query_len=1, max_seq_len=longest, sliding_window=window)
 
     # ---- a step
@@ -441,13 +441,13 @@ class Runner:
         return self._sample(logits[:len(indices)], message[5].index_select(0, at), batch.seq_lens.index_select(0, at), needs), logits
 
     def _batch(self, message: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
-               num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> Batch:
+               num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> model.Batch:
         input_ids, positions, slots, starts, lens, rows = message
         # Only sequences with one new token can have one that is not known on the host, and they come first.
         ones, rest = input_ids[:num_decodes], input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
-        return Batch(input_ids, positions, slots, self.block_tables.index_select(0, rows), lens, starts, logits_indices,
+        return model.Batch(input_ids, positions, slots, self.block_tables.index_select(0, rows), lens, starts, logits_indices,
                      max_query_len, max_seq_len, num_decodes, query_tiles, sampled)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: "_Needs") -> Tensor:
@@ -472,9 +472,9 @@ class Runner:
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""
-        if self.kernels is not TRITON:
+        if self.kernels is not kernel.TRITON:
             return torch.empty(0, 2, dtype=torch.int32)
-        return make_query_tiles(query_lens, seq_lens, self.query_tile)
+        return kernel.make_query_tiles(query_lens, seq_lens, self.query_tile)
 
     # ---- CUDA graphs
 
@@ -552,8 +552,8 @@ class Runner:
         return tokens, logits
 
 
-# In place of TRITON: attention that does nothing.
-IDLE = Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambda q, *_, **__: q)
+# In place of kernel.TRITON: attention that does nothing.
+IDLE = kernel.Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambda q, *_, **__: q)
 # Recorded sizes: sequences of decode steps, tokens of steps with prompts.
 GRAPH_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]
@@ -676,12 +676,12 @@ def _pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device)
     return checkpoint_dtype
 
 
-def _pick_kernels(attention: str, device: torch.device) -> Kernels:
+def _pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
     if attention not in ("auto", "triton", "torch"):
         raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
     if attention == "auto":
-        attention = "triton" if device.type == "cuda" and triton else "torch"
+        attention = "triton" if device.type == "cuda" and kernel.triton else "torch"
     if attention == "torch":
-        return TORCH
-    require_triton(device)
-    return TRITON
+        return kernel.TORCH
+    kernel.require_triton(device)
+    return kernel.TRITON

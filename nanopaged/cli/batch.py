@@ -36,7 +36,7 @@ from numbers import Integral
 
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
-from nanopaged.params import SamplingParams
+from nanopaged.sampling_params import SamplingParams
 from nanopaged.progress import ProgressBar
 
 try:

@@ -23,7 +23,7 @@ import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
 
-BUNDLED = {"shakespeare": Path(__file__).parent / "shakespeare"}
+BUNDLED = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 WEIGHT_FILES = (    # the first of these that is there is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # "org/name" or, of the oldest models, "name"; by the rules of the Hub a path such as ./x, ~/x or x/y/z is none
@@ -42,7 +42,7 @@ def find_checkpoint(model: str, revision: str | None = None, check: Callable[[Pa
     """The directory of a checkpoint: a bundled name ("shakespeare"), a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
 
     What is a directory here goes before a name on the Hub. Such a name is looked up in the cache of the Hugging Face
-    tools, and else downloaded into it, at `revision` (a branch, tag or commit): see nanopaged/hub.py, also for errors
+    tools, and else downloaded into it, at `revision` (a branch, tag or commit): see nanopaged/weights/hub.py, also for errors
     and for `check` and `config_only`, which limit what is downloaded.
 
     Raises FileNotFoundError if there is no such directory or no config.json in it, ValueError if that gets a revision,
@@ -57,7 +57,7 @@ def find_checkpoint(model: str, revision: str | None = None, check: Callable[[Pa
             raise FileNotFoundError(
                 f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
                 "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
-        from nanopaged.hub import download    # here, so that what is local does not pay for it
+        from nanopaged.weights.hub import download    # here, so that what is local does not pay for it
         return download(model, revision, check, config_only)
     if revision is not None:
         raise ValueError(f"revision {revision!r} was given with {path}, which is a directory and has none; leave it "

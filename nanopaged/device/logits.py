@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged.device.fused import compile_rows
-from nanopaged.params import SamplingParams
+from nanopaged.sampling_params import SamplingParams
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
 NOTHING = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged.device.fused import compile_rows
-from nanopaged.inputs import wrap_int64
-from nanopaged.params import SMALLEST_TEMPERATURE
+from nanopaged.arithmetic import wrap_int64
+from nanopaged.sampling_params import SMALLEST_TEMPERATURE
 
 
 @dataclass

@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from nanopaged.params import BeamSearchParams
+from nanopaged.sampling_params import BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)

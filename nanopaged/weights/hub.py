@@ -40,7 +40,7 @@ try:
 except ImportError:    # Windows
     fcntl = None
 
-from nanopaged.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats
+from nanopaged.weights.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats
 
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json", "chat_template.jinja", "chat_template.json")

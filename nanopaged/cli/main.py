@@ -1,7 +1,7 @@
 """The command line behind `python engine.py`: prompts in, text on stdout, everything else on stderr.
 
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
-    --prompts FILE     many: see nanopaged/batch.py
+    --prompts FILE     many: see nanopaged/cli/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from nanopaged.batch import Batch, Meter, open_file, run_all
-from nanopaged.params import BeamSearchParams, SamplingParams
+from nanopaged.cli.batch import Batch, Meter, open_file, run_all
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 from nanopaged.progress import ProgressBar
 
 HELP = """\
@@ -157,7 +157,7 @@ def _load(llm_class, args):
          f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
          f"{time.perf_counter() - started:.1f} s")
     if args.trace:
-        from nanopaged.trace import Trace
+        from nanopaged.cli.trace import Trace
         Trace(llm)
     return llm
 

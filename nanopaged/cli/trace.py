@@ -20,8 +20,8 @@ import unicodedata
 from functools import wraps
 from typing import Callable, NamedTuple
 
-import kernel
-from kernel import cdiv
+from nanopaged import kernel
+from nanopaged.arithmetic import cdiv
 from nanopaged import tiles
 
 WIDTH, LABEL = 100, 14  # columns of a line, and of what stands before its text

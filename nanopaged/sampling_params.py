@@ -8,7 +8,7 @@ from nanopaged.inputs import check_kind, check_number
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: they are all made when it arrives
-MOST_MIN_TOKENS = 2**31 - 1  # the device has it as an int32 (nanopaged/logits.py)
+MOST_MIN_TOKENS = 2**31 - 1  # the device has it as an int32 (nanopaged/device/logits.py)
 
 
 @dataclass
@@ -172,7 +172,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """The logits are changed before sampling, logits processors aside (nanopaged/logits.py)."""
+        """The logits are changed before sampling, logits processors aside (nanopaged/device/logits.py)."""
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
@@ -216,7 +216,7 @@ def _read_bias(bias: dict) -> dict[int, float]:
 
 @dataclass
 class BeamSearchParams:
-    """Settings of a beam search; nanopaged/beam.py says how it goes. Names are vLLM's; early_stopping is transformers'.
+    """Settings of a beam search; nanopaged/api/beam.py says how it goes. Names are vLLM's; early_stopping is transformers'.
 
     beam_width: beams that are followed at once, and results; 1 is greedy decoding
     max_tokens: new tokens at most
