@@ -346,7 +346,7 @@ def stop_all(llm: LLM) -> None:
     for request_id in list(llm.requests):
         llm.abort_request(request_id)
     while llm.engine.launched:
-        llm._update()
+        llm.engine.update()
 
 
 def prefill_rate(llm: LLM, batch: int, context: int) -> float:

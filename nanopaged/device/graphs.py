@@ -13,7 +13,8 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.fused import fuse
 from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.runner import PromptPart, Runner, StepTensors, integers, on_its_device
+from nanopaged.device.results import PromptPart
+from nanopaged.device.runner import Runner, StepTensors, integers, on_its_device
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.warmup import DECODE_SIZES
 from nanopaged.tiles import MANY_CONTEXTS

@@ -63,7 +63,7 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
     """Beside one that wants all of them, and whether rows stay tensors or not."""
     kept = {}
     for many in (1024, 2):
-        monkeypatch.setattr("nanopaged.device.runner.MANY_LOGPROBS", many)
+        monkeypatch.setattr("nanopaged.device.results.MANY_LOGPROBS", many)
         llm = LLM(dtype="float32", num_blocks=64)
         ids = [llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n)) for n in (1, -1, 0)]
         requests = [llm.requests[request_id] for request_id in ids]
