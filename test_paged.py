@@ -34,7 +34,7 @@ import model
 from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import activate, rope_frequencies
-from nanopaged import BeamSearchParams, SamplingParams, tiles
+from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
 from nanopaged.device.logits import encode_bad_words
@@ -221,8 +221,8 @@ def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpre
     """From Hopper on; not on AMD's, whose device type is "cuda" too, nor in the interpreter."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(kernel, "INTERPRETED", interpreted)
-    options = kernel.pdl_options.__wrapped__(torch.device("cuda"))
+    monkeypatch.setattr(optional_triton, "INTERPRETED", interpreted)
+    options = kernel.launch_options.__wrapped__(torch.device("cuda"))
     assert options["PDL"] == options.get("launch_pdl", False) == (expected and kernel.gdc_wait is not None)
 
 
