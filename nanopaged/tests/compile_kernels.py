@@ -39,7 +39,7 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
                if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *optional_triton.VARYING)}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                          options=dict(num_warps=num_warps, num_stages=num_stages))
+                          options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
 
 
 def _type_of(name: str, constants: dict, dtype: str) -> str:
