@@ -30,7 +30,8 @@ from pathlib import Path
 
 import kernel
 import torch  # after kernel.py, as in engine.py
-from engine import LLM, BlockManager, Scheduler, Sequence, Step
+from engine import BlockManager, Sampled, Scheduler, SchedulerOutput, Sequence
+from nanopaged import LLM
 from kernel import cdiv, paged_attention
 from nanopaged import SamplingParams
 
@@ -124,17 +125,16 @@ def scheduler(quick: bool) -> None:
 def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> float:
     """The median of so many decode steps."""
     plan = Scheduler(BlockManager(num_blocks, 64), num_running, 8192)
-    params = SamplingParams(max_tokens=1000, ignore_eos=True)
     for i in range(num_running + num_waiting):
-        plan.add(Sequence([i % 1000] * 8, params, (0, i, 0), 1008))
+        plan.add(Sequence([i % 1000] * 8, (0, i, 0), 1008))
     while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
         step = plan.schedule()
-        plan.update(step, [1] * len(step.sampled))
+        plan.update(step, Sampled([1] * len(step.sampled)))
     times = []
     for _ in range(steps):
         started = time.perf_counter()
         step = plan.schedule()
-        plan.update(step, [1] * len(step.sampled))
+        plan.update(step, Sampled([1] * len(step.sampled)))
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1000
 
@@ -143,11 +143,11 @@ def planned(prompts: list, params: list, max_num_seqs: int = 256, block_size: in
     """The steps in which an engine would compute these requests, planned without a model: (scheduler, step) of each."""
     plan = Scheduler(BlockManager(100_000, block_size, enable_prefix_caching=False), max_num_seqs, 8192)
     for i, (prompt, wanted) in enumerate(zip(prompts, params)):
-        plan.add(Sequence(prompt, wanted, (0, i, 0), len(prompt) + wanted.max_tokens))
+        plan.add(Sequence(prompt, (0, i, 0), len(prompt) + wanted.max_tokens))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step
-        plan.update(step, [1] * len(step.sampled))
+        plan.update(step, Sampled([1] * len(step.sampled)))
 
 
 def fragmentation(quick: bool) -> None:
@@ -303,7 +303,7 @@ def swapping(limits: Limits, quick: bool) -> None:
     for tokens in (256, 1024, 4096, 16_384):
         count, moves = cdiv(tokens, llm.runner.block_size), []
         for kind in ("swaps_out", "swaps_in"):
-            step = Step(**{kind: [(i, i) for i in range(count)]})
+            step = SchedulerOutput(**{kind: [(i, i) for i in range(count)]})
             with torch.inference_mode():
                 moves.append(gpu_seconds(lambda: llm.runner._move_blocks(step)) * 1000)
         compute = min(1000 / rate(lambda: llm.generate(random_prompts(prompts, [tokens]), SamplingParams(max_tokens=1)), 1) for _ in range(3))
@@ -345,7 +345,7 @@ def random_prompts(rng: random.Random, lengths) -> list[list[int]]:
 def stop_all(llm: LLM) -> None:
     for request_id in list(llm.requests):
         llm.abort_request(request_id)
-    while llm.launched:
+    while llm.engine.launched:
         llm._update()
 
 

@@ -1,117 +1,123 @@
-"""Chapter 3: the engine. Who computes what next, and where the results live.
+"""Chapter 3: the engine. It decides what the next step computes, and where the results live.
 
-A request becomes a **Sequence**: its tokens, its **block table**, and one number that carries the whole design,
-`num_computed_tokens`: of how many of its tokens K and V are in the cache. There are **no phases**. A step
-gives each scheduled sequence some more tokens to compute, and a whole prompt, a piece of one (chunked prefill),
-one decoded token, the tail that a prefix-cache hit left over, and the recompute after a preemption are all
-the same case: `num_computed_tokens` catching up with `num_tokens`.
+Generating text is a loop. The model reads the tokens so far and one more token is sampled; that token is the only new
+input of the next step, because the keys and values (K and V) of all tokens before it are kept in the **KV cache**. The
+first step of a text, which reads the whole prompt, is called prefill, and the later ones decode. This chapter serves many
+texts at once, and the batch may be another one at every step (continuous batching: Yu et al. 2022, Orca).
 
-    BlockManager   the pool: which blocks are free, who holds the others, which of them can be shared
-    Scheduler      the step: who gets how many tokens, within the token budget and the pool
-    LLM            requests in, schedule -> launch -> update until they are done, texts out
+**Why paging.** A text's length is not known in advance. A contiguous cache would reserve the longest length for every
+text, or move the text whenever it grows. Here the cache is a pool of **blocks** of `block_size` token slots, and a
+sequence has a **block table** from its logical blocks to physical ones (Kwon et al. 2023, PagedAttention). Texts of 1,000,
+30 and 500 tokens take 63, 2 and 32 blocks of 16. Token 31 of the second one takes nothing, token 33 one block, and no
+number is ever moved. At most one block per sequence is partly empty. The price is one more load per block, see kernel.py.
 
-**One order rules**: (priority, arrival). Work is given out from the front of that order and, when the pool
-runs dry, taken back from its end (preemption). So older sequences are served first, and decoding never
-stalls behind a newer prompt.
+**No phases.** A sequence has `num_tokens`, prompt and generated, and `num_computed_tokens`, whose K and V are in the
+cache. A step gives each scheduled sequence some tokens to compute. A whole prompt, a chunk of one, one decoded token, the
+tail that a prefix-cache hit left over, and the recompute after a preemption are all the same case: `num_computed_tokens`
+catches up with `num_tokens`. When it has, the step samples the next token.
 
-The pool, with block_size 4, while B runs with A's first block shared (the same first four tokens):
+    add(Sequence)                                                      vLLM's names
+         |
+    Scheduler      waiting, running: the next step's sequences         Scheduler, SchedulerOutput
+         | uses
+    BlockManager   which blocks are free, held, cached                 KVCacheManager, BlockPool
+         |         (dicts and lists on the CPU, no tensors)
+    StepInput      the step as lists of integers                       InputBatch, AttentionMetadata
+         |
+    runner         the model, the pool's tensors (GPU), the sampler    GPUModelRunner
+         |
+    Scheduler.update   appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
-    block          0    1    2    3    4    5
-    tokens       abcd efg. .... efxy z... ....
-    ref_count      2    1    0    1    1    0          free queue: 2, 5
-    A's table    [ 0 ,  1 ]                            A: abcdefg      num_computed_tokens 7
-    B's table    [ 0 ,            3 ,  4 ]             B: abcdefxyz    num_computed_tokens 9, of which 4 cached
-
-Chapter 1 (kernel.py) attends over such tables, chapter 2 (model.py) is the forward pass; `nanopaged/device/runner.py`
-turns a step into tensors. The ideas are those of Kwon et al. 2023 (PagedAttention, vLLM) and of Orca
-(Yu et al. 2022: scheduling by iteration).
+`Engine` runs this loop. The file is pure Python and knows nothing of torch, texts or threads: nanopaged/device/runner.py
+makes tensors of a StepInput, and nanopaged/api/llm.py has what users call.
 """
 import itertools
-import random
 import sys
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
-from nanopaged.arithmetic import cdiv, wrap_int64
-from nanopaged.weights.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
-from nanopaged.api.llm import Frontend
-from nanopaged.inputs import as_python, check_kind, check_number, check_options, read_prompt
-from nanopaged.api.lock import StepLock
-from nanopaged.device.logits import encode_bad_words
-from nanopaged.outputs import NO_TOKEN, Request, RequestOutput
-from nanopaged.sampling_params import SamplingParams
-from nanopaged.device.runner import Runner, Sampled
-from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.families import read_model_config
-from torch import OutOfMemoryError
+from nanopaged.arithmetic import cdiv
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
-ROOT = 0  # the identity of the empty prefix
-NULL = -1  # in a block table: that block fell out of the sliding window and is somebody else's now
-PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens that a step computes of a sequence that wants the logits of all of them,
-PROMPT_LOGPROBS_VALUES = 2**23  # and how many log probabilities these may be
-STEPS_UNTIL_MORE = 64  # after a step that ran out of memory: so many steps later the token budget is doubled again
+ROOT = 0  # the prefix key of no tokens
+NULL = -1  # in a block table: a block that fell out of the sliding window and was freed
+STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
+NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
 
 
 # --------------------------------------------------------------------------------------------------
 # Sequence
 # --------------------------------------------------------------------------------------------------
 
+class Listener(Protocol):
+    """The one hook into a sequence, for log probabilities, beam search and other additions. See nanopaged/api/."""
+
+    def on_token(self, seq: "Sequence", token: int, logprobs: Any) -> list[int]:
+        """The step has sampled `token`. Returns the tokens to append; none pauses the sequence until others are appended."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One text under way: a prompt and what has been generated after it."""
+    """One text: a prompt and the tokens generated after it.
+
+                 admitted: a batch row and blocks           a stop token, max_len, a stop string, abort, error
+        WAITING ------------------------------> RUNNING ------------------------------------------> FINISHED
+           ^                                     |   ^
+           |  preempted: blocks freed            |   |  admitted: blocks come back from the host
+           +-------------------------------------+   |
+                                                 +-> SWAPPED (preempted: blocks moved to the host)
+    """
     token_ids: list[int]  # prompt and generated tokens
-    params: SamplingParams
-    order: tuple  # (priority, arrival, number in its request): who is served first
-    max_len: int  # the sequence ends when it has so many tokens, prompt included
+    order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
+    max_len: int  # the sequence ends when it has this many tokens, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
-    seed: int = 0
     request_id: str = ""
+    sampling: Any = None  # what the runner wants to know about sampling (nanopaged/device); opaque here
+    listener: Listener | None = None
+    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences of the same prompt: they share its blocks
+    max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
+    lookahead: bool = True  # its next step may be planned before its last token is known on the host
+    reads_prefix_cache: bool = True  # False: every prompt token is computed, because something else is wanted of it
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
-    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # of the same prompt, those that run: they share its blocks
-    waits_for_token: bool = False  # nothing more is computed of it before the host has seen the token it sampled last
-    num_logprobs: int | None = None  # give the log probability of each sampled token and of so many of the best; -1: all
-    candidates: list | None = None  # a beam's best next tokens, (token, log probability); beam search takes its pick
-    logprobs: list[tuple] = field(default_factory=list)  # of the generated tokens, as the runner gives them
-    wants_prompt_logprobs: bool = False
-    max_chunk: int | None = None  # tokens that one step computes of it at most; None: as many as the budget allows
-    bad_words: list[list[int]] = ()
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
-    num_held_tokens: int = 0  # those of them that were there when it was admitted: never written by this sequence
-    num_cached_tokens: int | None = None  # prompt tokens that were there when it was admitted first
-    num_pending: int = 0  # tokens that a launched step samples and that are not known here yet
+    num_hit_tokens: int = 0  # tokens whose K and V were there on admission: their slots are not written again
+    num_cached_tokens: int | None = None  # prompt tokens that were there on its first admission; None: not admitted yet
+    num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
     block_table: list[int] = field(default_factory=list)
-    row: int = -1  # its place in the runner's tensors while it runs
-    num_sent_blocks: int = 0  # leading entries of the table that the runner has
-    num_registered_blocks: int = 0  # leading blocks of the table that have been offered for sharing
-    identity: int = ROOT  # of the tokens in those blocks
-    num_null_blocks: int = 0  # leading entries of the table that are NULL
-    host_table: list[int] = field(default_factory=list)  # where its blocks are on the host, while it is SWAPPED
-    min_free_blocks: int = 0  # it was not admitted because fewer were free
-    found: tuple = (None, None)  # what it could share then: key of the first block that was not cached, sibling
+    row: int = -1  # its batch row in the runner's tensors while it runs
+    num_sent_blocks: int = 0  # leading entries of the block table that the runner has
+    num_null_blocks: int = 0  # leading entries that are NULL
+    num_cached_blocks: int = 0  # leading blocks that have been offered to the prefix cache
+    prefix_key: int | None = ROOT  # of the tokens in those blocks
+    host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
+    min_free_blocks: int = 0  # it was not admitted because fewer blocks were free
+    hit_then: tuple = (None, None)  # what it could share then: see BlockManager.is_still_blocked
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token or string that ended it; the message, if a logits processor failed
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never needed."""
+        known = self.num_tokens if self.lookahead else len(self.token_ids)
+        return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is the last one."""
-        if token < 0:
-            return self.finish("error", self.stop_reason or NO_TOKEN)
         self.token_ids.append(token)
         if token in self.stop_token_ids:
-            self.finish("stop", token if token in (self.params.stop_token_ids or ()) else None)
+            self.finish("stop", token)
         elif len(self.token_ids) >= self.max_len:
             self.finish("length")
 
@@ -124,9 +130,9 @@ class Sequence:
 # --------------------------------------------------------------------------------------------------
 
 @dataclass(eq=False, slots=True)
-class Step:
-    """What one step computes: for each scheduled sequence, how many tokens; and which of them sample a token. Before that,
-    blocks are moved: out to the host, copied, and in from the host, in this order."""
+class SchedulerOutput:
+    """What one step computes: for each scheduled sequence the number of its tokens, and which sequences sample a token.
+    Before that the runner moves blocks: out to the host, copies, and in from the host, in this order."""
     seqs: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
@@ -134,21 +140,35 @@ class Step:
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
-    registered: list[int] = field(default_factory=list)  # blocks that this step offers for sharing
+    cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
+
+
+class PrefixHit(NamedTuple):
+    """The beginning of a sequence whose K and V are in the pool already."""
+    blocks: list[int]
+    num_tokens: int
+    prefix_key: int | None  # of these blocks; None: unknown, so they are looked up block by block later
 
 
 class BlockManager:
-    """The pool of KV blocks: a reference count for each, a queue of the free ones, and which tokens the full ones hold.
+    """The pool of KV blocks: a reference count for each, a queue of the free ones, and the tokens of the cached ones.
 
-    After every step each block is free (ref_count 0, in the queue once) or held (ref_count = number of block tables
-    that list it), and a block that others hold is never written. Every operation is O(1) per block.
+        block          0    1    2    3    4    5           block_size 4: B found A's first block in the prefix cache
+        tokens       abcd efg. .... efxy z... ....
+        ref_count      2    1    0    1    1    0           free queue: 2, 5
+        A's table    [ 0 ,  1 ]                             A: abcdefg      num_computed_tokens 7
+        B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_cached_tokens 4
 
-    **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to its end. Its
-    identity is the exact pair (identity of the block before it, its tokens), numbered as pairs come up, so there is
-    no hash that could collide. A freed block keeps its identity until it is reused for something else.
+    A block id is the same index in every layer, for K and for V. After every step each block is free (ref_count 0, once
+    in the queue) or held (ref_count = number of block tables that list it), and a block that others hold is not written.
 
-    **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. Whoever is to write into it
-    while others hold it, gets a copy; the last one writes into the original.
+    **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end. Its
+    key is the exact pair (prefix key of the block before it, its tokens), and prefix keys are numbered as pairs come up.
+    So no hash can collide. A freed block stays cached until it is reused, and the least recently used is reused first
+    (LRU); of one sequence the tail, because a block is found only through the blocks before it.
+
+    **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
+    write into it while others hold it gets a copy. The last holder writes into the original.
 
     **Swapping.** A preempted sequence's blocks may wait on the host, in a second, smaller pool.
     """
@@ -157,227 +177,245 @@ class BlockManager:
                  num_host_blocks: int = 0):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.window = window  # tokens that the next one sees, itself included, in any layer; 0: all
+        self.window = window  # tokens that the next one attends to, itself included, in any layer; 0: all
+        self.max_blocks_per_seq = num_blocks  # with a window, Scheduler lowers it
         self.ref_counts = [0] * num_blocks
-        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
+        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
         self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
-        self.cached: dict[tuple, tuple[int, int]] = {}  # (identity before, tokens) -> (block, identity)
-        self.keys: dict[int, tuple] = {}  # block -> its key in `cached`
-        self.identities = itertools.count(ROOT + 1)
-        self.step = Step()  # the one that is being scheduled
-        self.most_blocks = num_blocks  # that one sequence can hold
-        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all sequences admitted so far; of these, found in the cache
-        self.num_saved_blocks = 0  # of the prompts: found in the cache, so that none had to be taken
+        self.prefix_cache: dict[tuple, tuple[int, int]] = {}  # (prefix key before, tokens) -> (block, prefix key)
+        self.key_of_block: dict[int, tuple] = {}  # block -> its key in `prefix_cache`
+        self.prefix_keys = itertools.count(ROOT + 1)
+        self.step = SchedulerOutput()  # the step that is being scheduled
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all admitted sequences; and how many of these were hits
+        self.num_saved_blocks = 0  # blocks of prompts that were hits
 
     @property
     def num_free_blocks(self) -> int:
         return len(self.free_queue)
 
-    def begin_step(self) -> Step:
-        # Host blocks that a step reads are not free before the next: it writes others to the host first.
+    def begin_step(self) -> SchedulerOutput:
+        # A host block that a step reads is free only for the next step: a step writes to the host before it reads.
         if self.step.swaps_in:
             self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
-            self.free_host_blocks.sort(reverse=True)  # neighbours are moved at once
-        self.step = Step()
+            self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
+        self.step = SchedulerOutput()
         return self.step
 
-    def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for its first num_tokens tokens, those that will be written its own. False, and
-        nothing done, if too few are free."""
-        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_held_tokens)  # of the first token to write
+    # ---- while a sequence runs
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Extend the block table to cover num_tokens tokens. A block that is about to be written must not be shared, so a
+        shared one is copied first. Returns False, without changing anything, if the pool has too few free blocks."""
+        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
-        is_shared = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
-        missing = cdiv(num_tokens, self.block_size) - len(table)
-        if not (missing or is_shared):
+        must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
+        num_missing = cdiv(num_tokens, self.block_size) - len(table)
+        if not (num_missing or must_copy):
             return True
-        if missing + is_shared > len(self.free_queue):
+        if num_missing + must_copy > len(self.free_queue):
             return False
-        if is_shared:  # copy-on-write
-            copy = self._take()
+        if must_copy:
+            copy = self._pop_free_block()
             self.step.copies.append((table[first], copy))
-            self.ref_counts[table[first]] -= 1
+            self._decref(table[first])
             table[first] = copy
             seq.num_sent_blocks = min(seq.num_sent_blocks, first)
-        for _ in range(missing):
-            table.append(self._take())
+        for _ in range(num_missing):
+            table.append(self._pop_free_block())
         return True
 
-    def slide(self, seq: Sequence) -> None:
-        """Free the blocks that have fallen out of the sliding window of the sequence's next token."""
-        for i in range(seq.num_null_blocks, self._num_unseen(seq.num_computed_tokens)):
-            self._release(seq.block_table[i])
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        """Offer the sequence's newly filled blocks for sharing. This happens when a step is scheduled, before K and V are
+        computed: a sequence that shares them attends after they are written, in the same forward pass or a later one."""
+        if not self.enable_prefix_caching:
+            return
+        size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
+        for index in range(seq.num_cached_blocks, num_known // size):
+            key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
+            if key not in self.prefix_cache:
+                block = seq.block_table[index]
+                if block == NULL:  # freed, and the blocks behind it can only be found through it
+                    return
+                self._evict(block)  # it may be cached under a prefix whose first blocks have left the window
+                self.prefix_cache[key] = block, next(self.prefix_keys)
+                self.key_of_block[block] = key
+                self.step.cached.append(block)
+            # else: another block holds the same tokens already, and this one stays private
+            seq.prefix_key = self.prefix_cache[key][1]
+            seq.num_cached_blocks = index + 1
+
+    def uncache(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._evict(block)
+
+    def free_out_of_window(self, seq: Sequence) -> None:
+        """Free the blocks that lie before the sliding window of the sequence's next token."""
+        for i in range(seq.num_null_blocks, self._num_blocks_before_window(seq.num_computed_tokens)):
+            self._decref(seq.block_table[i])
             seq.block_table[i] = NULL
             seq.num_null_blocks = i + 1
 
-    def _num_unseen(self, position: int) -> int:
-        """How many leading blocks lie before the window of the token at this position."""
+    def _num_blocks_before_window(self, position: int) -> int:
+        """Leading blocks that the token at this position does not attend to."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
-    def _take(self) -> int:
-        """The block that has been free for longest. Whatever it held is forgotten."""
+    def free(self, seq: Sequence) -> None:
+        """Take the sequence's blocks back, the last one first: it is reused before the head, which is shared more often."""
+        for block in reversed(seq.block_table):
+            self._decref(block)
+        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
+        seq.block_table, seq.host_table = [], []
+        seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = seq.num_null_blocks = 0
+        seq.prefix_key = ROOT
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child go on where the parent is, with the same blocks. The first one that writes copies."""
+        for block in parent.block_table:
+            self._incref(block)
+        child.block_table = list(parent.block_table)
+        child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
+        child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
+        child.num_null_blocks, child.num_cached_tokens = parent.num_null_blocks, parent.num_cached_tokens
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Move the sequence's blocks to the host. Returns False, without changing anything, if the host pool is too small."""
+        num_computed_tokens, table = seq.num_computed_tokens, seq.block_table
+        if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
+            return False
+        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
+        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
+        self.free(seq)
+        seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
+        return True
+
+    # ---- admission: what a sequence can share, and whether the rest fits
+
+    def admit(self, seq: Sequence) -> bool:
+        """Start the block table of a waiting sequence. Returns False, without changing anything, if the pool has too few free
+        blocks for all its tokens. Each block has one of four sources, always in this order:
+
+            tokens    0..15     16..31    32..47    48..63    64..70
+            source    NULL      shared    shared    host      new (`allocate` takes it when a step computes its tokens)
+                      (window)  (prefix hit)        (swapped)
+        """
+        if self.is_still_blocked(seq):
+            return False
+        hit = self.find_prefix(seq)
+        num_hit_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
+        # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
+        num_computed_tokens = min(num_hit_tokens, seq.num_tokens - 1)
+        num_null = min(self._num_blocks_before_window(num_computed_tokens), max(len(hit.blocks), len(seq.host_table)))
+        sources = [NULL] * num_null + hit.blocks[num_null:]
+        swapped = seq.host_table[len(sources):]
+        # A shared block that no sequence holds now lies in the free queue, and leaves it too.
+        num_needed = cdiv(seq.num_tokens, self.block_size) - swapped.count(NULL)
+        num_needed -= sum(block == NULL or self.ref_counts[block] > 0 for block in sources)
+        num_needed = min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
+        if num_needed > self.num_free_blocks:
+            seq.min_free_blocks = num_needed
+            return False
+        for block in sources:
+            self._incref(block)
+        for host_block in swapped:
+            sources.append(NULL if host_block == NULL else self._pop_free_block())
+            if host_block != NULL:
+                self.step.swaps_in.append((host_block, sources[-1]))
+        self.free_host_blocks += [block for block in seq.host_table[:len(seq.host_table) - len(swapped)] if block != NULL]
+        seq.block_table, seq.host_table = sources, []
+        seq.num_null_blocks = next((i for i, block in enumerate(sources) if block != NULL), len(sources))
+        seq.num_hit_tokens, seq.num_computed_tokens = num_hit_tokens, num_computed_tokens
+        seq.num_cached_blocks = len(hit.blocks) if hit.prefix_key is not None else 0
+        seq.prefix_key = ROOT if hit.prefix_key is None else hit.prefix_key
+        seq.min_free_blocks, seq.hit_then = 0, (None, None)
+        if seq.num_cached_tokens is None:
+            self._count_hits(seq, hit)
+        return True
+
+    def _count_hits(self, seq: Sequence, hit: PrefixHit) -> None:
+        seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
+        self.num_prompt_tokens += seq.num_prompt_tokens
+        self.num_cached_tokens += seq.num_cached_tokens
+        self.num_saved_blocks += len(hit.blocks)
+
+    def find_prefix(self, seq: Sequence) -> PrefixHit:
+        """The longer one of what the prefix cache has and what a sibling has."""
+        hit, missing_key = self._find_in_cache(seq)
+        sibling = self._find_sibling(seq)
+        seq.hit_then = missing_key, sibling
+        num_tokens = self._num_shareable(seq)
+        if sibling and hit.num_tokens < num_tokens:
+            return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
+        return hit
+
+    def _find_in_cache(self, seq: Sequence) -> tuple[PrefixHit, tuple | None]:
+        """Blocks found one after the other, and the key of the first one that is not there; None: none is missing."""
+        blocks, prefix_key, size = [], ROOT, self.block_size
+        if self.enable_prefix_caching and seq.reads_prefix_cache:
+            for end in range(size, len(seq.token_ids) + 1, size):
+                key = (prefix_key, tuple(seq.token_ids[end - size:end]))
+                if key not in self.prefix_cache:
+                    return PrefixHit(blocks, len(blocks) * size, prefix_key), key
+                block, prefix_key = self.prefix_cache[key]
+                blocks.append(block)
+        return PrefixHit(blocks, len(blocks) * size, prefix_key), None
+
+    def _find_sibling(self, seq: Sequence) -> Sequence | None:
+        """A running sequence of the same prompt that has the prompt's shareable tokens in its blocks."""
+        num_tokens = self._num_shareable(seq)
+        for other in seq.siblings:
+            if (num_tokens <= other.num_computed_tokens
+                    and other.num_null_blocks <= self._num_blocks_before_window(num_tokens - 1)):
+                return other
+        return None
+
+    def _num_shareable(self, seq: Sequence) -> int:
+        """Prompt tokens that a sibling can give: all, though the last block may not be full. Only whole blocks once the
+        sequence has generated tokens: it would copy the last block before this step, which may only now compute it."""
+        size = self.block_size
+        return seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
+
+    def is_still_blocked(self, seq: Sequence) -> bool:
+        """Whether the pool has too few free blocks, as it had last time, and no more than then can be shared. The prompt need
+        not be looked up again."""
+        missing_key, sibling = seq.hit_then
+        return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.prefix_cache
+                and self._find_sibling(seq) is sibling)
+
+    # ---- single blocks
+
+    def _pop_free_block(self) -> int:
+        """The least recently used free block. Its old contents cannot be found any more."""
         block, _ = self.free_queue.popitem(last=False)
-        self._forget(block)
+        self._evict(block)
         self.ref_counts[block] = 1
         return block
 
-    def _forget(self, block: int) -> None:
-        # Blocks that continue this one are not found any more either, because they are found through it:
-        # its identity's number is not given out again.
-        key = self.keys.pop(block, None)
+    def _evict(self, block: int) -> None:
+        """Take a block out of the prefix cache. Blocks that continue it are not found either, because they are found
+        through it: the number of its prefix key is not given out again."""
+        key = self.key_of_block.pop(block, None)
         if key is not None:
-            del self.cached[key]
+            del self.prefix_cache[key]
 
-    def _hold(self, block: int) -> None:
+    def _incref(self, block: int) -> None:
         if block != NULL:
             if self.ref_counts[block] == 0:
                 del self.free_queue[block]
             self.ref_counts[block] += 1
 
-    def _release(self, block: int) -> None:
+    def _decref(self, block: int) -> None:
         if block != NULL:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
 
-    def free(self, seq: Sequence) -> None:
-        """Take the sequence's blocks back: its tail becomes reusable before its head, which others more likely share."""
-        for block in reversed(seq.block_table):
-            self._release(block)
-        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
-        seq.block_table, seq.host_table = [], []
-        seq.num_computed_tokens = seq.num_registered_blocks = seq.num_sent_blocks = seq.num_null_blocks = 0
-        seq.identity = ROOT
-
-    def swap_out(self, seq: Sequence) -> bool:
-        """Move the sequence's blocks to the host. False, and nothing done, if there is not enough room for them."""
-        computed, table = seq.num_computed_tokens, seq.block_table
-        if not computed or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
-            return False
-        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
-        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
-        self.free(seq)
-        seq.host_table, seq.num_computed_tokens = host_table, computed
-        return True
-
-    def find_prefix(self, seq: Sequence) -> tuple[list[int], int, int]:
-        """Blocks that hold the sequence's first tokens already, how many tokens these are, and the identity of the last full
-        block; ROOT for a sibling's blocks, which `register` looks up one by one."""
-        blocks, identity, size, missing_key = [], ROOT, self.block_size, None
-        if self.enable_prefix_caching and not seq.wants_prompt_logprobs:  # what is not computed has none
-            for end in range(size, len(seq.token_ids) + 1, size):
-                key = (identity, tuple(seq.token_ids[end - size:end]))
-                if key not in self.cached:
-                    missing_key = key
-                    break
-                block, identity = self.cached[key]
-                blocks.append(block)
-        num_tokens, sibling = self._num_shareable(seq), self._find_sibling(seq)
-        seq.found = missing_key, sibling
-        if sibling and len(blocks) * size < num_tokens:
-            return sibling.block_table[:cdiv(num_tokens, size)], num_tokens, ROOT
-        return blocks, len(blocks) * size, identity
-
-    def _num_shareable(self, seq: Sequence) -> int:
-        """Tokens of its prompt that a sequence can share with a sibling, which has the same prompt: all of them, though the
-        last block is not full. Only whole blocks once it has generated tokens: it would have to copy the last one before
-        this step, which may only now compute it."""
-        size = self.block_size
-        return seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
-
-    def _find_sibling(self, seq: Sequence) -> Sequence | None:
-        """A running sequence of the same prompt that has these tokens in its blocks."""
-        num_tokens = self._num_shareable(seq)
-        for other in seq.siblings:
-            if num_tokens <= other.num_computed_tokens and other.num_null_blocks <= self._num_unseen(num_tokens - 1):
-                return other
-        return None
-
-    def _is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether the pool has too few free blocks, as it had last time, and the sequence can share no more than it could then.
-        Its prompt need not be looked up again."""
-        missing_key, sibling = seq.found
-        return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.cached
-                and self._find_sibling(seq) is sibling)
-
-    def admit(self, seq: Sequence) -> bool:
-        """Start the sequence's table with the blocks it can share and those that wait for it on the host. False, and
-        nothing done, if the pool has too few free blocks for the rest of its tokens."""
-        if self._is_still_blocked(seq):
-            return False
-        blocks, num_tokens, identity = self.find_prefix(seq)
-        num_held_tokens = max(num_tokens, seq.num_computed_tokens)  # it has computed some if it was swapped
-        # If everything is cached, the last token is still computed, for its logits; its K and V are not written again.
-        num_computed_tokens = min(num_held_tokens, seq.num_tokens - 1)
-        num_found, unseen = len(blocks), self._num_unseen(num_computed_tokens)
-        blocks[:unseen] = [NULL] * min(unseen, max(num_found, len(seq.host_table)))  # no block for what it sees no more
-        swapped, not_needed = seq.host_table[len(blocks):], seq.host_table[:len(blocks)]
-        # A shared block that nobody holds at the moment lies in the free queue and has to leave it too.
-        needed = cdiv(seq.num_tokens, self.block_size) - sum(block == NULL or self.ref_counts[block] > 0 for block in blocks)
-        needed -= swapped.count(NULL)
-        needed = min(needed, self.most_blocks)  # with a window, a text longer than the pool slides through it
-        if needed > self.num_free_blocks:
-            seq.min_free_blocks = needed
-            return False
-        for block in blocks:
-            self._hold(block)
-        seq.min_free_blocks, seq.found = 0, (None, None)
-        seq.num_held_tokens, seq.num_computed_tokens = num_held_tokens, num_computed_tokens
-        seq.block_table, seq.identity = blocks, identity
-        seq.num_registered_blocks = num_found if identity != ROOT else 0
-        for host_block in swapped:
-            seq.block_table.append(NULL if host_block == NULL else self._take())
-            if host_block != NULL:
-                self.step.swaps_in.append((host_block, seq.block_table[-1]))
-        self.free_host_blocks += [block for block in not_needed if block != NULL]
-        seq.host_table, seq.num_null_blocks = [], 0
-        while seq.num_null_blocks < len(seq.block_table) and seq.block_table[seq.num_null_blocks] == NULL:
-            seq.num_null_blocks += 1
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = min(num_tokens, seq.num_prompt_tokens)
-            self.num_prompt_tokens += seq.num_prompt_tokens
-            self.num_cached_tokens += seq.num_cached_tokens
-            self.num_saved_blocks += num_found
-        return True
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child go on where the parent is, with the same blocks; who writes first will copy."""
-        for block in parent.block_table:
-            self._hold(block)
-        child.block_table = list(parent.block_table)
-        child.num_computed_tokens = child.num_held_tokens = parent.num_computed_tokens
-        child.num_registered_blocks, child.identity = parent.num_registered_blocks, parent.identity
-        child.num_null_blocks, child.num_cached_tokens = parent.num_null_blocks, parent.num_cached_tokens
-
-    def register(self, seq: Sequence) -> None:
-        """Offer the sequence's newly filled blocks for sharing. This happens when a step is scheduled, before K and V
-        are computed: whoever shares them attends after they are written, in the same forward pass or a later one."""
-        if not self.enable_prefix_caching:
-            return
-        size, known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
-        for index in range(seq.num_registered_blocks, known // size):
-            key = (seq.identity, tuple(seq.token_ids[index * size:(index + 1) * size]))
-            if key not in self.cached:  # else another block holds the same tokens already, and ours stays private
-                block = seq.block_table[index]
-                if block == NULL:  # gone, and what follows it can only be found through it
-                    return
-                self._forget(block)  # by an identity whose predecessor has left the window
-                self.cached[key] = block, next(self.identities)
-                self.keys[block] = key
-                self.step.registered.append(block)
-            seq.identity = self.cached[key][1]
-            seq.num_registered_blocks = index + 1
-
-    def undo_registration(self, step: Step) -> None:
-        """The step failed: what it was to write was not written."""
-        for block in step.registered:
-            self._forget(block)
-
     def check_idle(self) -> None:
         """With no request under way every block must be free. RuntimeError otherwise: a mistake in this file."""
         self.begin_step()
-        held, held_on_host = self.num_blocks - len(self.free_queue), self.num_host_blocks - len(self.free_host_blocks)
-        if held or held_on_host or any(self.ref_counts):
-            raise RuntimeError(f"the engine is idle, yet {held} blocks and {held_on_host} host blocks are held: please report this")
+        num_held, num_held_on_host = self.num_blocks - len(self.free_queue), self.num_host_blocks - len(self.free_host_blocks)
+        if num_held or num_held_on_host or any(self.ref_counts):
+            raise RuntimeError(f"the engine is idle, yet {num_held} blocks and {num_held_on_host} host blocks are held: please "
+                               "report this")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -389,16 +427,29 @@ def by_order(seq: Sequence) -> tuple:
 
 
 class Scheduler:
-    """Decides what each step computes. `running` and `waiting` are kept in the one order, first served first."""
+    """Decides what each step computes.
+
+    **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from its
+    front and, when the pool runs dry, blocks are taken back from its end (preemption). First come, first served is the case of
+    equal priorities: older sequences are served first, so a decoding text never waits for a newer prompt. With priorities it
+    waits for more urgent prompts, and an older long prompt takes the whole budget before a newer one gets any.
+
+    Every accepted sequence can run alone: it was refused on arrival unless the pool has the blocks for max_len tokens, or for
+    the window and a chunk. So the first sequence in the order always makes progress, and with it, in the end, every other.
+
+    A step, worked: A and B decode and C, new, has a prompt of 32 tokens. `num_tokens` is [1, 1, 32], all three sample, and the
+    next step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt comes in chunks instead: [1, 1, 14], [1, 1, 14] and
+    [1, 1, 4]; only the last of these samples a token of C.
+    """
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_chunk = max_num_batched_tokens  # tokens that one step computes of one sequence at most
-        if block_manager.window:  # window and chunk have to fit the pool, and may begin within a block
+        self.max_chunk = max_num_batched_tokens  # tokens of one sequence that one step computes at most
+        if block_manager.window:  # window and chunk have to fit into the pool, and may begin within a block
             size, window = block_manager.block_size, block_manager.window
             self.max_chunk = min(self.max_chunk, (block_manager.num_blocks - 1) * size - window)
-            block_manager.most_blocks = cdiv(window + self.max_chunk, size) + 1
+            block_manager.max_blocks_per_seq = cdiv(window + self.max_chunk, size) + 1
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
@@ -406,8 +457,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
 
-    def schedule(self) -> Step:
-        """Give out the step's token budget from the front of the order."""
+    def schedule(self) -> SchedulerOutput:
+        """Give out the token budget from the front of the order."""
         step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
@@ -418,13 +469,10 @@ class Scheduler:
             if turn == len(self.running):
                 break
             seq = self.running[turn]
-            # Nothing follows a sequence's last possible token, so its K and V are never needed.
-            known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
-            num_tokens = min(known, seq.max_len - 1) - seq.num_computed_tokens
-            num_tokens = min(num_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
+            num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if self.block_manager.window:
-                    self.block_manager.slide(seq)
+                    self.block_manager.free_out_of_window(seq)
                 if not self._make_room(seq, num_tokens, step):
                     break
                 self._compute(seq, num_tokens, step)
@@ -432,42 +480,43 @@ class Scheduler:
             turn += 1
         return step
 
-    def _admit(self, turn: int, step: Step) -> bool:
-        """Let the first waiting sequence run, if there is a seat and the blocks: who comes after it in the order gives way."""
+    def _admit(self, turn: int, step: SchedulerOutput) -> bool:
+        """Admit the first waiting sequence if a batch row and enough blocks are free, preempting later sequences if
+        necessary."""
         seq = self.waiting[0]
-        if seq in step.preempted:  # not before the next step: the token it sampled last may not be known here yet
+        if seq in step.preempted:  # not in this step: the token it sampled last may not be known on the host yet
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
                 return False
             self._preempt(step)
         del self.waiting[0]
-        self._seat(seq)
+        self._run(seq)
         return True
 
-    def _seat(self, seq: Sequence) -> None:
+    def _run(self, seq: Sequence) -> None:
         seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
         seq.siblings[seq] = None
         insort(self.running, seq, key=by_order)
 
-    def _make_room(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
-        """Blocks for the sequence's next tokens, taken from the end of the order if need be; itself, when it is last."""
-        while not self.block_manager.grow(seq, seq.num_computed_tokens + num_tokens):
+    def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
+        """Blocks for the sequence's next tokens, taken from the end of the order if need be; False if it is last itself."""
+        while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
             if self._preempt(step) is seq:
                 return False
         return True
 
-    def _preempt(self, step: Step) -> Sequence:
-        """The last running sequence gives its blocks back. They are moved to the host, if there is room, and otherwise
-        computed again when it returns (preemption by swapping, by recompute); its tokens are kept.
+    def _preempt(self, step: SchedulerOutput) -> Sequence:
+        """Take the blocks of the last running sequence. They move to the host if there is room (swapping); otherwise its
+        tokens are computed again when it returns (recompute). Its tokens are kept.
 
         Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again 2.4 ms
-        for 256 tokens, 5.2 for 1,024, 14.8 for 4,096 and 95 for 16,384: swapping was cheaper up to some 1,000 tokens, and
-        again for very long texts, where attention counts. `bench.py --only swapping` measures it where you are.
+        for 256 tokens, 5.2 for 1,024, 14.8 for 4,096 and 95 for 16,384. So swapping was cheaper up to some 1,000 tokens, and
+        again for very long texts, where attention counts. `bench.py --only swapping` measures it on your machine.
         """
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
-        self._unseat(seq)
+        self._remove(seq)
         if not is_swapped:
             self.block_manager.free(seq)
         seq.status = Status.SWAPPED if is_swapped else Status.WAITING
@@ -475,83 +524,69 @@ class Scheduler:
         step.preempted.append(seq)
         return seq
 
-    def _compute(self, seq: Sequence, num_tokens: int, step: Step) -> None:
+    def _compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
-        if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples its next token
-            seq.num_pending += 1
+        if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
+            seq.num_pending_tokens += 1
             step.sampled.append(seq)
-            seq.candidates = None if seq.candidates is None else []
-        self.block_manager.register(seq)
+        self.block_manager.cache_full_blocks(seq)
 
-    def update(self, step: Step, tokens: list[int], logprobs: list[tuple | None] | None = None) -> None:
-        """Take the tokens that a launched step sampled, in the order of step.sampled, with log probabilities (see
-        runner.Sampled) where they are wanted."""
-        for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            seq.num_pending -= 1
-            if seq.status is Status.FINISHED:  # it was aborted meanwhile
+    def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
+        """Take the tokens that a launched step sampled. Here a sequence ends by a stop token, by max_len, or by an output
+        that is no number. The caller ends others by `finish`: stop strings, aborts, errors of its own."""
+        for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
+            seq.num_pending_tokens -= 1
+            if seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            if seq.candidates is not None:  # a beam waits for the others
-                seq.candidates = list(zip(*logprobs[i][2:]))
-                continue
-            if seq.num_logprobs is not None and token >= 0:
-                seq.logprobs.append(logprobs[i])
-            seq.append(token)
+            listener = seq.listener
+            new = [token] if listener is None else listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
+            for token in new:
+                if token < 0:
+                    seq.finish("error", seq.stop_reason or NO_TOKEN)
+                elif seq.status is not Status.FINISHED:
+                    seq.append(token)
             if seq.status is Status.FINISHED:
-                self._remove(seq)
+                self.release(seq)
 
-    def branch(self, beams: list[Sequence], spares: list[Sequence], origins: list[tuple[int, int]]) -> list[Sequence]:
-        """A step of beam search: for each (index of a beam, token) a sequence that continues this beam with this token. A
-        beam's first continuation is itself, others fork; beams without one die and are spares for the next time."""
-        parents = [beams[index] for index, _ in origins]
-        for beam in beams:
-            if beam not in parents:
-                self.retire(beam)
-                spares.append(beam)
-        children = [spares.pop() if parent in parents[:i] else parent for i, parent in enumerate(parents)]
-        for parent, child in zip(parents, children):
-            if child is not parent:
-                child.token_ids, child.status = list(parent.token_ids), Status.WAITING
-                if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
-                    self.block_manager.fork(parent, child)
-                    self._seat(child)
-                else:  # its tokens are computed again, as after a preemption
-                    self.add(child)
-        for child, (_, token) in zip(children, origins):
-            child.token_ids.append(token)
-            child.candidates = []
-            if child.status is Status.FINISHED:  # it had been retired
-                child.status = Status.WAITING
-                self.add(child)
-        return children
-
-    def retire(self, seq: Sequence) -> None:
-        """Take a sequence out, for now or for good; its blocks are free at once."""
-        self._remove(seq)
-        seq.status = Status.FINISHED
-
-    def abort(self, seq: Sequence) -> None:
-        """Stop a sequence wherever it is; its blocks are free at once."""
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are free at once."""
         if seq.status is not Status.FINISHED:
-            seq.finish("abort")
-            self._remove(seq)
+            self.release(seq)
+        seq.finish(reason, stop_reason)
 
-    def undo(self, step: Step) -> None:
-        """The step failed: forget what it promised, and let its sequences start over."""
-        self.block_manager.undo_registration(step)
+    def release(self, seq: Sequence) -> None:
+        """Take a sequence out of its queue, and its blocks back. `add` lets it start over."""
+        self.block_manager.free(seq)
+        self._remove(seq)
+        seq.status = Status.WAITING if seq.finish_reason is None else Status.FINISHED
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child go on with the tokens of the parent: with its blocks if that runs and a batch row is free, else
+        they are computed again, as after a preemption. (Samples of one prompt need no fork, see `find_prefix`.)"""
+        child.token_ids = list(parent.token_ids)
+        if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+            self.block_manager.fork(parent, child)
+            self._run(child)
+        else:
+            self.add(child)
+
+    def resume(self, seq: Sequence) -> None:
+        """A paused sequence has got a token: queue it again if its blocks were taken meanwhile."""
+        if seq.status is Status.WAITING and seq not in self.waiting:
+            self.add(seq)
+
+    def undo(self, step: SchedulerOutput) -> None:
+        """The step failed, or has nothing to compute: forget its promises, and let its sequences start over."""
+        self.block_manager.uncache(step.cached)  # these blocks were not written
         for seq in step.sampled:
-            seq.num_pending -= 1
+            seq.num_pending_tokens -= 1
         for seq in step.preempted[::-1] + step.seqs[::-1]:  # what was to be swapped out has not been, either
-            self._remove(seq)
-            seq.status = Status.WAITING
+            self.release(seq)
             self.add(seq)
 
     def _remove(self, seq: Sequence) -> None:
-        self.block_manager.free(seq)
-        self._unseat(seq)
-
-    def _unseat(self, seq: Sequence) -> None:
         for queue in (self.running, self.waiting):
             index = bisect_left(queue, seq.order, key=by_order)
             if index < len(queue) and queue[index] is seq:
@@ -563,285 +598,165 @@ class Scheduler:
 
 
 # --------------------------------------------------------------------------------------------------
-# LLM
+# The step
 # --------------------------------------------------------------------------------------------------
 
-class LLM(Frontend):
-    """A model and its engine. Names and defaults are vLLM's. `generate`, `chat`, `stream` and `beam_search` are in
-    nanopaged/api/llm.py; what they are made of is here: `add_request`, `step`, `abort_request`.
+@dataclass(slots=True)
+class StepInput:
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
 
-    model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
-    revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
-    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32" ("float"),
-        "float16" ("half") or "bfloat16"
-    device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
-    load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
-    block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
-    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a
-        CPU 1 GiB or max_num_seqs full sequences, whichever is less)
-    max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
-    max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
-    enable_prefix_caching: let sequences share the blocks of a common beginning
-    kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
-    swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
-    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
-    tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
-    scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
-    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
-    seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused where
-        they ask for something
-    scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
+    Sequences with one new token come first, among them those with the longest context: attention computes these and the
+    others in two launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C (table
+    [2, 6]) decode and the prompt of B (table [5]) comes in:
 
-    Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
+        seqs              A     C     B
+        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: sampled by the step before, known only on the device
+        positions         6     4     0   1   2   3         [T]
+        slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
+        query_start_loc   0     1     2              6      [N + 1]
+        seq_lens          7     5     4                     [N]      tokens in the cache after this step
+    """
+    seqs: list[Sequence]
+    num_tokens: list[int]  # [N]
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slot_mapping: list[int] = field(default_factory=list)  # -1: its K and V are in the cache already, and are not written
+    query_start_loc: list[int] = field(default_factory=lambda: [0])
+    seq_lens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # [N] batch rows
 
-    Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and another
-    OSError, ConnectionError above all, for what the Hub does not give.
+    @property
+    def lists(self) -> list[list[int]]:
+        return [self.input_ids, self.positions, self.slot_mapping, self.query_start_loc, self.seq_lens, self.rows]
+
+    @classmethod
+    def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
+        work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: -pair[0].num_computed_tokens if pair[1] == 1 else 1)
+        batch = cls(*map(list, zip(*work)))
+        for seq, num_tokens in work:
+            batch._add(seq, num_tokens, block_size)
+        return batch
+
+    def _add(self, seq: Sequence, num_tokens: int, size: int) -> None:
+        end, token_ids, table = seq.num_computed_tokens, seq.token_ids, seq.block_table
+        start = end - num_tokens
+        if num_tokens == 1:
+            self.input_ids.append(token_ids[start] if start < len(token_ids) else -1)
+            self.positions.append(start)
+            self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
+        else:
+            self.input_ids += token_ids[start:end]
+            self.positions += range(start, end)
+            for index in range(start // size, cdiv(end, size)):  # block by block
+                offset = table[index] * size - index * size  # from position to slot
+                self.slot_mapping += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
+        self.query_start_loc.append(len(self.input_ids))
+        self.seq_lens.append(end)
+        self.rows.append(seq.row)
+
+
+class Sampled(NamedTuple):
+    """What a step computed."""
+    tokens: list[int]  # of SchedulerOutput.sampled, in that order; -1: the model's output was no number
+    logprobs: list | None = None  # of these tokens, for their listeners
+    prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
+
+
+class Runner(Protocol):
+    """What the engine wants of nanopaged/device/runner.py, or of a fake in the tests."""
+
+    def launch(self, step: SchedulerOutput) -> Callable[[], Sampled]:
+        """Start computing a step. The function returned waits for it."""
+
+    def forget_rows(self, seqs: list[Sequence]) -> None:
+        """A step failed half-way: send everything about these batch rows again."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether a smaller step may succeed; frees what can be freed for it."""
+
+
+class Engine:
+    """The step loop: schedule, launch, update.
+
+    **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before this one's tokens are known.
+    The sampled tokens stay on the device, where the next step finds them, and `num_computed_tokens` has advanced in
+    `schedule` already. So the loop needs no more than a queue of launched steps in front of `update`. A sequence that turns
+    out to be finished has then wasted one token. With lookahead 0 each step is read before the next one is planned.
+
+    updates: (sequences whose tokens have become known, what the step computed) for the caller to take
+    interruptible: the context of sections in which Ctrl-C does no harm
     """
 
-    def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-                 attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
-                 num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
-                 max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
-                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
-                 **vllm_options):
-        check_options(
-            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format, generation_config=generation_config,
-            kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager, skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
-            num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space,
-            seed=seed)
-        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        # A model that cannot be run is refused before its weights are downloaded.
-        path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
-                               config_only=load_format == "dummy")
-        self.config = read_model_config(read_config(path))
-        limit = self.config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
-        self.path, self.tokenizer, self.tokenizer_error = path, None, None
-        self.tokenizer_path = path
-        if tokenizer not in (None, model) and load_format != "dummy":  # a directory needs no config.json beside it
-            self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
-        if load_format != "dummy" and not skip_tokenizer_init:
-            try:
-                self.tokenizer = load_tokenizer(self.tokenizer_path)
-            except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = error
-        self.runner = Runner(
-            self.config, None if load_format == "dummy" else read_tensors(path), dtype=dtype, device=device,
-            attention=attention, seed=seed, block_size=block_size, max_model_len=max_model_len or limit,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
-            enforce_eager=enforce_eager)
-        num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
-        window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0  # else of no use
-        if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
-            raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
-                             f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
-        self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
-        num_host_blocks = self.runner.allocate_host_pool(swap_space)
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks),
-                                   max_num_seqs, max_num_batched_tokens)
-        self.max_num_batched_tokens, self.num_small_steps = max_num_batched_tokens, 0
-        self.use_priority = scheduling_policy == "priority"
-        self.eos_token_ids = eos_token_ids(path)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
-        self.default_params = {} if generation_config == "vllm" else read_generation_config(path)
-        self.requests: dict[str, Request] = {}  # those under way
-        self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
-        self.chat_templates: dict = {}  # those that were used, by their source
-        self.lock = StepLock()  # held while a step is computed, and by callers that change what it looks at
-        # Steps whose tokens have not been read yet. With lookahead, step n + 1 is planned and launched while the GPU
-        # computes step n; a sequence that turns out finished has then wasted one token.
-        self.launched: deque[tuple[Step, Callable[[], Sampled]]] = deque()
-        self.lookahead = 1 if self.runner.use_graphs else 0
-        self.arrivals = itertools.count()
-        self.seeds = random.Random(seed)
+    def __init__(self, scheduler: Scheduler, runner: Runner, lookahead: int = 0,
+                 interruptible: Callable[[], ContextManager] = nullcontext):
+        self.scheduler, self.runner, self.lookahead, self.interruptible = scheduler, runner, lookahead, interruptible
+        self.updates: deque[tuple[list[Sequence], Sampled]] = deque()
+        self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()
+        self.full_budget, self.num_small_steps = scheduler.max_num_batched_tokens, 0
 
-    # ---- requests in
-
-    def add_request(self, prompt, params: SamplingParams | None = None, priority: int = 0) -> str:
-        """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
-
-        params: None: the checkpoint's defaults (get_default_sampling_params)
-        priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
-        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
-        """
-        request = self._read_request(prompt, params, priority)
-        with self.lock:
-            self._add(request, is_reported=True)
-        return request.request_id
-
-    def _read_request(self, prompt, params: SamplingParams | None, priority: int = 0) -> Request:
-        """A request that is checked and tokenised, and not added yet."""
-        if params is None:
-            params = self.get_default_sampling_params()
-        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
-        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
-                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
-        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
-        params.check_vocabulary(self.config.vocab_size)
-        bad_words = encode_bad_words(params.bad_words, self.get_tokenizer()) if params.bad_words else []
-        if params.stop:
-            self.get_tokenizer()  # without one there is no text to find them in
-        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer)
-
-    def _add(self, request: Request, is_reported: bool = False) -> None:
-        """Queue a request; the caller has the lock."""
-        params, token_ids = request.params, request.prompt_token_ids
-        arrival = next(self.arrivals)
-        seed = int(params.seed) if params.seed is not None else self.seeds.getrandbits(63)
-        max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        count, chunk = params.prompt_logprobs, None
-        if count is not None:
-            values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
-            chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, values)))
-        sequences = [
-            Sequence(list(token_ids), params, (request.priority, arrival, j), max_len, request.stop_token_ids,
-                     wrap_int64(seed + j), str(arrival), num_logprobs=params.logprobs, bad_words=request.bad_words,
-                     wants_prompt_logprobs=count is not None and j == 0, max_chunk=chunk if j == 0 else None,
-                     waits_for_token=bool(params.logits_processors))
-            for j in range(params.n)]
-        request.start(str(arrival), sequences, is_reported)
-        self.requests[request.request_id] = request
-        for seq in sequences:
-            seq.siblings = sequences[0].siblings
-            self.scheduler.add(seq)
-
-    def _add_beams(self, token_ids: list[int], width: int, group) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences for a beam search: the one that begins, and those that it will branch into."""
-        max_len, num_candidates = len(token_ids) + group.max_tokens, min(group.num_candidates, self.config.vocab_size)
-        with self.lock:
-            arrival = next(self.arrivals)
-            first, *spares = [
-                Sequence(list(token_ids), SamplingParams(temperature=0), (0, arrival, j), max_len, request_id=f"beam {arrival}",
-                         waits_for_token=True, num_logprobs=num_candidates, candidates=[]) for j in range(width)]
-            self.scheduler.add(first)
-        return [first], spares
-
-    def abort_request(self, request_id: str) -> None:
-        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is done). A
-        finished or unknown id is ignored."""
-        check_kind("request_id", request_id, str, "what add_request returned")
-        self.lock.change(lambda: self._abort(request_id))
-
-    def _abort(self, request_id: str) -> None:
-        request = self.requests.pop(request_id, None)
-        self.unreported.pop(request_id, None)
-        if request:
-            for seq in request.sequences:
-                self.scheduler.abort(seq)
-            request.end()
-            self._check_if_idle()
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to compute or to tell."""
-        return bool(self.requests or self.unreported)
-
-    def _check_if_idle(self) -> None:
-        """With nothing under way the books must balance."""
-        if not (self.launched or self.scheduler.running or self.scheduler.waiting):
-            self.scheduler.block_manager.check_idle()
-
-    # ---- the step
-
-    def step(self) -> list[RequestOutput]:
-        """Compute one step; what came of it for every request of `add_request` that got a token, and of such requests in
-        steps that others made meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
-        with self.lock.turn(self._has_reports):
-            if not self.unreported:
-                self._step()
-            reports, self.unreported = self.unreported, {}
-            return [request.output() for request in reports.values()]
-
-    def _has_reports(self) -> bool:
-        return bool(self.unreported)
-
-    @contextmanager
-    def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
-        """Compute steps until is_done(), which those of other threads may bring about; then the caller has the lock."""
-        with self.lock.turn(is_done):
-            while not is_done():
-                self._step()
-                self.lock.pass_on(is_done)
-            yield
-
-    def _step(self) -> None:
-        """The step itself; the caller has the lock."""
+    def step(self) -> None:
         step = self.scheduler.schedule()
         if step.seqs:
-            try:
-                with self.lock.interrupts.let_through():
-                    read = self.runner.launch(step)
-            except BaseException as error:
-                self.runner.forget_rows(step.seqs)
-                self.scheduler.undo(step)
-                while self.launched:
-                    self._update()
-                if not self._can_do_with_less_memory(error):
-                    raise
-            else:
-                self.launched.append((step, read))
-                self._ask_for_more_again()
+            self._launch(step)
         else:
-            self.scheduler.undo(step)  # blocks that it took back it will not move out
-            if not self.launched:  # nobody can go on: beams that wait for other beams hold what those need
-                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
-                    self.scheduler.retire(seq)
+            self._unblock(step)
         if len(self.launched) > self.lookahead or not step.seqs:
             self._update()
 
-    def _can_do_with_less_memory(self, error: BaseException) -> bool:
-        """After a step that ran out of the device's memory: go on with half the token budget for a while, and say so."""
+    def _launch(self, step: SchedulerOutput) -> None:
+        try:
+            with self.interruptible():
+                read = self.runner.launch(step)
+        except BaseException as error:
+            self._recover(step, error)
+        else:
+            self.launched.append((step, read))
+            self._regrow_budget()
+
+    def _update(self) -> None:
+        if self.launched:
+            step, read = self.launched[0]
+            with self.interruptible():
+                sampled = read()  # waits for the GPU; after an interrupt the step is still the first in the queue
+            self.launched.popleft()
+            self.scheduler.update(step, sampled)
+            self.updates.append((step.sampled, sampled))
+
+    def _unblock(self, step: SchedulerOutput) -> None:
+        """Nothing can be computed now. Blocks that the step took back will not be moved out, so their sequences start over.
+        And if no step is under way, the running sequences are paused ones that hold the blocks others need: beams."""
+        self.scheduler.undo(step)
+        if not self.launched:
+            for seq in list(self.scheduler.running):
+                self.scheduler.release(seq)
+
+    # ---- when a step fails
+
+    def _recover(self, step: SchedulerOutput, error: BaseException) -> None:
+        """Forget the step. Raise the error again, unless a smaller step may do."""
+        self.runner.forget_rows(step.seqs)
+        self.scheduler.undo(step)
+        while self.launched:  # their tokens must be known before their sequences start over
+            self._update()
         budget = self.scheduler.max_num_batched_tokens // 2
-        if not isinstance(error, OutOfMemoryError) or budget == 0:
-            return False
+        if budget == 0 or not self.runner.is_out_of_memory(error):
+            raise error
         print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
               "gpu_memory_utilization to leave room for more", file=sys.stderr)
         self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
-        self.runner.release_memory()
-        return True
 
-    def _ask_for_more_again(self) -> None:
-        """What took the memory may be gone: let a budget that was halved grow back."""
-        if self.scheduler.max_num_batched_tokens < self.max_num_batched_tokens:
+    def _regrow_budget(self) -> None:
+        """The sequence that took the memory may have ended: let a reduced token budget grow back."""
+        if self.scheduler.max_num_batched_tokens < self.full_budget:
             self.num_small_steps += 1
-            if self.num_small_steps == STEPS_UNTIL_MORE:
-                self.num_small_steps = 0
-                self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.max_num_batched_tokens)
+            if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
+                self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
 
-    def _update(self) -> None:
-        """Read the tokens of the oldest launched step, and tell their requests."""
-        if not self.launched:
-            return
-        step, read = self.launched[0]
-        with self.lock.interrupts.let_through():
-            sampled = read()  # waits for the GPU; who is interrupted here can come back
-        self.launched.popleft()
-        self.scheduler.update(step, sampled.tokens, sampled.logprobs)
-        for seq, position, logprobs in sampled.prompt_logprobs:
-            if seq.request_id in self.requests:
-                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
-        for seq in step.sampled:
-            request = self.requests.get(seq.request_id)
-            if request is None:
-                continue
-            reason = request.take(seq)
-            if reason is not None:
-                seq.finish(*reason)
-                self.scheduler.retire(seq)
-            if request.finished:
-                del self.requests[request.request_id]
-            if request.is_reported:
-                self.unreported[request.request_id] = request
-        self._check_if_idle()
+    @property
+    def is_idle(self) -> bool:
+        return not (self.launched or self.scheduler.running or self.scheduler.waiting)
 
 
 if __name__ == "__main__":
     from nanopaged.cli.main import main
-    sys.exit(main(LLM))
+    sys.exit(main())

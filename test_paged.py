@@ -31,14 +31,18 @@ import bench
 import engine
 import kernel
 import model
-from engine import LLM, NULL, BlockManager, Scheduler, Sequence, Status
+from engine import NULL, BlockManager, Sampled, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import activate, rope_frequencies
-from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
+from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton, tiles
+from nanopaged.api import llm as llm_module
+from nanopaged.api.beam import BeamSearch
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
 from nanopaged.device.logits import encode_bad_words
-from nanopaged.device.runner import _pick_dtype
+from nanopaged.device import warmup
+from nanopaged.device.graphs import GraphRunner
+from nanopaged.device.runner import Runner, pick_dtype
 from nanopaged.device.sampler import pick
 from nanopaged.weights.families import read_model_config
 
@@ -293,7 +297,7 @@ def test_the_kernels_compile_and_fit_the_devices_shared_memory():
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_triton_imported_without_its_interpreter_gets_a_sentence():
     """Triton reads the variable when another package, such as transformers, imports it first."""
-    code = f"import triton, engine; engine.LLM({str(GOLDEN / 'qwen3')!r}, device='cpu', attention='triton')"
+    code = f"import triton, nanopaged; nanopaged.LLM({str(GOLDEN / 'qwen3')!r}, device='cpu', attention='triton')"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     assert "ValueError: the Triton kernel needs" in run.stderr and "TRITON_INTERPRET=1 before" in run.stderr
@@ -313,8 +317,7 @@ ARRIVALS = count()
 
 
 def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
-    return Sequence(list(token_ids), GREEDY, (priority, next(ARRIVALS), 0),
-                    min(len(token_ids) + max_new, max_model_len), **fields)
+    return Sequence(list(token_ids), (priority, next(ARRIVALS), 0), min(len(token_ids) + max_new, max_model_len), **fields)
 
 
 def siblings(n, *args, **kwargs):
@@ -331,7 +334,7 @@ def check_books(scheduler):
     host_blocks = list(manager.free_host_blocks) + [host_block for host_block, _ in manager.step.swaps_in]
     for seq in scheduler.running + scheduler.waiting:
         held = [block for block in seq.block_table if block != NULL]
-        assert len(set(held)) == len(held) and len(held) <= manager.most_blocks
+        assert len(set(held)) == len(held) and len(held) <= manager.max_blocks_per_seq
         assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL
         assert not held or seq.status is Status.RUNNING
         assert bool(seq.host_table) == (seq.status is Status.SWAPPED)
@@ -341,9 +344,9 @@ def check_books(scheduler):
     for block in range(manager.num_blocks):
         assert manager.ref_counts[block] == num_holders[block]
         assert (block in manager.free_queue) == (manager.ref_counts[block] == 0)
-    for key, (block, _) in manager.cached.items():
-        assert manager.keys[block] == key
-    assert len(manager.cached) == len(manager.keys)
+    for key, (block, _) in manager.prefix_cache.items():
+        assert manager.key_of_block[block] == key
+    assert len(manager.prefix_cache) == len(manager.key_of_block)
     assert len(scheduler.running) <= scheduler.max_num_seqs
     assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
     for queue in (scheduler.running, scheduler.waiting):
@@ -387,11 +390,11 @@ class FakeModel:
             return step
         if step.seqs:
             self.launch(step)
-        else:  # as LLM does it
+        else:  # as Engine does it
             self.scheduler.undo(step)
             if not self.launched:
-                for seq in [seq for seq in self.scheduler.running if seq.candidates]:
-                    self.scheduler.retire(seq)
+                for seq in list(self.scheduler.running):
+                    self.scheduler.release(seq)
         if len(self.launched) > self.lookahead or not step.seqs:
             self.update()
         return step
@@ -407,7 +410,7 @@ class FakeModel:
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
-                if position >= seq.num_held_tokens:
+                if position >= seq.num_hit_tokens:
                     block = seq.block_table[position // manager.block_size]
                     # Others may list the block already, if they were admitted in this step: then they want just this.
                     assert manager.ref_counts[block] == 1 or any(
@@ -428,7 +431,7 @@ class FakeModel:
             step, sampled = self.launched.popleft()
             for seq in step.sampled:
                 self.unread[seq].pop(0)
-            self.scheduler.update(step, sampled, [(0.0, 1, [token], [0.0]) for token in sampled])
+            self.scheduler.update(step, Sampled(sampled, [(0.0, 1, [token], [0.0]) for token in sampled]))
 
     def run(self, *seqs, limit=10_000):
         for seq in seqs:
@@ -497,7 +500,7 @@ def test_freed_blocks_are_reused_oldest_first_tail_before_head():
     seq = sequence([5] * 12, max_new=1)
     model.run(seq)
     table = list(model.scheduler.block_manager.free_queue)[-3:]
-    assert [model.scheduler.block_manager.keys[block][0] != 0 for block in table] == [True, True, False]  # head is last
+    assert [model.scheduler.block_manager.key_of_block[block][0] != 0 for block in table] == [True, True, False]  # head is last
     longer = sequence([5] * 8 + [6] * 8, max_new=1)  # needs two new blocks; five were never used and go first
     model.run(longer)
     assert longer.num_cached_tokens == 8
@@ -524,8 +527,8 @@ def test_a_cached_block_does_not_outlive_its_predecessor():
     scheduler = Scheduler(manager, 8, 64)
     model = FakeModel(scheduler)
     model.run(sequence([1, 1, 2, 2], max_new=1))
-    first_block = manager.cached[0, (1, 1)][0]
-    manager._forget(first_block)
+    first_block = manager.prefix_cache[0, (1, 1)][0]
+    manager.uncache([first_block])
     seq = sequence([1, 1, 2, 2, 3], max_new=1)
     model.run(seq)
     assert seq.num_cached_tokens == 0
@@ -635,7 +638,7 @@ def test_a_failed_step_is_undone():
         model.scheduler.add(seq)
     model.step(fail=True)
     check_books(model.scheduler)
-    assert not model.scheduler.block_manager.cached  # what was never written is never found
+    assert not model.scheduler.block_manager.prefix_cache  # what was never written is never found
     assert model.scheduler.block_manager.num_free_blocks == 64
     model.run()
     assert all(len(seq.token_ids) == 19 for seq in seqs)
@@ -741,26 +744,16 @@ def test_an_idle_engine_checks_its_books():
         model.scheduler.block_manager.check_idle()
 
 
-class FakeBeams:
-    """Beams that go on at random: what beam search does to the pool, whatever the model says."""
+class RandomGroup:
+    """Beams that go on at random, in place of a BeamGroup: a search's blocks do not depend on the model."""
 
-    def __init__(self, model, prompt, width, max_len, rng):
-        first, *self.spares = [sequence(prompt, max_len, waits_for_token=True, candidates=[]) for _ in range(width)]
-        self.scheduler, self.beams, self.width, self.max_len, self.rng = model.scheduler, [first], width, max_len, rng
-        self.scheduler.add(first)
+    def __init__(self, width, max_tokens, rng):
+        self.beam_width, self.max_tokens, self.rng, self.num_tokens = width, max_tokens, rng, 0
 
-    def advance(self):
-        """Branch, if every beam's candidates are there. Ends at max_len tokens."""
-        if self.beams and all(beam.candidates for beam in self.beams):
-            count = self.width if len(self.beams[0].token_ids) < self.max_len - 1 else 0
-            origins = [(self.rng.randrange(len(self.beams)), self.rng.randint(0, 2)) for _ in range(count)]
-            self.beams = self.scheduler.branch(self.beams, self.spares, origins)
-            assert len(self.beams) + len(self.spares) == self.width
-
-    def stop(self):
-        for beam in self.beams:
-            self.scheduler.retire(beam)
-        self.beams = []
+    def extend(self, candidates):
+        self.num_tokens += 1
+        count = self.beam_width if self.num_tokens < self.max_tokens else 0
+        return [(self.rng.randrange(len(candidates)), self.rng.randint(0, 2)) for _ in range(count)]
 
 
 NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))  # the long mode: as many as you have time for
@@ -794,16 +787,19 @@ def random_operations(count, rng, events):
                 alive.append(seq)
                 scheduler.add(seq)
         elif action < 0.33 and len(searches) < 3:
-            searches.append(FakeBeams(model, prompt, rng.randint(1, 4), max_len, rng))
+            group = RandomGroup(rng.randint(1, 4), max_len - len(prompt), rng)
+            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), 1, scheduler))
         elif action < 0.37 and alive:
-            scheduler.abort(rng.choice(alive))
+            scheduler.finish(rng.choice(alive), "abort")
         elif action < 0.38 and searches:
             searches.pop(rng.randrange(len(searches))).stop()
         else:
             model.step(fail=action > 0.97)
             for search in searches:
-                search.advance()
-                events["branches"] += bool(search.beams)
+                if search.can_branch:
+                    search.branch()
+                    assert len(search.beams) + len(search.free_numbers) == search.group.beam_width
+                    events["branches"] += bool(search.beams)
         check_books(scheduler)
         events["finished"] += sum(seq.status is Status.FINISHED for seq in alive)
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
@@ -849,10 +845,9 @@ def prompt_logits(llm, prompt):
             return tokens, logits
         return call
 
-    run, replay = runner._run, runner._replay
-    runner._run, runner._replay = capturing(run), capturing(replay)
+    compute, runner._compute = runner._compute, capturing(runner._compute)
     llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
-    runner._run, runner._replay = run, replay
+    runner._compute = compute
     return torch.cat(captured)
 
 
@@ -908,7 +903,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
               enforce_eager=True)
     monkeypatch.setattr(llm.runner, "sampler", lambda logits, batch: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
-    llm.runner._compile_kernels()
+    warmup.compile_kernels(llm.runner)
     compiled = set(forms)
     forms.clear()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -969,7 +964,7 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     prompts, continuations, _ = expectations(variant)
     lookahead = options.get("lookahead")
     llm = load(variant, **{name: value for name, value in options.items() if name != "lookahead"})
-    llm.lookahead = llm.lookahead if lookahead is None else lookahead  # what CUDA graphs come with, here without them
+    llm.engine.lookahead = llm.engine.lookahead if lookahead is None else lookahead  # what CUDA graphs come with, here without them
     preemptions = []
     preempt = llm.scheduler._preempt
     llm.scheduler._preempt = lambda step: preemptions.append(1) or preempt(step)
@@ -1028,6 +1023,7 @@ def record_graphs(llm, monkeypatch):
     """What the engine does at its start on a GPU, with pretended graphs on a CPU; returns the list of shapes replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
+        runner.__class__, runner.graphs = GraphRunner, {}
         static_step = runner._static_step
 
         def recorded(shape):
@@ -1039,8 +1035,8 @@ def record_graphs(llm, monkeypatch):
         monkeypatch.setattr(runner, "_static_step", recorded)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
         monkeypatch.setattr(torch.cuda, "graph", PretendedGraph.record)
-        runner._capture_graphs()
-        llm.lookahead = 1
+        runner.record()
+        llm.engine.lookahead = 1
     replay = runner._replay
     monkeypatch.setattr(runner, "_replay", lambda shape, *args: replayed.append(shape) or replay(shape, *args))
     return replayed
@@ -1051,12 +1047,12 @@ def record_graphs(llm, monkeypatch):
                                      dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """Steps with prompts and without, padded and full, whose sequences all sample or not."""
-    monkeypatch.setattr("nanopaged.device.runner.TOKEN_SIZES", [4, 16, 32])
-    monkeypatch.setattr("nanopaged.device.runner.GRAPH_SIZES", [1, 2, 4])
+    monkeypatch.setattr("nanopaged.device.graphs.TOKEN_SIZES", [4, 16, 32])
+    monkeypatch.setattr("nanopaged.device.graphs.DECODE_SIZES", [1, 2, 4])
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, **dict(max_num_batched_tokens=100) | options)
     replayed = record_graphs(llm, monkeypatch)
-    monkeypatch.setattr(llm.runner, "_run", None)  # nothing is launched kernel by kernel
+    monkeypatch.setattr(Runner, "_compute", None)  # nothing is launched kernel by kernel
     prompts = [prompt.tolist() for prompt in prompts] * 2
     assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
@@ -1093,7 +1089,7 @@ def test_the_last_layer_attends_only_for_what_samples():
 def test_which_steps_are_replayed(monkeypatch):
     llm = load(max_num_batched_tokens=8192, max_num_seqs=128)
     if not CUDA:  # they are not replayed here
-        monkeypatch.setattr(llm.runner, "_static_step", lambda shape: (torch.empty(0), torch.empty(0)))
+        monkeypatch.setattr(GraphRunner, "_static_step", lambda self, shape: (torch.empty(0), torch.empty(0)))
     record_graphs(llm, monkeypatch)
     shape = llm.runner.graph_shape
     assert shape([1] * 5, [100] * 5) == (8, 8, 0) and shape([1] * 128, [20] * 128)[:2] == (128, 128)
@@ -1259,7 +1255,7 @@ def test_beam_search_equals_transformers(model, options):
 def test_beams_share_what_they_have_in_common():
     llm = load(block_size=4, num_blocks=200)
     manager, most = llm.scheduler.block_manager, 0
-    branch = llm.scheduler.branch
+    branch = llm._branch
 
     def watch(*args):
         nonlocal most
@@ -1267,7 +1263,7 @@ def test_beams_share_what_they_have_in_common():
         most = max(most, manager.num_blocks - manager.num_free_blocks)
         return beams
 
-    llm.scheduler.branch = watch
+    llm._branch = watch
     llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
     assert most < 20 + 4 * 7  # the prompt's 20 blocks once; apart from it each beam has at most 24 tokens of its own
 
@@ -1300,7 +1296,7 @@ def test_settings_mean_the_same_in_any_batch(options):
     params, alone = each_alone()
     for lookahead in (1,) if options else (0, 1):
         llm = load(**options)
-        llm.lookahead = lookahead
+        llm.engine.lookahead = lookahead
         together = [output.outputs[0] for output in llm.generate([PROMPT] * len(params), params)]
         for one, other in zip(together, alone):
             assert (one.token_ids, one.text, one.finish_reason, one.stop_reason) == (other.token_ids, other.text, other.finish_reason, other.stop_reason)
@@ -1381,7 +1377,7 @@ def test_a_logits_processor_that_raises_ends_its_request_and_no_other():
 
 
 def test_broken_weights_do_not_keep_an_fp8_engine_from_starting(monkeypatch):
-    monkeypatch.setattr("engine.read_tensors", lambda path: ((name, tensor * math.nan) for name, tensor in read_tensors(path)))
+    monkeypatch.setattr("nanopaged.api.llm.read_tensors", lambda path: ((name, tensor * math.nan) for name, tensor in read_tensors(path)))
     llm = load(kv_cache_dtype="fp8")
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "error"
 
@@ -1452,7 +1448,7 @@ def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
         return launch(step)
 
     llm.runner.launch = small_card
-    long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_MORE * 2 + 20, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_REGROWTH * 2 + 20, ignore_eos=True)
     llm.generate([PROMPT] * 5, GREEDY)
     assert llm.scheduler.max_num_batched_tokens == 16
     llm.runner.launch = launch
@@ -1463,7 +1459,7 @@ def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
 @pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
 def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeypatch, count, longest):
     """Those of all tokens take as much memory as many steps."""
-    monkeypatch.setattr(engine, "PROMPT_LOGPROBS_VALUES", 30)
+    monkeypatch.setattr(llm_module, "PROMPT_LOGPROBS_VALUES", 30)
     llm = load()
     launch, seen = llm.runner.launch, []
     llm.runner.launch = lambda step: seen.append(max(step.num_tokens)) or launch(step)
@@ -1509,7 +1505,7 @@ def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
     """A sequence that waits out the failed step has a token that the host has not seen; penalties count it all the same."""
     def run(fails_at, lookahead):
         llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75)
-        launch, numbers, llm.lookahead = llm.runner.launch, count(1), lookahead
+        launch, numbers, llm.engine.lookahead = llm.runner.launch, count(1), lookahead
 
         def fail(step):
             if next(numbers) == fails_at:
@@ -1538,7 +1534,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
     ring = [llm.stream([9, 8, 7], SamplingParams(max_tokens=40))]
     next(ring[0])
     ring.append(ring)
-    rid, register, output = llm.add_request(PROMPT, params), llm.scheduler.block_manager.register, None
+    rid, register, output = llm.add_request(PROMPT, params), llm.scheduler.block_manager.cache_full_blocks, None
     llm.step()
     ring = None
 
@@ -1547,7 +1543,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
         if next(calls) == when:
             gc.collect()
 
-    llm.scheduler.block_manager.register = collecting
+    llm.scheduler.block_manager.cache_full_blocks = collecting
     while llm.has_unfinished_requests():
         for output in llm.step():
             pass
@@ -1556,7 +1552,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
     llm.scheduler.block_manager.check_idle()
 
 
-@pytest.mark.parametrize("method", ["grow", "register", "begin_step"])
+@pytest.mark.parametrize("method", ["allocate", "cache_full_blocks", "begin_step"])
 def test_an_interrupt_waits_until_the_books_are_written(method):
     """Ctrl-C while a step is planned: that step is still computed, and the requests of others go on as if nothing had been."""
     expected = tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
@@ -1648,7 +1644,7 @@ def test_a_leak_is_noticed_whatever_ends_the_last_request():
     for end in (lambda llm: llm.abort_request(llm.add_request(PROMPT)), lambda llm: llm.stream(PROMPT).close(),
                 lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))):
         llm = load()
-        llm.lookahead = 0  # else a step may be under way when a request ends, and the books are checked after it
+        llm.engine.lookahead = 0  # else a step may be under way when a request ends, and the books are checked after it
         stream = llm.stream(PROMPT)
         llm.scheduler.block_manager.free_queue.popitem()
         with pytest.raises(RuntimeError, match="1 blocks"):
@@ -1808,7 +1804,7 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
 
 def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
     llm = load("llama2")
-    llm.lookahead = 1
+    llm.engine.lookahead = 1
     rid = llm.add_request([5, 6, 7], GREEDY)
     launch, interrupts = llm.runner.launch, [3, 5]
 
@@ -2155,10 +2151,10 @@ def test_the_type_of_the_weights_is_the_checkpoints_on_a_gpu_and_float32_on_a_cp
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
-        assert _pick_dtype("auto", torch.bfloat16, cuda) is (torch.bfloat16 if supported else torch.float16)
-        assert _pick_dtype("auto", torch.float32, cuda) is torch.float32
-        assert _pick_dtype("auto", torch.bfloat16, cpu) is torch.float32
-        assert _pick_dtype("half", torch.bfloat16, cpu) is _pick_dtype(torch.float16, torch.float32, cuda) is torch.float16
+        assert pick_dtype("auto", torch.bfloat16, cuda) is (torch.bfloat16 if supported else torch.float16)
+        assert pick_dtype("auto", torch.float32, cuda) is torch.float32
+        assert pick_dtype("auto", torch.bfloat16, cpu) is torch.float32
+        assert pick_dtype("half", torch.bfloat16, cpu) is pick_dtype(torch.float16, torch.float32, cuda) is torch.float16
     assert LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8).runner.dtype is torch.float32  # of a bfloat16 checkpoint
 
 

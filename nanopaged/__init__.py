@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
 
-_HOME = {"LLM": "engine", "SamplingParams": "nanopaged.sampling_params",
+_HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_params",
          "BeamSearchParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs", "TokensPrompt": "nanopaged.inputs",
          "RequestOutput": "nanopaged.outputs", "CompletionOutput": "nanopaged.outputs"}
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package

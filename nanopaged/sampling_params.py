@@ -2,6 +2,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import NamedTuple
 
 from nanopaged.inputs import check_kind, check_number
 
@@ -245,3 +246,12 @@ class BeamSearchParams:
         _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
         if self.early_stopping != "never":
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
+
+
+class SequenceSampling(NamedTuple):
+    """What the runner knows of a sequence's sampling; the scheduler does not look at it."""
+    params: SamplingParams
+    seed: int = 0  # sample j of a request with seed s: s + j
+    bad_words: list[list[int]] = []  # as token ids
+    num_logprobs: int | None = None  # give the log probability of each sampled token and of this many of the best; -1: all
+    num_prompt_logprobs: int | None = None  # likewise of each prompt token

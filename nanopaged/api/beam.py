@@ -1,7 +1,7 @@
 """Beam search: the texts that are likeliest as a whole, where greedy decoding takes the likeliest token at each step.
 
-This file is the search and nothing else. It sees token ids and log probabilities; whoever drives it runs the model, and
-forks and drops sequences as `BeamGroup.extend` says. Of a prompt's texts `beam_width` are live. Every step puts the
+`BeamGroup` is the search and nothing else: it sees token ids and log probabilities. `BeamSearch` carries it out in the
+engine, where beams are sequences that share blocks. Of a prompt's texts `beam_width` are live. Every step puts the
 likeliest next tokens behind each of them and looks at all that came of it together, best first by cumulative log
 probability. Here with beam_width 2, where "." is an end-of-sequence (EOS) token:
 
@@ -40,8 +40,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Any
 
-from nanopaged.sampling_params import BeamSearchParams
+from nanopaged import engine
+from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +151,88 @@ class BeamGroup:
         if self.early_stopping == "never" and self.length_penalty > 0:
             best = self._score(self.live[0].cumulative_logprob, self.max_tokens)
         return best <= self.ended[-1].score
+
+
+# --------------------------------------------------------------------------------------------------
+# The search in the engine
+# --------------------------------------------------------------------------------------------------
+
+class BeamSearch:
+    """The search of one prompt as sequences of the engine: a sequence for each live beam, which all have the search as their
+    listener. It appends no token to a beam before all live beams have their candidates; until then the beam is paused.
+    Beams share the blocks of their common beginning."""
+
+    def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int, num_candidates: int,
+                 scheduler: engine.Scheduler):
+        self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
+        self.scheduler = scheduler
+        self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
+        self.candidates: dict[engine.Sequence, list[tuple[int, float]]] = {}
+        self.free_numbers = [*range(1, group.beam_width), 0]  # of beams: they are taken from the end
+        self.beams = [self._new_beam()]
+        scheduler.add(self.beams[0])
+
+    def _new_beam(self) -> engine.Sequence:
+        return engine.Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
+                               len(self.prompt_token_ids) + self.group.max_tokens, request_id=f"beam {self.arrival}",
+                               sampling=self.sampling, listener=self, lookahead=False)
+
+    def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
+        """engine.Listener's."""
+        self.candidates[seq] = list(zip(*logprobs[2:]))
+        return []
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether all live beams have their candidates. (One that was preempted meanwhile may be about to get them again.)"""
+        return bool(self.beams) and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.beams)
+
+    def branch(self) -> list[tuple[engine.Sequence, engine.Sequence, int]]:
+        """One step of the search: (beam, its child, the token that the child goes on with) for each new live beam. A beam's
+        first child is the beam itself, others fork; a beam without one ends."""
+        beams = self.beams
+        origins = self.group.extend([self.candidates[beam] for beam in beams])
+        parents = [beams[index] for index, _ in origins]
+        for beam in beams:
+            if beam not in parents:
+                self._end(beam)
+        children = []
+        for i, parent in enumerate(parents):
+            children.append(parent)
+            if parent in parents[:i]:
+                children[i] = self._new_beam()
+                self.scheduler.fork(parent, children[i])
+        for child, (_, token) in zip(children, origins):
+            child.token_ids.append(token)
+            self.scheduler.resume(child)
+        self.beams, self.candidates = children, {}
+        return [(parent, child, token) for parent, child, (_, token) in zip(parents, children, origins)]
+
+    def stop(self) -> None:
+        """End all live beams; their blocks are free at once."""
+        for beam in self.beams:
+            self._end(beam)
+        self.beams = []
+
+    def _end(self, beam: engine.Sequence) -> None:
+        self.scheduler.finish(beam, "abort")
+        beam.listener = None  # the beam and the search would keep each other in memory
+        self.free_numbers.append(beam.order[2])
+
+
+def beam_output(prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, tokenizer: Any) -> RequestOutput:
+    """The results of a search, best first."""
+    outputs, sequences = [], []
+    for index, beam in enumerate(group.results()):
+        visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+        text = whole_text = ""
+        tokens = prompt_token_ids + beam.token_ids
+        if tokenizer:
+            detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
+            text = detokenizer.add(visible) + detokenizer.finish()
+            whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
+        stop_reason = engine.NO_TOKEN if beam.finish_reason == "error" else None
+        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
+                                        beam.cumulative_logprob, beam.score))
+        sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
+    return RequestOutput("", prompt, prompt_token_ids, outputs, group.done, sequences=sequences)

@@ -1,34 +1,265 @@
-"""What users call: whole runs, conversations, streams, beams. All of it is made of what engine.py's LLM has: requests are
-added, steps are computed until they are done, and whatever happens they are gone afterwards.
-"""
+"""LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
+import itertools
+import random
+from contextlib import contextmanager
+from pathlib import Path
 from types import NoneType
-from typing import Iterator
+from typing import Any, Callable, Iterator
 
-from nanopaged.api.beam import BeamGroup
-from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind, read_prompt
-from nanopaged.outputs import RequestOutput, beam_output
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged import engine, kernel
+from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
+from nanopaged.api.lock import StepLock
+from nanopaged.api.request import Request
+from nanopaged.arithmetic import cdiv, wrap_int64
+from nanopaged.device.runner import Runner, pick_device, pick_kernels
+from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
+from nanopaged.outputs import RequestOutput
 from nanopaged.progress import ProgressBar
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
+from nanopaged.text.tokenizer import load_tokenizer
+from nanopaged.weights.checkpoint import eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors
+from nanopaged.weights.families import read_model_config
+
+PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens that a step computes of a sequence that wants the logits of all of them,
+PROMPT_LOGPROBS_VALUES = 2**23  # and how many log probabilities these may be
 
 
-class Frontend:
-    """The part of LLM that knows nothing about blocks."""
+class LLM:
+    """A model and its engine. Names and defaults are vLLM's.
 
-    def get_default_sampling_params(self, **given) -> SamplingParams:
+    model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
+    revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
+    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32" ("float"),
+        "float16" ("half") or "bfloat16"
+    device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
+    load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
+    block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
+    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a
+        CPU 1 GiB or max_num_seqs full sequences, whichever is less)
+    max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
+    max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
+    enable_prefix_caching: let sequences share the blocks of a common beginning
+    kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
+    swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
+    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
+    scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
+    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
+    seed: of the model's dummy weights and of the requests that bring none of their own
+    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused where
+        they ask for something
+    scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
+
+    Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
+
+    Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and another
+    OSError, ConnectionError above all, for what the Hub does not give.
+    """
+
+    def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
+                 attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
+                 num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
+                 max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
+                 kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
+                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
+                 tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
+                 **vllm_options):
+        check_options(
+            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format, generation_config=generation_config,
+            kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager, skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
+            num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space,
+            seed=seed)
+        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
+        limit = self.config.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
+        self.runner = _make_runner(
+            device, attention, enforce_eager, self.config, None if load_format == "dummy" else read_tensors(self.path), dtype=dtype,
+            seed=seed, block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
+        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
+        num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
+        # A window that the pool cannot hold with a block to spare is of no use: then sequences must fit into the pool.
+        window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
+        if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
+            raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
+                             f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
+        self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
+        num_host_blocks = self.runner.allocate_host_pool(swap_space)
+        manager = engine.BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks)
+        self.scheduler = engine.Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
+        self.engine = engine.Engine(self.scheduler, self.runner, self.runner.lookahead, self.lock.interrupts.let_through)
+        self.use_priority = scheduling_policy == "priority"
+        self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
+        self.requests: dict[str, Request] = {}  # those under way
+        self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
+        self.chat_templates: dict = {}  # those that were used, by their source
+        self.arrivals = itertools.count()
+        self.seeds = random.Random(seed)
+
+    def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool, skip_tokenizer: bool) -> None:
+        """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
+        downloaded."""
+        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)), config_only=is_dummy)
+        self.config = read_model_config(read_config(self.path))
+        self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
+        if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
+            self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
+        if not is_dummy and not skip_tokenizer:
+            try:
+                self.tokenizer = load_tokenizer(self.tokenizer_path)
+            except ValueError as error:  # prompts of token ids work all the same
+                self.tokenizer_error = error
+        self.eos_token_ids = eos_token_ids(self.path)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
+
+    def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
         made with generation_config="vllm". `given` settings go before them."""
         return SamplingParams.from_generation_config(self.default_params, **given)
 
-    def get_tokenizer(self):
+    def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer. ValueError if it has none that can be read."""
         if self.tokenizer is None:
             raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no tokenizer; "
                                                      "give prompts as token ids")
         return self.tokenizer
 
-    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 priority: list[int] | None = None, use_tqdm: bool = True, lora_request=None) -> list[RequestOutput]:
+    # ---- requests, step by step
+
+    def add_request(self, prompt: Any, params: SamplingParams | None = None, priority: int = 0) -> str:
+        """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
+
+        params: None: the checkpoint's defaults (get_default_sampling_params)
+        priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
+        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
+        """
+        request = self._read_request(prompt, params, priority)
+        with self.lock:
+            self._add(request, is_reported=True)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step, and return an output for every request of `add_request` that got a token: in this step, or in
+        steps that other calls computed meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
+        with self.lock.turn(self._has_reports):
+            if not self.unreported:
+                self._step()
+            reports, self.unreported = self.unreported, {}
+            return [request.output() for request in reports.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to tell."""
+        return bool(self.requests or self.unreported)
+
+    def abort_request(self, request_id: str) -> None:
+        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is done). A
+        finished or unknown id is ignored."""
+        check_kind("request_id", request_id, str, "what add_request returned")
+        self.lock.change(lambda: self._abort(request_id))
+
+    def _has_reports(self) -> bool:
+        return bool(self.unreported)
+
+    def _read_request(self, prompt: Any, params: SamplingParams | None, priority: int = 0) -> Request:
+        """A request that is checked and tokenised, and not queued yet."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
+        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
+                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
+        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+        params.check_vocabulary(self.config.vocab_size)
+        bad_words = []
+        if params.bad_words:
+            from nanopaged.device.logits import encode_bad_words
+            bad_words = encode_bad_words(params.bad_words, self.get_tokenizer())
+        if params.stop:
+            self.get_tokenizer()  # without one there is no text to find them in
+        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer)
+
+    def _add(self, request: Request, is_reported: bool = False) -> None:
+        """Queue a request; the caller has the lock."""
+        params, token_ids, arrival = request.params, request.prompt_token_ids, next(self.arrivals)
+        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
+        max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
+        sequences = [
+            engine.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids, str(arrival),
+                            SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs),
+                            lookahead=not params.logits_processors)
+            for j in range(params.n)]
+        if params.prompt_logprobs is not None:
+            self._compute_whole_prompt(sequences[0], params.prompt_logprobs)
+        request.start(str(arrival), sequences, is_reported)
+        self.requests[request.request_id] = request
+        for seq in sequences:
+            seq.siblings = sequences[0].siblings
+            self.scheduler.add(seq)
+
+    def _compute_whole_prompt(self, seq: engine.Sequence, count: int) -> None:
+        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and take memory."""
+        num_values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
+        seq.sampling = seq.sampling._replace(num_prompt_logprobs=count)
+        seq.reads_prefix_cache = False
+        seq.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, num_values)))
+
+    def _abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        self.unreported.pop(request_id, None)
+        if request:
+            for seq in request.sequences:
+                if seq.status is not engine.Status.FINISHED:
+                    self.scheduler.finish(seq, "abort")
+            request.end()
+            self._check_if_idle()
+
+    def _check_if_idle(self) -> None:
+        """With nothing under way the books must balance."""
+        if self.engine.is_idle:
+            self.scheduler.block_manager.check_idle()
+
+    def _step(self) -> None:
+        """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
+        try:
+            self.engine.step()
+        finally:
+            while self.engine.updates:
+                self._take(*self.engine.updates.popleft())
+
+    def _take(self, seqs: list[engine.Sequence], sampled: engine.Sampled) -> None:
+        for seq, position, logprobs in sampled.prompt_logprobs:
+            if seq.request_id in self.requests:
+                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
+        for seq in seqs:
+            request = self.requests.get(seq.request_id)
+            if request is None:
+                continue
+            if (end := request.take(seq)) is not None:
+                self.scheduler.finish(seq, *end)
+            if request.finished:
+                del self.requests[request.request_id]
+            if request.is_reported:
+                self.unreported[request.request_id] = request
+        self._check_if_idle()
+
+    @contextmanager
+    def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Compute steps until is_done(), which those of other threads may bring about; then the caller has the lock."""
+        with self.lock.turn(is_done):
+            while not is_done():
+                self._step()
+                self.lock.pass_on(is_done)
+            yield
+
+    # ---- whole runs
+
+    def generate(self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
+                 priority: list[int] | None = None, use_tqdm: bool = True, lora_request: Any = None) -> list[RequestOutput]:
         """Run prompts to the end, together; outputs in their order.
 
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
@@ -68,8 +299,8 @@ class Frontend:
             if pending:
                 self.lock.change(lambda: [self._abort(request.request_id) for request in pending])
 
-    def chat(self, messages, sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             use_tqdm: bool = True, lora_request=None, **template) -> list[RequestOutput]:
+    def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
+             use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:
         """Answer a conversation, or a list of them: messages like {"role": "user", "content": "Hi"}.
 
         template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message,
@@ -93,6 +324,7 @@ class Frontend:
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
+        from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template
         if chat_template not in self.chat_templates:
             self.chat_templates[chat_template] = load_chat_template(self.tokenizer_path, chat_template)
         template = self.chat_templates[chat_template]
@@ -101,7 +333,7 @@ class Frontend:
         text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-    def stream(self, prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it.
 
         With the first piece: ValueError if it can never run, or for n above 1. At the end: RuntimeError if its finish_reason
@@ -124,7 +356,7 @@ class Frontend:
         if request.sequences[0].finish_reason == "error":
             raise RuntimeError(request.sequences[0].stop_reason)
 
-    def beam_search(self, prompts, params: BeamSearchParams, lora_request=None, use_tqdm: bool = False,
+    def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/api/beam.py
         says what a score is. Beams share the blocks of what they have in common.
@@ -136,33 +368,33 @@ class Frontend:
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
         prompts = as_list(prompts)
         searches, bar = [], ProgressBar(len(prompts), use_tqdm)
-
-        def can_branch(beams: list) -> bool:
-            return bool(beams) and all(beam.candidates for beam in beams)
-
         try:
             for prompt in prompts:
                 text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
                 group = BeamGroup(params, self.eos_token_ids, min(params.max_tokens, self.max_model_len - len(token_ids)))
-                beams, spares = self._add_beams(token_ids, params.beam_width, group)
-                searches.append((text, token_ids, group, beams, spares))
-            while not all(group.done for _, _, group, _, _ in searches):
-                with self._steps_until(lambda: any(can_branch(beams) for *_, beams, _ in searches)):
-                    for _, _, group, beams, spares in searches:
-                        if can_branch(beams):
-                            beams[:] = self.scheduler.branch(beams, spares, group.extend([beam.candidates for beam in beams]))
+                with self.lock:
+                    searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
+                                               min(group.num_candidates, self.config.vocab_size), self.scheduler))
+            while not all(search.group.done for search in searches):
+                with self._steps_until(lambda: any(search.can_branch for search in searches)):
+                    for search in searches:
+                        if search.can_branch:
+                            self._branch(search)
                 if bar.due:
-                    groups = [group for _, _, group, _, _ in searches]
+                    groups = [search.group for search in searches]
                     bar.update(sum(group.done for group in groups), sum(group.num_new_tokens for group in groups))
         finally:
             bar.clear()
             with self.lock:
-                for beam in [beam for *_, beams, _ in searches for beam in beams]:
-                    self.scheduler.retire(beam)
+                for search in searches:
+                    search.stop()
                 self._check_if_idle()
-        return [beam_output(text, token_ids, group, self.tokenizer) for text, token_ids, group, _, _ in searches]
+        return [beam_output(search.prompt, search.prompt_token_ids, search.group, self.tokenizer) for search in searches]
 
-    def encode(self, *args, **kwargs):
+    def _branch(self, search: BeamSearch) -> list[tuple]:
+        return search.branch()
+
+    def encode(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's methods for pooling models: ValueError."""
         raise ValueError("encode, embed, classify, score and reward need a pooling model, and nanopaged cannot run one "
                          "yet; it has generate, chat and beam_search")
@@ -170,6 +402,16 @@ class Frontend:
     embed = classify = score = reward = encode
 
 
-def _refuse_lora(lora_request) -> None:
+def _make_runner(device: str, attention: str, enforce_eager: bool, *args: Any, **options: Any) -> Runner:
+    """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which cannot be
+    recorded.)"""
+    picked = pick_device(device)
+    kernels, runner = pick_kernels(attention, picked), Runner
+    if picked.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
+        from nanopaged.device.graphs import GraphRunner as runner
+    return runner(*args, device=picked, kernels=kernels, **options)
+
+
+def _refuse_lora(lora_request: Any) -> None:
     if lora_request is not None:
         raise ValueError("lora_request is given, and nanopaged has no LoRA; merge the adapter into the weights")

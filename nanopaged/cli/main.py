@@ -70,12 +70,12 @@ ENGINE
 """
 
 
-def main(llm_class, argv: list[str] | None = None) -> int:
-    """Run the command line with engine.py's LLM class; the exit code."""
+def main(argv: list[str] | None = None, llm_class=None) -> int:
+    """Run the command line; the exit code. llm_class: in place of LLM, for tests."""
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), _Lossy(sys.stderr or _nowhere())  # None: the shell has closed it
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks, not a traceback
     try:
-        return _run(llm_class, _read_arguments(argv))
+        return _run(_read_arguments(argv), llm_class)
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = _nowhere()
         return 0
@@ -87,7 +87,7 @@ def main(llm_class, argv: list[str] | None = None) -> int:
         return 130
 
 
-def _run(llm_class, args) -> int:
+def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
     params, is_batch, beams = _sampling_params(args), args.prompts is not None, None
     if args.beam_width is not None:
@@ -99,7 +99,7 @@ def _run(llm_class, args) -> int:
     if is_batch:
         settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         batch = Batch(args.prompts, args.output, repr(settings))
-    llm = _load(llm_class, args)
+    llm = _load(args, llm_class)
     params = _sampling_params(args, llm)
 
     def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
@@ -150,7 +150,9 @@ def _sampling_params(args, llm=None) -> SamplingParams:
     return llm.get_default_sampling_params(**ours | given)
 
 
-def _load(llm_class, args):
+def _load(args, llm_class):
+    if llm_class is None:
+        from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
     llm = llm_class(args.model, **_given(args, ENGINE))
     _say(f"{args.model} on {llm.runner.device} ({str(llm.runner.dtype).removeprefix('torch.')}), pool of "

@@ -18,20 +18,21 @@ import itertools
 import sys
 import unicodedata
 from functools import wraps
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
-from nanopaged import kernel
+from nanopaged import engine, kernel
+from nanopaged.api.beam import BeamSearch
 from nanopaged.arithmetic import cdiv
 from nanopaged import tiles
 
 WIDTH, LABEL = 100, 14  # columns of a line, and of what stands before its text
 MOST = 10  # lines of a kind in one step
-NULL = -1  # in a block table, as in engine.py: nothing in nanopaged/ imports that
+NULL = engine.NULL
 
 
 class Books(NamedTuple):
     """What the scheduler and the block manager had written down before a call."""
-    keys: dict[int, tuple]  # block -> what it is cached as
+    keys: dict[int, tuple]  # block -> its key in the prefix cache
     tables: dict  # running sequence -> its block table
     num_known: dict  # running or waiting sequence -> how many of its tokens are known
     host_tables: dict  # waiting sequence -> its blocks on the host
@@ -52,9 +53,10 @@ class Trace:
         self.num_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens that were ever computed of it
         self.attention: dict[tuple, str] = {}  # order of a sequence -> how its attention was computed last
         self.is_inside, self.originals = False, []
-        for name, show in dict(schedule=self._step, update=self._tokens, branch=self._beams, abort=self._gone,
-                               retire=self._gone, undo=self._undone).items():
-            self._watch(name, show)
+        for name, show in dict(schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone,
+                               undo=self._undone).items():
+            self._watch(self.scheduler, name, show)
+        self._watch(llm, "_branch", self._beams)
         self.write(f"a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
                    + f", {self.manager.num_host_blocks} more on the host" * (self.manager.num_host_blocks > 0)
                    + f", attention sees {self.manager.window} tokens" * (self.manager.window > 0))
@@ -64,19 +66,19 @@ class Trace:
         self._say("", ".: free but still cached, for whoever comes with the same tokens, _: free and empty")
 
     def close(self) -> None:
-        """Leave the scheduler as it was."""
+        """Leave scheduler and LLM as they were."""
         while self.originals:
-            name, original = self.originals.pop()
-            setattr(self.scheduler, name, original) if original else delattr(self.scheduler, name)
+            watched, name, original = self.originals.pop()
+            setattr(watched, name, original) if original else delattr(watched, name)
 
-    def _watch(self, name: str, show: Callable) -> None:
-        method, scheduler = getattr(self.scheduler, name), self.scheduler
+    def _watch(self, holder: Any, name: str, show: Callable) -> None:
+        method, scheduler = getattr(holder, name), self.scheduler
 
         @wraps(method)
         def watched(*args, **kwargs):
             if self.is_inside:  # the scheduler calls itself: part of what the outer call does
                 return method(*args, **kwargs)
-            before = Books(dict(self.manager.keys), {seq: list(seq.block_table) for seq in scheduler.running},
+            before = Books(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
                            {seq: len(seq.token_ids) for seq in scheduler.running + scheduler.waiting},
                            {seq: list(seq.host_table) for seq in scheduler.waiting})
             self.is_inside = True
@@ -87,8 +89,8 @@ class Trace:
             show(before, result, *args)
             return result
 
-        self.originals.append((name, vars(scheduler).get(name)))
-        setattr(scheduler, name, watched)
+        self.originals.append((holder, name, vars(holder).get(name)))
+        setattr(holder, name, watched)
 
     # ---- a step, when it is scheduled
 
@@ -133,7 +135,7 @@ class Trace:
     def _work(self, seq, num_tokens: int, step) -> str:
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start = end - num_tokens
-        if start < seq.num_held_tokens:  # its K and V are there, and are not written again
+        if start < seq.num_hit_tokens:  # its K and V are there, and are not written again
             text = f"token {start} again, for its logits"
         elif num_tokens == 1 and start >= num_prompt_tokens:
             text = f"decode {start}"
@@ -145,10 +147,9 @@ class Trace:
 
     def _pause(self, seq, is_spent: bool) -> str:
         """Why a running sequence computes nothing."""
-        known = len(seq.token_ids) if seq.waits_for_token else seq.num_tokens
-        if seq.candidates:
+        if self._candidates(seq):
             return "waits for the other beams"
-        if min(known, seq.max_len - 1) <= seq.num_computed_tokens:
+        if seq.num_new_tokens <= 0:
             return "waits for its token"
         return "waits: the token budget is spent" if is_spent else "waits"
 
@@ -173,7 +174,7 @@ class Trace:
             old, table, name = before.tables.get(seq), seq.block_table, self._name(seq)
             hosts = [host for host in before.host_tables.get(seq, ()) if host in came]
             moved = {NULL, *(came[host] for host in hosts)}
-            num_old = len(old) if old is not None else cdiv(seq.num_held_tokens, self.manager.block_size)
+            num_old = len(old) if old is not None else cdiv(seq.num_hit_tokens, self.manager.block_size)
             if old is None:  # it was admitted in this step
                 self._found(seq, [block for block in table[:num_old] if block not in moved], holders)
             if hosts:
@@ -183,15 +184,15 @@ class Trace:
             taken += [f"{name} {_blocks(new)}"] if new else []
         self._items("slid out", slid, "of the window: ")
         self._items("taken", taken)
-        # An identity that has gone, but for a block that stays where it is: that one was only registered anew.
+        # A key that has gone, but for a block that stays where it is: that one was only cached anew.
         stays = {old for seq, table in before.tables.items() for old, now in zip(table, seq.block_table) if old == now}
         evicted = [f"{block}" for block, key in before.keys.items()
-                   if self.manager.keys.get(block) is not key and block not in stays]
+                   if self.manager.key_of_block.get(block) is not key and block not in stays]
         self._items("evicted", evicted, "reused, and no longer cached: ", " ")
         self._lines([("copied", f"{block} to {copy}, for {self._names(holders.get(copy, ()))} to write in; "
                       f"{block} is kept by {self._names(holders.get(block, ())) or 'nobody'} (copy-on-write)")
                      for block, copy in step.copies])
-        self._items("registered", [f"{block}" for block in step.registered], "can be shared now: ", " ")
+        self._items("registered", [f"{block}" for block in step.cached], "can be shared now: ", " ")
         went = {host: block for block, host in step.swaps_out}
         for seq in step.preempted[:MOST]:
             hosts = _real(seq.host_table)
@@ -205,7 +206,7 @@ class Trace:
         others = dict.fromkeys(other for block in shared for other in holders[block] if other is not seq)
         where = [f"{_blocks(shared)} (shared with {self._names(others)})"] if shared else []
         where += [f"{_blocks(cached)} (free, but still cached)"] if cached else []
-        num_tokens = min(seq.num_held_tokens, len(blocks) * self.manager.block_size)
+        num_tokens = min(seq.num_hit_tokens, len(blocks) * self.manager.block_size)
         self._items("found", where, f"{self._name(seq)} {num_tokens} tokens in ")
 
     def _attention(self, step) -> None:
@@ -213,7 +214,9 @@ class Trace:
         turn in one program (V1, as without splits)."""
         runner, decodes = self.llm.runner, [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1]
         size, longest = len(decodes), max(seq.num_computed_tokens for seq in step.seqs)
-        shape = runner.graph_shape(step.num_tokens, [seq.num_computed_tokens for seq in step.seqs])
+        shape = None
+        if runner.fused:
+            shape = runner.graph_shape(step.num_tokens, [seq.num_computed_tokens for seq in step.seqs])
         if shape:  # recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
         num_contexts, changed = size * self.llm.config.num_kv_heads, []
@@ -236,8 +239,8 @@ class Trace:
         for seq in step.sampled:
             new = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):]
             what = self._text(new) if new else "nothing" if seq in before.num_known else "dropped, it had ended"
-            if seq.candidates:
-                what = f"{self._text([seq.candidates[0][0]])} (best of {len(seq.candidates)})"
+            if candidates := self._candidates(seq):
+                what = f"{self._text([candidates[0][0]])} (best of {len(candidates)})"
             sampled.append(f"{self._name(seq)} {what}")
         self._items("sampled", sampled, f"in step {number}, read only now: " if number != self.last else "")
         alive = {*self.scheduler.running, *self.scheduler.waiting}
@@ -247,19 +250,19 @@ class Trace:
         if ended:
             self._pool()
 
-    def _beams(self, before: Books, children, beams, spares, origins) -> None:
-        parents = [beams[index] for index, _ in origins]
-        dead = [beam for beam in beams if beam not in parents]
+    def _beams(self, before: Books, branches: list[tuple], search: BeamSearch) -> None:
+        dead = [seq for seq in before.num_known if self._is_beam_of(seq, search) and seq not in search.beams]
         self._lines([("beam ends", self._name(beam) + self._freed(beam, before, dead[i + 1:]))
                      for i, beam in enumerate(dead)])
-        for child, parent, (_, token) in zip(children, parents, origins):
+        for parent, child, token in branches:
             fork = f"shares {_blocks(_real(child.block_table))}" if child.block_table else "computes its tokens again"
             self._say("beam", f"{self._name(child)} goes on with {self._text([token])}"
                       + f", as a fork of {self._name(parent)}: {fork}" * (child is not parent))
 
-    def _gone(self, before: Books, _, seq) -> None:
+    def _gone(self, before: Books, _, seq, *reason) -> None:
         if seq in before.num_known:  # else it had gone already
-            self._say("finished" if seq.finish_reason else "retired", self._end(seq) + self._freed(seq, before))
+            is_finished = seq.finish_reason and not seq.request_id.startswith("beam")
+            self._say("finished" if is_finished else "retired", self._end(seq) + self._freed(seq, before))
 
     def _undone(self, before: Books, _, step) -> None:
         number = self.numbers.pop(step, None)
@@ -269,14 +272,15 @@ class Trace:
 
     def _end(self, seq) -> str:
         reason = "" if seq.stop_reason is None else f": {_fit(repr(seq.stop_reason), 20)}"
-        return self._name(seq) + (f" ({seq.finish_reason}{reason})" if seq.finish_reason else "")
+        is_named = seq.finish_reason and not seq.request_id.startswith("beam")
+        return self._name(seq) + (f" ({seq.finish_reason}{reason})" if is_named else "")
 
     def _freed(self, seq, before: Books, later=()) -> str:
         """What became of the blocks of a sequence that has gone, and the `later` ones after it."""
         held_later = {block for other in later for block in before.tables.get(other, ())}
         blocks = _real(before.tables.get(seq, ()))[::-1]
         free = [block for block in blocks if not self.manager.ref_counts[block] and block not in held_later]
-        held, lost = [b for b in blocks if b not in free], [b for b in free if b not in self.manager.keys]
+        held, lost = [b for b in blocks if b not in free], [b for b in free if b not in self.manager.key_of_block]
         cached = f"all but {_blocks(lost)}" if lost else "all"
         return (f", frees {_blocks(free)} ({cached if len(lost) < len(free) else 'none'} cached)" * bool(free)
                 + f", others hold {_blocks(held)}" * bool(held))
@@ -297,7 +301,7 @@ class Trace:
 
     def _cell(self, block: int, seqs: list | None) -> str:
         if not seqs:
-            return "." if block in self.manager.keys else "_"
+            return "." if block in self.manager.key_of_block else "_"
         name, *others = {self.letters[seq.order[1]] for seq in seqs}
         return "*" if others else name[-1] if len(seqs) == 1 else name[-1].lower()
 
@@ -320,8 +324,15 @@ class Trace:
         return holders
 
     def _name(self, seq) -> str:
-        is_one_of_several = seq.params.n > 1 or seq.candidates is not None
+        is_one_of_several = seq.sampling.params.n > 1 or seq.request_id.startswith("beam")
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * is_one_of_several
+
+    def _candidates(self, seq) -> list[tuple] | None:
+        """A paused beam's best next tokens, (token, log probability)."""
+        return seq.listener.candidates.get(seq) if isinstance(seq.listener, BeamSearch) else None
+
+    def _is_beam_of(self, seq, search: BeamSearch) -> bool:
+        return seq.request_id == f"beam {search.arrival}"
 
     def _names(self, seqs) -> str:
         return _listing([self._name(seq) for seq in seqs], " ", 40)

@@ -7,6 +7,8 @@ in vocabulary order, the one that the number falls in.
 """
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,24 @@ from torch import Tensor
 from nanopaged.device.fused import compile_rows
 from nanopaged.arithmetic import wrap_int64
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE
+
+
+class SamplingNeeds(NamedTuple):
+    """The most that any sequence of a batch wants of the sampler."""
+    greedy: bool = False  # all take the best token: nothing is drawn
+    filters: bool = False  # top_k, top_p or min_p
+    edits: bool = False  # penalties, biases, bans: nanopaged/device/logits.py
+    processors: list[tuple] = []
+    num_logprobs: int = 0  # -1: of all tokens
+
+    @classmethod
+    def of(cls, seqs: list, editor: Any) -> "SamplingNeeds":
+        params = [seq.sampling.params for seq in seqs]
+        processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:], partial(setattr, seq, "stop_reason"))
+                      for i, seq in enumerate(seqs) if params[i].logits_processors]
+        wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
+        return cls(all(p.is_greedy for p in params), any(p.has_filter for p in params), editor.edits(seq.row for seq in seqs),
+                   processors, -1 if -1 in wanted else max(wanted, default=0))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from engine import LLM
+from nanopaged import LLM
 from nanopaged import SamplingParams
 from nanopaged.cli import batch
 from nanopaged.cli.batch import Batch, Meter, run_all

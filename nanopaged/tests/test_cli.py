@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM
+from nanopaged import LLM
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
@@ -43,7 +43,7 @@ def load(model: str = "shakespeare", **options) -> LLM:
 def run(*argv: str, llm_class=load) -> int:
     """The exit code."""
     try:
-        return main(llm_class, list(argv))
+        return main(list(argv), llm_class)
     except SystemExit as exit:  # argparse's own way out, after --help
         return exit.code or 0
 
@@ -140,7 +140,7 @@ def test_engine_options_reach_the_engine(name, value, received):
 
     def asked(*argv):
         with pytest.raises(Asked) as error:
-            main(engine, ["--prompt", "x", *argv])
+            main(["--prompt", "x", *argv], engine)
         return error.value.args[0]
 
     plain = asked()

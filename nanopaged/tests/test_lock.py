@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.device.runner import Sampled
+from engine import Sampled
 
 
 def tokens(count: int, **settings) -> SamplingParams:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, SamplingParams, outputs
+from nanopaged.api.request import _Sample
 from nanopaged.api.beam import BeamGroup
 from nanopaged.outputs import token_logprobs
 from nanopaged.sampling_params import BeamSearchParams
@@ -41,8 +42,8 @@ def test_a_stream_converts_no_log_probabilities(converted):
 
 
 def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
-    made, original = [], outputs._Sample.output
-    monkeypatch.setattr(outputs._Sample, "output", lambda self: made.append(self.index) or original(self))
+    made, original = [], _Sample.output
+    monkeypatch.setattr(_Sample, "output", lambda self: made.append(self.index) or original(self))
     llm = LLM(dtype="float32", num_blocks=256, max_num_seqs=4)
     output = run(llm, "ROMEO:", SamplingParams(n=40, seed=1, max_tokens=5, ignore_eos=True))
     assert len(made) == 40 + 40 * 5 - 4  # all at first, four of them with a token; then one for each token
@@ -68,7 +69,7 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
         requests = [llm.requests[request_id] for request_id in ids]
         with llm._steps_until(lambda: not llm.requests):
             llm.unreported.clear()
-        raw = [request.samples[0].seq.logprobs + [*request.new_prompt_logprobs.values()] for request in requests]
+        raw = [request.samples[0].new_logprobs + [*request.new_prompt_logprobs.values()] for request in requests]
         assert [{len(found[2]) for found in of_request} for of_request in raw] == [{1}, {llm.config.vocab_size}, {0}]
         results = [request.output() for request in requests]
         kept[many] = [[{token: (e.logprob, e.rank, e.decoded_token) for token, e in entry.items()}

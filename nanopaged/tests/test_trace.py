@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kernel
-from engine import LLM, NULL
+from engine import NULL, Sampled
+from nanopaged import LLM
 from kernel import cdiv
 from nanopaged import BeamSearchParams, SamplingParams, tiles
 from nanopaged.cli.trace import Trace, _blocks, _fit, _letters, _listing, splits_of
@@ -24,7 +25,7 @@ def load(model="shakespeare", *, lookahead=0, text=False, **options) -> LLM:
     """Without `text` there is no tokenizer, and the trace shows token ids, which can be read back."""
     path = model if model == "shakespeare" else str(GOLDEN / model)
     llm = LLM(path, device="cpu", **dict(num_blocks=24, block_size=4) | options)
-    llm.lookahead = lookahead
+    llm.engine.lookahead = lookahead
     llm.tokenizer = llm.tokenizer if text else None
     return llm
 
@@ -41,7 +42,7 @@ def greedy(max_tokens=16, **settings) -> SamplingParams:
 
 
 def name_of(seq, llm) -> str:
-    several = seq.params.n > 1 or seq.candidates is not None
+    several = seq.sampling.params.n > 1 or seq.request_id.startswith("beam")
     return chr(ord("A") + seq.order[1]) + (str(seq.order[2]) if several else "")
 
 
@@ -52,12 +53,12 @@ class Witness:
         self.llm, self.manager, self.steps = llm, llm.scheduler.block_manager, []
         self.taken, self.evicted, self.freed = [], [], []
         self.tokens = {}  # name -> tokens sampled
-        self._launch, self._take, self._release = llm.runner.launch, self.manager._take, self.manager._release
-        llm.runner.launch, self.manager._take, self.manager._release = self.launch, self.take, self.release
+        self._launch, self._take, self._release = llm.runner.launch, self.manager._pop_free_block, self.manager._decref
+        llm.runner.launch, self.manager._pop_free_block, self.manager._decref = self.launch, self.take, self.release
 
     def take(self):
         block = next(iter(self.manager.free_queue))
-        self.evicted += [block] if block in self.manager.keys else []
+        self.evicted += [block] if block in self.manager.key_of_block else []
         self.taken.append(self._take())
         assert self.taken[-1] == block
         return block
@@ -68,7 +69,7 @@ class Witness:
 
     def launch(self, step):
         manager, scheduler = self.manager, self.llm.scheduler
-        pool = "".join(("." if block in manager.keys else "_") if count == 0 else "1" if count == 1 else "2"
+        pool = "".join(("." if block in manager.key_of_block else "_") if count == 0 else "1" if count == 1 else "2"
                        for block, count in enumerate(manager.ref_counts))
         work = {name_of(seq, self.llm): (seq.num_computed_tokens - n, seq.num_computed_tokens, seq in step.sampled)
                 for seq, n in zip(step.seqs, step.num_tokens)}
@@ -76,9 +77,9 @@ class Witness:
                   for seq in scheduler.running}
         self.steps.append(SimpleNamespace(
             pool=pool, work=work, tables=tables, taken=self.taken, evicted=self.evicted, copies=list(step.copies),
-            swaps_in=list(step.swaps_in), swaps_out=list(step.swaps_out), registered=list(step.registered),
+            swaps_in=list(step.swaps_in), swaps_out=list(step.swaps_out), registered=list(step.cached),
             preempted=[name_of(seq, self.llm) for seq in step.preempted], waiting=len(scheduler.waiting),
-            held={name_of(seq, self.llm): seq.num_held_tokens for seq in scheduler.running}))
+            held={name_of(seq, self.llm): seq.num_hit_tokens for seq in scheduler.running}))
         self.taken, self.evicted = [], []
         read = self._launch(step)
 
@@ -351,7 +352,7 @@ def test_why_a_sequence_finished():
     ends = [line[14:].split(",")[0] for line in lines if line.startswith("  finished ")]
     assert ends[0].startswith("C (stop: ") and ends[1:] == ["B (length)", "A (stop: ' are')"]
     llm.add_request("ROMEO:")
-    llm.scheduler.update(llm.scheduler.schedule(), [-1])  # no token could be drawn
+    llm.scheduler.update(llm.scheduler.schedule(), Sampled([-1]))  # no token could be drawn
     assert lines[-3] == "  sampled     D nothing" and lines[-2].startswith("  finished    D (error: ")
 
 
@@ -407,7 +408,7 @@ def decode_once(llm: LLM, *lengths: int) -> list[str]:
         llm.add_request([(i + j) % 1000 for j in range(length)], greedy(50))
     for _ in range(2):
         step = llm.scheduler.schedule()
-        llm.scheduler.update(step, [7] * len(step.sampled))
+        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
     return sections(lines)[1]
 
 

@@ -516,7 +516,7 @@ def test_requests_without_settings_follow_the_checkpoint():
     """As in vLLM: generation_config="auto" is the default. Settings that are given are taken as they are."""
     llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
     add = llm.scheduler.add
-    llm.scheduler.add = lambda seq: asked.append(seq.params) or add(seq)
+    llm.scheduler.add = lambda seq: asked.append(seq.sampling.params) or add(seq)
     llm.generate(PROMPTS[0])
     llm.chat(CONVERSATION)
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))

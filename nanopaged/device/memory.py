@@ -1,0 +1,132 @@
+"""How large the KV pool can be, and its tensors; scales for an fp8 cache. See runner.py for the bytes of a token."""
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanopaged.arithmetic import cdiv
+from nanopaged.device.sampler import SamplingNeeds
+
+if TYPE_CHECKING:
+    from nanopaged.device.runner import Runner
+
+GIB = 2**30
+LARGEST_STORED = 64  # of the numbers that a random text brings about, see `choose_scales`
+
+
+def allocate(runner: "Runner", num_blocks: int) -> Tensor:
+    """The pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. ValueError if the memory does not suffice."""
+    c = runner.config
+    try:
+        return torch.empty(c.num_layers, 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.kv_dtype,
+                           device=runner.device)
+    except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
+        raise no_memory(runner, num_blocks) from None
+
+
+def allocate_on_host(runner: "Runner", swap_space: float) -> Tensor:
+    """The host pool, block by block: [num_host_blocks, num_layers, 2, bytes of a block's K ...]. ValueError likewise."""
+    num_blocks = int(swap_space * GIB) // runner.block_bytes
+    layers, kinds, _, *block = runner.pool.shape
+    try:
+        return torch.empty(num_blocks, layers, kinds, *block, dtype=torch.uint8,
+                           pin_memory=runner.device.type == "cuda" and num_blocks > 0)
+    except RuntimeError:
+        raise ValueError(f"swap_space of {swap_space} GiB is more host memory than can be had; lower it") from None
+
+
+def one_block(runner: "Runner") -> Tensor:
+    """One layer's K, or V, of one block."""
+    c = runner.config
+    try:
+        return torch.zeros(1, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.kv_dtype, device=runner.device)
+    except (RuntimeError, TypeError):
+        raise no_memory(runner, 1) from None
+
+
+def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
+    return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * runner.block_bytes / GIB:.2f} GiB, which "
+                      f"{runner.device} does not have; lower num_blocks or block_size")
+
+
+def choose_num_blocks(runner: "Runner", gpu_memory_utilization: float) -> int:
+    """On a CPU 1 GiB or max_num_seqs full sequences, whichever is less; on a GPU what is left of the card's memory."""
+    if runner.device.type == "cpu":
+        blocks_per_seq = cdiv(runner.max_model_len, runner.block_size)
+        return max(1, min(GIB // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
+    return profile(runner, gpu_memory_utilization) // runner.block_bytes
+
+
+@torch.inference_mode()
+def profile(runner: "Runner", gpu_memory_utilization: float) -> int:
+    """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
+    block = one_block(runner)
+    runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
+    needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
+    needed *= 2 if runner.fused else 1  # graphs have memory of their own, shared between them: that of the largest step
+    runner.release_memory()
+    free, total = torch.cuda.mem_get_info(runner.device)
+    left = int(total * gpu_memory_utilization) - (total - free) - needed
+    if left < runner.block_bytes:
+        raise ValueError(
+            f"no memory is left for the KV pool: {gpu_memory_utilization} of the card's {total / GIB:.1f} GiB is "
+            f"{(runner.block_bytes - left) / GIB:.2f} GiB too little for what is in use ({(total - free) / GIB:.1f} GiB), "
+            f"the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
+            "max_num_batched_tokens")
+    return left
+
+
+def largest_steps(runner: "Runner") -> tuple[list[int], list[int]]:
+    """Query lengths of the largest step with prompts, and of the largest decode step."""
+    full, rest = divmod(runner.max_num_batched_tokens, runner.max_model_len)
+    prompts = ([runner.max_model_len] * full + [rest] * (rest > 0))[:runner.max_num_seqs]
+    return prompts, [1] * min(runner.max_num_seqs, runner.max_num_batched_tokens)
+
+
+def peak_of(runner: "Runner", query_lens: list[int]) -> int:
+    """Bytes that a step of this shape takes at its peak, as many rows sampled as there can be, plainly, with filters and
+    greedily. (Log probabilities and edited logits are not part of it: few requests want them.) The step writes nothing, and
+    its tables point at block 0 throughout."""
+    runner.release_memory()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    num_seqs, num_tokens = len(query_lens), sum(query_lens)
+    zeros, padding = [0] * num_tokens, [runner.max_num_seqs] * num_seqs
+    starts = [0]
+    for query_len in query_lens:
+        starts.append(starts[-1] + query_len)
+    sent = runner._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
+    sampled = torch.zeros(min(runner.max_num_seqs, num_tokens), dtype=torch.int32, device=runner.device)
+    batch = runner._model_batch(sent, sampled, max(query_lens), runner.max_model_len, query_lens.count(1),
+                                runner._to_device(runner._query_tiles(query_lens, query_lens)))
+    try:
+        for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
+            logits = runner.model(batch, runner.kv_cache, runner.kernels)
+            runner._sample(logits, sampled + runner.max_num_seqs, sampled, needs)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"a step of {num_tokens} tokens and {len(sampled)} samples does not fit beside the weights; lower "
+                         "max_num_batched_tokens or max_num_seqs") from None
+    return torch.cuda.max_memory_allocated(runner.device) - before
+
+
+@torch.inference_mode()
+def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
+    """Scales of K and V for an fp8 cache, a power of two for each layer: the largest number that a random text brings about
+    is stored as one of at most LARGEST_STORED. That leaves a factor of 7 for other texts before 448, where numbers are cut
+    off, and 2^12 below it before 2^-6, where they begin to lose digits."""
+    c, length, device = runner.config, min(512, runner.max_model_len), runner.device
+    num_blocks = cdiv(length, runner.block_size)
+    cache = [torch.zeros(2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.dtype, device=device)
+             for _ in range(c.num_layers)]
+    ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    positions = list(range(length))
+    sent = runner._send([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
+    batch = runner._model_batch(sent, torch.zeros(0, dtype=torch.int64, device=device), length, length, int(length == 1),
+                                runner._to_device(runner._query_tiles([length], [length])))
+    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    runner.model(batch, [(*layer, 1.0, 1.0) for layer in cache], runner.kernels)
+    largest = [[part.abs().max().item() for part in layer] for layer in cache]
+    # With broken weights there is no scale; each request will then end with an error.
+    return [tuple(2.0 ** math.ceil(math.log2(max(x, 2.0**-20) / LARGEST_STORED)) if math.isfinite(x) else 1.0 for x in pair)
+            for pair in largest]
