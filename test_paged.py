@@ -1983,7 +1983,7 @@ def test_the_flat_batch_of_the_models_text():
     batch = batches[1]
     assert rows["sequence"] == ["A", "C", "B"] and rows["input_ids"] == ["a6", "c4", "b0", "b1", "b2", "b3"]
     assert batch.input_ids[2:].tolist() == third
-    for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens"):
+    for name in ("positions", "query_start_loc", "seq_lens"):
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
     assert batch.sampled.tolist() == [0, 1, 2] and batch.logits_indices.tolist() == [0, 1, 5]
 
