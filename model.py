@@ -212,7 +212,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual). The next norm adds them: with the addition in the norm, memory is read once."""
+        """(x, residual) -> (x, residual). The next norm adds the two, which saves reading memory a second time."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.attend(q, residual, batch, cache, kernels)
 

@@ -245,7 +245,8 @@ def test_an_editor_made_while_other_rows_run_leaves_them_as_they_are(device):
     """The runner makes it for the first sequence that needs one, and tells it nothing of those that run already."""
     editor, logits = editor_for(device, num_rows=4), normal(3, VOCAB).to(device)
     params = SamplingParams(presence_penalty=1.0, logit_bias={7: 2.0}, min_tokens=4)
-    seq = engine.Sequence([1, 2, 3], (0, 0, 0), 20, frozenset({5}), sampling=SequenceSampling(params, bad_words=[[4, 6]]))
+    sampling = SequenceSampling(params, bad_words=[[4, 6]])
+    seq = engine.Sequence([1, 2, 3], (0, 0, 0), 20, frozenset({5}), sampling=sampling)
     seq.append(9)
     seq.row = 3
     start = Start.of(seq)
