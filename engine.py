@@ -351,7 +351,8 @@ class BlockManager:
 
     def _find_in_cache(self, seq: Sequence) -> tuple[PrefixHit, tuple | None]:
         """Blocks found one after the other, and the key of the first one that is not there; None: none is missing."""
-        blocks, prefix_key, size = [], ROOT, self.block_size
+        blocks: list[int] = []
+        prefix_key, size = ROOT, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
                 key = (prefix_key, tuple(seq.token_ids[end - size:end]))

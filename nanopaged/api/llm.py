@@ -122,9 +122,9 @@ class LLM:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
                 self.tokenizer_error = error
-        self.eos_token_ids = eos_token_ids(self.path)
+        self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
+            self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -220,15 +220,16 @@ class LLM:
         seq.reads_prefix_cache = False
         seq.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, num_values)))
 
-    def _abort(self, request_id: str) -> None:
-        request = self.requests.pop(request_id, None)
-        self.unreported.pop(request_id, None)
-        if request:
-            for seq in request.sequences:
-                if seq.status is not engine.Status.FINISHED:
-                    self.scheduler.finish(seq, "abort")
-            request.end()
-            self._check_if_idle()
+    def _abort(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            request = self.requests.pop(request_id, None)
+            self.unreported.pop(request_id, None)
+            if request:
+                for seq in request.sequences:
+                    if seq.status is not engine.Status.FINISHED:
+                        self.scheduler.finish(seq, "abort")
+                request.end()
+                self._check_if_idle()
 
     def _check_if_idle(self) -> None:
         """With nothing under way the books must balance."""
@@ -292,7 +293,8 @@ class LLM:
                              "for each")
         priority = priority or [0] * len(prompts)
         requests = [self._read_request(*given) for given in zip(prompts, sampling_params, priority)]
-        pending, bar = [], ProgressBar(len(prompts), use_tqdm)
+        pending: list[Request] = []
+        bar = ProgressBar(len(prompts), use_tqdm)
 
         def is_done() -> bool:
             while pending and pending[-1].request_id not in self.requests:
@@ -313,7 +315,7 @@ class LLM:
         finally:  # an error, or Ctrl-C
             bar.clear()
             if pending:
-                self.lock.change(lambda: [self._abort(request.request_id) for request in pending])
+                self.lock.change(lambda: self._abort(*(request.request_id for request in pending)))
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
              use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:

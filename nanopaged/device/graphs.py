@@ -128,7 +128,7 @@ class GraphRunner(Runner):
             ends, seqs = (sent.query_start_loc[1:] - 1).clamp(min=0), torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
-        batch = self._model_batch(parts, ends, max_query_len, self.max_model_len, shape.num_seqs, tiles.view(-1, 2),
+        batch = self._model_batch(sent, ends, max_query_len, self.max_model_len, shape.num_seqs, tiles.view(-1, 2),
                                   seqs)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())

@@ -102,7 +102,7 @@ def peak_of(runner: "Runner", query_lens: list[int]) -> int:
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
-    sent = runner._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
+    sent = runner.send_step([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
     sampled = torch.zeros(min(runner.max_num_seqs, num_tokens), dtype=torch.int32, device=runner.device)
     batch = runner._model_batch(sent, sampled, max(query_lens), runner.max_model_len, query_lens.count(1),
                                 runner._to_device(runner._query_tiles(query_lens, query_lens)))
@@ -129,7 +129,7 @@ def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
     cache = [torch.zeros(shape, dtype=runner.dtype, device=device) for _ in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     positions = list(range(length))
-    sent = runner._send([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
+    sent = runner.send_step([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
     no_logits = torch.zeros(0, dtype=torch.int64, device=device)
     batch = runner._model_batch(sent, no_logits, length, length, int(length == 1),
                                 runner._to_device(runner._query_tiles([length], [length])))

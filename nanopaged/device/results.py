@@ -16,8 +16,8 @@ class PromptPart(NamedTuple):
     """Prompt tokens whose log probabilities a step computes."""
     seq: engine.Sequence
     first: int  # position of the first
-    count: int
-    index: int  # in the flat batch, of the token that predicts the first
+    num_tokens: int
+    start: int  # in the flat batch, of the token that predicts the first
 
 
 def prompt_parts(batch: engine.StepInput) -> Iterator[PromptPart]:
@@ -44,7 +44,7 @@ def logprob_tensors(send: Callable, seqs: list[engine.Sequence], parts: list[Pro
         chosen = tokens.index_select(0, at).clamp(min=0)
         tensors += top_logprobs(logits.index_select(0, at), chosen, needs.num_logprobs)
     if parts:
-        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + part.count]]
+        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + part.num_tokens]]
         wanted = [part.seq.sampling.num_prompt_logprobs for part in parts]
         tensors += top_logprobs(logits[len(seqs):], send([ids])[0], -1 if -1 in wanted else max(wanted))
     return tensors
@@ -83,7 +83,7 @@ def read_sampled(read: Callable[[], list[list]], seqs: list[engine.Sequence], sa
     of_prompts, prompts = zip(*lists[-4:]), []
     for part in parts:
         count = part.seq.sampling.num_prompt_logprobs
-        prompts.append((part.seq, part.first, [only(count, *found) for found in islice(of_prompts, part.count)]))
+        prompts.append((part.seq, part.first, [only(count, *found) for found in islice(of_prompts, part.num_tokens)]))
     token_of = dict(zip(seqs, tokens))
     return engine.Sampled([token_of[seq] for seq in sampled],
                           [logprobs.get(seq) for seq in sampled] if wanting else None, prompts)

@@ -27,7 +27,7 @@ from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ from nanopaged import engine, kernel, model
 from nanopaged.arithmetic import cdiv
 from nanopaged.device import memory, results, warmup
 from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.sampler import Sampler, SamplingBatch, SamplingNeeds, mix
+
+if TYPE_CHECKING:
+    from nanopaged.device.logits import LogitsEditor
 
 FP8 = torch.float8_e4m3fn
 SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
@@ -103,7 +105,8 @@ class Runner:
 
     def _make_rows(self) -> None:
         """A row for each running sequence, and one that no sequence has, for the padding of a recorded step."""
-        num_rows, ints = self.max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
+        num_rows = self.max_num_seqs + 1
+        ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
         width = 4 * cdiv(self.max_model_len, 4 * self.block_size)  # torch gathers rows of a multiple of 16 bytes faster
         try:
             self.block_tables = torch.zeros(num_rows, width, **ints)
@@ -117,7 +120,7 @@ class Runner:
     def _make_model(self, tensors: Iterable | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
-        self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send, self.fused)
+        self.editor: "LogitsEditor | None" = None  # until a sequence edits its logits
 
     # ---- memory
 
@@ -196,27 +199,41 @@ class Runner:
 
     def _send_rows(self, seqs: list[engine.Sequence]) -> None:
         """Tell the device what is new in the rows of this step's sequences."""
-        width, cells, blocks, rows, settings, starts = self.block_tables.shape[1], [], [], [], [], []
+        width = self.block_tables.shape[1]
+        cells: list[int] = []
+        blocks: list[int] = []
+        rows: list[int] = []
+        settings: list[int] = []
+        new: list[engine.Sequence] = []
         for seq in seqs:
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
                     rows.append(seq.row)
                     settings += pack_settings(seq.sampling.params, seq.sampling.seed)
-                    prompt, generated = seq.token_ids[:seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens:]
-                    starts.append(Start(seq.row, seq.sampling.params, prompt, generated, seq.stop_token_ids,
-                                        seq.sampling.bad_words))
+                    new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
-        if starts:
-            self.editor.start(starts, self._forget_free_rows())
+        if new:
+            self._start_editing(new, self._forget_free_rows())
         if cells:
             sent = self._send([cells, blocks, rows, settings])
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if rows:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
+
+    def _start_editing(self, seqs: list[engine.Sequence], free_rows: list[int]) -> None:
+        """Tell the logits editor of new sequences. The first one that edits its logits brings it about."""
+        if self.editor is None and not any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
+                                           for seq in seqs):
+            return
+        from nanopaged.device.logits import LogitsEditor, Start
+        if self.editor is None:
+            self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send,
+                                       self.fused)
+        self.editor.start([Start.of(seq) for seq in seqs], free_rows)
 
     def _forget_free_rows(self) -> list[int]:
         """Rows that their sequence has left. If it comes back, its settings are sent again."""
@@ -235,21 +252,22 @@ class Runner:
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
         """The forward pass and the sampler: the tokens of the sequences at `indices`, [num_samples], and the logits
         of these and then of the prompt parts, [num_samples + ..., vocab_size]."""
-        rows = [batch.query_start_loc[i + 1] - 1 for i in indices]
+        last_tokens = [batch.query_start_loc[i + 1] - 1 for i in indices]
         for part in parts:
-            rows += range(part.index, part.index + part.count)
-        *sent, at, rows = self._send([*batch.lists, indices, rows])
-        inputs = self._model_batch(sent, rows, max(batch.num_tokens), max(batch.seq_lens), batch.num_tokens.count(1),
-                                   self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens)), at)
+            last_tokens += range(part.start, part.start + part.num_tokens)
+        *lists, at, logits_indices = self._send([*batch.lists, indices, last_tokens])
+        sent = StepTensors(*lists)
+        tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
+        inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
+                                   batch.num_tokens.count(1), tiles, at)
         logits = self.model(inputs, self.kv_cache, self.kernels)
         if not indices:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
-        *_, seq_lens, rows = (tensor.index_select(0, at) for tensor in sent[-2:])
+        rows, seq_lens = sent.rows.index_select(0, at), sent.seq_lens.index_select(0, at)
         return self._sample(logits[:len(indices)], rows, seq_lens, needs), logits
 
-    def _model_batch(self, sent: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
+    def _model_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                      num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> model.Batch:
-        sent = StepTensors(*sent)
         # Only sequences with one new token can have one that is not known on the host, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
@@ -262,13 +280,13 @@ class Runner:
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose
         from."""
-        edits = needs.edits or needs.processors
-        if edits:
-            logits = self.editor(logits, rows, positions, needs.processors)
+        editor = self.editor if needs.edits or needs.processors else None
+        if editor is not None:
+            logits = editor(logits, rows, positions, needs.processors)
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
-        if edits:
-            self.editor.add(rows, usable)
+        if editor is not None:
+            editor.add(rows, usable)
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
@@ -278,6 +296,10 @@ class Runner:
         return self.sampler(logits, SamplingBatch(
             temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2], top_k=longs[:, 3],
             position=positions.long(), all_greedy=needs.greedy, any_filter=needs.filters))
+
+    def send_step(self, lists: list[list[int]]) -> StepTensors:
+        """A StepInput's lists on the device."""
+        return StepTensors(*self._send(lists))
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""
