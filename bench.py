@@ -54,7 +54,8 @@ SHAPES = {
     "8B": QWEN3 | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288,
                        tie_word_embeddings=False),
 }
-# Figures of vLLM 0.23, nano-vllm and FlashAttention-3 for rows of this file, on an H200 that copies 4,270 GB/s.
+# Figures of other engines for rows of this file: FlashAttention-3 on an H200 that copies 4,270 GB/s, vLLM 0.26.0 on one
+# on 2026-11-22.
 PEERS = {
     "attention, decode 1 x 1k": "FlashAttention-3 255", "attention, decode 1 x 8k": "FlashAttention-3 1,705",
     "attention, decode 1 x 64k": "FlashAttention-3 3,196", "attention, decode 8 x 8k": "FlashAttention-3 3,576",
@@ -63,15 +64,13 @@ PEERS = {
     "attention, prefill 1 x 8k": "FlashAttention-3 612", "attention, prefill 8 x 2k": "FlashAttention-3 479",
     "attention, prefill 16 x 512": "FlashAttention-3 226",
     "attention, prefill 4 x (2k after 14k)": "FlashAttention-3 646",
-    "0.6B decode, batch 1, context 512": "vLLM 1.62", "0.6B decode, batch 8, context 512": "vLLM 1.71",
-    "0.6B decode, batch 64, context 512": "vLLM 2.90", "0.6B decode, batch 256, context 512": "vLLM 6.93",
-    "0.6B decode, batch 32, context 8,000": "vLLM 8.57", "0.6B prefill, 32 x 8,000": "vLLM 280,400",
-    "0.6B workload 256": "vLLM 23,450, nano-vllm 22,110",
-    "0.6B 1,024 x (128 in, 128 out)": "vLLM 36,650, nano-vllm 52,590",
-    "8B decode, batch 1, context 512": "vLLM 5.21", "8B decode, batch 256, context 512": "vLLM 14.85",
-    "8B decode, batch 32, context 8,000": "vLLM 14.3", "8B prefill, 32 x 8,000": "vLLM 37,800",
-    "8B workload 256": "vLLM 9,140",
-    "0.6B process start to first token, caches cold": "vLLM 56, nano-vllm about 15",
+    "0.6B decode, batch 1, context 512": "vLLM 1.67", "0.6B decode, batch 8, context 512": "vLLM 1.92",
+    "0.6B decode, batch 64, context 512": "vLLM 3.25", "0.6B decode, batch 256, context 512": "vLLM 6.99",
+    "0.6B decode, batch 32, context 8,000": "vLLM 8.57", "0.6B prefill, 32 x 8,000": "vLLM 280,337",
+    "0.6B workload 256": "vLLM 23,617", "0.6B 1,024 x (128 in, 128 out)": "vLLM 34,244",
+    "8B decode, batch 1, context 512": "vLLM 5.25", "8B decode, batch 256, context 512": "vLLM 14.6",
+    "8B decode, batch 32, context 8,000": "vLLM 14.3", "8B prefill, 32 x 8,000": "vLLM 37,698",
+    "8B workload 256": "vLLM 9,118", "0.6B process start to first token, caches cold": "vLLM 78.0",
 }
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of the attention sections
 KV_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # K and V of one token in bfloat16

@@ -39,12 +39,17 @@ def _chapter(name: str) -> ModuleType:
     finds this file, also as the program that runs. A user's own kernel.py stays his: then the file is loaded under the
     name `nanopaged.kernel`."""
     file = Path(__file__).parent.parent / f"{name}.py"
-    for module in map(sys.modules.get, (f"nanopaged.{name}", name, "__main__")):
-        if module is not None and getattr(module, "__file__", None) and Path(module.__file__).resolve() == file.resolve():
-            return module
-    if name not in sys.modules and (found := util.find_spec(name)) and found.origin and Path(found.origin).resolve() == file.resolve():
+    for loaded in (f"nanopaged.{name}", name, "__main__"):
+        if loaded in sys.modules and _is_file(getattr(sys.modules[loaded], "__file__", None), file):
+            return sys.modules[loaded]
+    if name not in sys.modules and (found := util.find_spec(name)) and _is_file(found.origin, file):
         return import_module(name)
     spec = util.spec_from_file_location(f"nanopaged.{name}", file)
+    assert spec is not None and spec.loader is not None  # both are there for any .py file
     module = sys.modules[f"nanopaged.{name}"] = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _is_file(path: str | None, file: Path) -> bool:
+    return path is not None and Path(path).resolve() == file.resolve()

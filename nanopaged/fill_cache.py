@@ -12,7 +12,7 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
     """`rotate_and_store` in plain torch, with the same arguments: norm and rope of q and k, then `store_kv`."""
     num_kv_heads = k_cache.shape[2]
     qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         qk = rms_norm(qk, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
     if rotation is not None:
         qk = rotate(qk, rotation[:, None])

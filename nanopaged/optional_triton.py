@@ -19,7 +19,7 @@ try:
 except ImportError:  # kernel.py uses these names where it defines kernels
     triton = None
 
-    class tl:
+    class tl:  # type: ignore[no-redef]
         constexpr = int
 
 INTERPRETED = triton is not None and not isinstance(tl.cdiv, triton.JITFunction)  # as Triton was when it was imported

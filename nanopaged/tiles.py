@@ -48,7 +48,9 @@ def next_power_of_2(n: int) -> int:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have. The interpreter has no limit; 1 MiB stands for that."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @lru_cache

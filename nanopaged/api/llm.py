@@ -283,16 +283,17 @@ class LLM:
         """
         _refuse_lora(lora_request)
         prompts, priority = as_list(prompts), as_python(priority)
-        if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or "
-                             "one for each")
+        settings: Any = sampling_params
+        if not isinstance(settings, (list, tuple)):
+            settings = [settings] * len(prompts)
+        if len(settings) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling_params; give one, or one for "
+                             "each")
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
             raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one "
                              "for each")
         priority = priority or [0] * len(prompts)
-        requests = [self._read_request(*given) for given in zip(prompts, sampling_params, priority)]
+        requests = [self._read_request(*given) for given in zip(prompts, settings, priority)]
         pending: list[Request] = []
         bar = ProgressBar(len(prompts), use_tqdm)
 
@@ -332,7 +333,7 @@ class LLM:
         prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None,
+    def chat_prompt(self, messages: Any, *, chat_template: str | None = None,
                     chat_template_kwargs: dict | None = None,
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
                     continue_final_message: bool = False, chat_template_content_format: str = "auto") -> dict:
