@@ -57,8 +57,8 @@ def check_config(config: model.ModelConfig) -> None:
             raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
     windows = config.sliding_windows
     if len(windows) not in (0, config.num_layers) or any(type(window) is not int or window < 0 for window in windows):
-        raise ValueError("config.json: a sliding window must be a number of tokens, and each of the "
-                         f"{config.num_layers} layers needs its kind of attention, not windows of {windows!r:.80}")
+        raise ValueError("config.json: a sliding window must be a number of tokens, given for "
+                         f"each of the {config.num_layers} layers, not windows of {windows!r:.80}")
     if config.activation not in list(model.ACTIVATIONS):
         raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(model.ACTIVATIONS)}")
     if config.num_heads % config.num_kv_heads:
