@@ -119,7 +119,8 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         if unknown := [key for key in prompt if key not in keys and prompt[key] is not None]:
             raise ValueError("a prompt given as a dict has the keys 'prompt' and 'prompt_token_ids'; leave "
                              f"{unknown[0]!r} out")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
         if isinstance(token_ids, str):

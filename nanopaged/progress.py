@@ -1,4 +1,4 @@
-"""A progress bar on stderr, drawn where stderr is a terminal:
+"""A progress bar on stderr, drawn only if stderr is a terminal:
 
     [########............] 8/20 prompts, 0:12, 0:18 left, 1043 tokens/s
 """

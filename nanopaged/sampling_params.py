@@ -1,4 +1,4 @@
-"""The settings of a request: how its tokens are sampled, and what ends its text."""
+"""The settings of a request: the sampling of its tokens, and the conditions that end its text."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real

@@ -238,7 +238,7 @@ class Trace:
         """The kernel's splits of a decoding sequence's context, printed at the first decode and whenever they change.
 
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
-        without splits). Where torch computes attention, a context without splits is not mentioned.
+        without splits). If torch computes attention, a context without splits is not mentioned.
         """
         runner = self.llm.runner
         is_triton = runner.kernels is kernel.TRITON

@@ -363,7 +363,7 @@ def test_missing_shard(tmp_path):
 def test_tensor_missing_from_its_shard(tmp_path):
     write_safetensors(tmp_path / "1.safetensors", {"a": SAMPLE["a"]})
     write_index(tmp_path / "model.safetensors.index.json", {"a": "1.safetensors", "b": "1.safetensors"})
-    assert "1.safetensors lacks 1 tensors that model.safetensors.index.json places there, such as 'b'" in read_error(tmp_path)
+    assert "1.safetensors lacks 'b', which model.safetensors.index.json places there" in read_error(tmp_path)
 
 
 def test_shard_that_is_a_git_lfs_pointer(tmp_path):

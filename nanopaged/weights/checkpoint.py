@@ -134,8 +134,8 @@ def _read_shards(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 names.remove(name)
                 yield name, tensor
         if names:
-            raise ValueError(f"{file} lacks {len(names)} tensors that {index.name} places there, such as "
-                             f"{min(names)!r}; fetch the checkpoint again")
+            raise ValueError(f"{file} lacks {min(names)!r}, which {index.name} places there ({len(names)} missing in "
+                             "all); fetch the checkpoint again")
 
 
 def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

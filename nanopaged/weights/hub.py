@@ -277,7 +277,8 @@ class _Hub:
     def __init__(self, repo_id: str, revision: str):
         if requests is None:
             raise ValueError(f"downloading {repo_id!r} needs the package `requests`; `pip install requests`")
-        self.repo_id, self.revision = repo_id, revision
+        self.repo_id = repo_id
+        self.revision = revision
         self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"HF_ENDPOINT must begin with https:// or http://, not {self.endpoint!r}")
