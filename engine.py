@@ -1,35 +1,30 @@
 """Chapter 3: the engine. It decides what the next step computes, and where the results live.
 
-Generating text is a loop. The model reads the tokens so far and one more token is sampled; that token is the only new
-input of the next step, because the keys and values (K and V) of all tokens before it are kept in the **KV cache**. The
-first step of a text, which reads the whole prompt, is called prefill, and the later ones decode. This chapter serves many
-texts at once, and the batch may be another one at every step (continuous batching: Yu et al. 2022, Orca).
+Generating text is a loop: the model reads the tokens so far, and the next token is sampled. The keys and values (K
+and V) of all tokens are kept in the **KV cache**, so the sampled token is the only new input of the next step. The
+first step of a text, which reads the whole prompt, is called prefill, the later ones decode. This chapter serves many
+texts at once. The batch may be another one at every step (continuous batching; Yu et al. 2022, Orca).
 
-**Why paging.** A text's length is not known in advance. A contiguous cache would reserve the longest length for every
-text, or move the text whenever it grows. Here the cache is a pool of **blocks** of `block_size` token slots, and a
-sequence has a **block table** from its logical blocks to physical ones (Kwon et al. 2023, PagedAttention). Texts of 1,000,
-30 and 500 tokens take 63, 2 and 32 blocks of 16. Token 31 of the second one takes nothing, token 33 one block, and no
-number is ever moved. At most one block per sequence is partly empty. The price is one more load per block, see kernel.py.
+**Why paging.** The length of a text is not known in advance. A contiguous cache would reserve the longest length for
+each text, or move a text whenever it grows. Here the cache is a pool of **blocks** of `block_size` token slots, and a
+sequence has a **block table** from its logical blocks to physical ones (Kwon et al. 2023, PagedAttention). With
+blocks of 16, texts of 1,000, 30 and 500 tokens take 63, 2 and 32 blocks. Token 31 of the second text takes nothing,
+token 33 one block, and nothing is ever moved. At most one block of a sequence is partly empty.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated, and `num_computed_tokens`, whose K and V are in the
-cache. A step gives each scheduled sequence some tokens to compute. A whole prompt, a chunk of one, one decoded token, the
-tail that a prefix-cache hit left over, and the recompute after a preemption are all the same case: `num_computed_tokens`
-catches up with `num_tokens`. When it has, the step samples the next token.
+cache. A whole prompt, a chunk of one, one decoded token, the tail that a prefix-cache hit left over, and the recompute
+after a preemption are all the same case: `num_computed_tokens` catches up with `num_tokens`, and when it has, the step
+samples the next token.
 
-    add(Sequence)                                                      vLLM's names
-         |
-    Scheduler      waiting, running: the next step's sequences         Scheduler, SchedulerOutput
-         | uses
-    BlockManager   which blocks are free, held, cached                 KVCacheManager, BlockPool
-         |         (dicts and lists on the CPU, no tensors)
-    StepInput      the step as lists of integers                       InputBatch, AttentionMetadata
-         |
-    runner         the model, the pool's tensors (GPU), the sampler    GPUModelRunner
-         |
-    Scheduler.update   appends the sampled tokens, ends sequences      Scheduler.update_from_output
+    add(Sequence)                                                          vLLM's names
+      Scheduler            waiting and running: who computes how much      Scheduler, SchedulerOutput
+        BlockManager       free, held and cached blocks: dicts and lists   KVCacheManager, BlockPool
+      StepInput            the step as lists of integers                   InputBatch, AttentionMetadata
+      runner               the model, the pool's tensors, the sampler      GPUModelRunner
+      Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
-`Engine` runs this loop. The file is pure Python and knows nothing of torch, texts or threads: nanopaged/device/runner.py
-makes tensors of a StepInput, and nanopaged/api/llm.py has what users call.
+`Engine` runs this loop. The file is plain Python without torch: nanopaged/device/runner.py makes tensors of a
+StepInput, and nanopaged/api/llm.py has what users call.
 """
 import itertools
 import sys
@@ -57,7 +52,8 @@ class Listener(Protocol):
     """The one hook into a sequence, for log probabilities, beam search and other additions. See nanopaged/api/."""
 
     def on_token(self, seq: "Sequence", token: int, logprobs: Any) -> list[int]:
-        """The step has sampled `token`. Returns the tokens to append; none pauses the sequence until others are appended."""
+        """The step has sampled `token`. Returns the tokens to append; none pauses the sequence until others are
+        appended."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -78,7 +74,7 @@ class Sequence:
     request_id: str = ""
     sampling: Any = None  # what the runner wants to know about sampling (nanopaged/device); opaque here
     listener: Listener | None = None
-    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences of the same prompt: they share its blocks
+    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences with the same prompt (n > 1)
     max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: every prompt token is computed, because something else is wanted of it
@@ -109,12 +105,13 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never needed."""
+        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never
+        needed."""
         known = self.num_tokens if self.lookahead else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def append(self, token: int) -> None:
-        """Take a sampled token, and finish if it is the last one."""
+        """Take a sampled token, and finish if it is a stop token or the last possible one."""
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop", token)
@@ -159,13 +156,14 @@ class BlockManager:
         A's table    [ 0 ,  1 ]                             A: abcdefg      num_computed_tokens 7
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_cached_tokens 4
 
-    A block id is the same index in every layer, for K and for V. After every step each block is free (ref_count 0, once
-    in the queue) or held (ref_count = number of block tables that list it), and a block that others hold is not written.
+    A block id is the same index in every layer, for K and for V. After every step each block is free (ref_count 0,
+    once in the queue) or held (ref_count = number of block tables that list it), and a block that others hold is not
+    written.
 
-    **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end. Its
-    key is the exact pair (prefix key of the block before it, its tokens), and prefix keys are numbered as pairs come up.
-    So no hash can collide. A freed block stays cached until it is reused, and the least recently used is reused first
-    (LRU); of one sequence the tail, because a block is found only through the blocks before it.
+    **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
+    Its key is the exact pair (prefix key of the block before it, its tokens), and prefix keys are numbered as pairs
+    come up. So no hash can collide. A freed block stays cached until it is reused, and the least recently used is
+    reused first (LRU); of one sequence the tail, because a block is found only through the blocks before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
@@ -186,8 +184,7 @@ class BlockManager:
         self.key_of_block: dict[int, tuple] = {}  # block -> its key in `prefix_cache`
         self.prefix_keys = itertools.count(ROOT + 1)
         self.step = SchedulerOutput()  # the step that is being scheduled
-        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all admitted sequences; and how many of these were hits
-        self.num_saved_blocks = 0  # blocks of prompts that were hits
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = 0  # of all sequences admitted so far
 
     @property
     def num_free_blocks(self) -> int:
@@ -204,8 +201,9 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the block table to cover num_tokens tokens. A block that is about to be written must not be shared, so a
-        shared one is copied first. Returns False, without changing anything, if the pool has too few free blocks."""
+        """Extend the block table to cover num_tokens tokens. A block that is about to be written must not be shared,
+        so a shared one is copied first. Returns False, without changing anything, if the pool has too few free
+        blocks."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
@@ -225,8 +223,9 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer the sequence's newly filled blocks for sharing. This happens when a step is scheduled, before K and V are
-        computed: a sequence that shares them attends after they are written, in the same forward pass or a later one."""
+        """Offer the sequence's newly filled blocks for sharing, when a step is scheduled. Their K and V are not
+        computed yet. A sequence that shares them attends after they are written, in the same forward pass or a later
+        one."""
         if not self.enable_prefix_caching:
             return
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
@@ -260,7 +259,8 @@ class BlockManager:
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def free(self, seq: Sequence) -> None:
-        """Take the sequence's blocks back, the last one first: it is reused before the head, which is shared more often."""
+        """Take the sequence's blocks back, the last one first: it is reused before the head, which is shared more
+        often."""
         for block in reversed(seq.block_table):
             self._decref(block)
         self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
@@ -278,7 +278,8 @@ class BlockManager:
         child.num_null_blocks, child.num_cached_tokens = parent.num_null_blocks, parent.num_cached_tokens
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Move the sequence's blocks to the host. Returns False, without changing anything, if the host pool is too small."""
+        """Move the sequence's blocks to the host. Returns False, without changing anything, if the host pool is too
+        small."""
         num_computed_tokens, table = seq.num_computed_tokens, seq.block_table
         if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
             return False
@@ -291,8 +292,8 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence. Returns False, without changing anything, if the pool has too few free
-        blocks for all its tokens. Each block has one of four sources, always in this order:
+        """Start the block table of a waiting sequence. Returns False, without changing anything, if the pool has too
+        few free blocks for all its tokens. Each block has one of four sources, always in this order:
 
             tokens    0..15     16..31    32..47    48..63    64..70
             source    NULL      shared    shared    host      new (`allocate` takes it when a step computes its tokens)
@@ -320,7 +321,8 @@ class BlockManager:
             sources.append(NULL if host_block == NULL else self._pop_free_block())
             if host_block != NULL:
                 self.step.swaps_in.append((host_block, sources[-1]))
-        self.free_host_blocks += [block for block in seq.host_table[:len(seq.host_table) - len(swapped)] if block != NULL]
+        not_needed = seq.host_table[:len(seq.host_table) - len(swapped)]
+        self.free_host_blocks += [block for block in not_needed if block != NULL]
         seq.block_table, seq.host_table = sources, []
         seq.num_null_blocks = next((i for i, block in enumerate(sources) if block != NULL), len(sources))
         seq.num_hit_tokens, seq.num_computed_tokens = num_hit_tokens, num_computed_tokens
@@ -349,7 +351,8 @@ class BlockManager:
 
     def _find_in_cache(self, seq: Sequence) -> tuple[PrefixHit, tuple | None]:
         """Blocks found one after the other, and the key of the first one that is not there; None: none is missing."""
-        blocks, prefix_key, size = [], ROOT, self.block_size
+        blocks: list[int] = []
+        prefix_key, size = ROOT, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
                 key = (prefix_key, tuple(seq.token_ids[end - size:end]))
@@ -371,12 +374,12 @@ class BlockManager:
     def _num_shareable(self, seq: Sequence) -> int:
         """Prompt tokens that a sibling can give: all, though the last block may not be full. Only whole blocks once the
         sequence has generated tokens: it would copy the last block before this step, which may only now compute it."""
-        size = self.block_size
-        return seq.num_prompt_tokens if seq.num_tokens == seq.num_prompt_tokens else seq.num_prompt_tokens // size * size
+        count = seq.num_prompt_tokens
+        return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
     def is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether the pool has too few free blocks, as it had last time, and no more than then can be shared. The prompt need
-        not be looked up again."""
+        """Whether the pool has too few free blocks, as it had last time, and no more than then can be shared. The
+        prompt need not be looked up again."""
         missing_key, sibling = seq.hit_then
         return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.prefix_cache
                 and self._find_sibling(seq) is sibling)
@@ -412,10 +415,11 @@ class BlockManager:
     def check_idle(self) -> None:
         """With no request under way every block must be free. RuntimeError otherwise: a mistake in this file."""
         self.begin_step()
-        num_held, num_held_on_host = self.num_blocks - len(self.free_queue), self.num_host_blocks - len(self.free_host_blocks)
-        if num_held or num_held_on_host or any(self.ref_counts):
-            raise RuntimeError(f"the engine is idle, yet {num_held} blocks and {num_held_on_host} host blocks are held: please "
-                               "report this")
+        num_held = self.num_blocks - len(self.free_queue)
+        num_on_host = self.num_host_blocks - len(self.free_host_blocks)
+        if num_held or num_on_host or any(self.ref_counts):
+            raise RuntimeError(f"the engine is idle, yet {num_held} blocks and {num_on_host} host blocks are held: "
+                               "please report this")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -429,17 +433,17 @@ def by_order(seq: Sequence) -> tuple:
 class Scheduler:
     """Decides what each step computes.
 
-    **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from its
-    front and, when the pool runs dry, blocks are taken back from its end (preemption). First come, first served is the case of
-    equal priorities: older sequences are served first, so a decoding text never waits for a newer prompt. With priorities it
-    waits for more urgent prompts, and an older long prompt takes the whole budget before a newer one gets any.
+    **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
+    the front of the order. When the pool runs dry, blocks are taken back from its end (preemption). Equal priorities
+    are first come, first served: a decoding text never waits for a newer prompt, but an older long prompt takes the
+    whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts.
 
-    Every accepted sequence can run alone: it was refused on arrival unless the pool has the blocks for max_len tokens, or for
-    the window and a chunk. So the first sequence in the order always makes progress, and with it, in the end, every other.
+    Every accepted sequence can run alone: LLM refuses a prompt unless the pool has blocks for max_len tokens, or for a
+    window and a chunk. So the first sequence in the order always makes progress, and in the end every other one.
 
-    A step, worked: A and B decode and C, new, has a prompt of 32 tokens. `num_tokens` is [1, 1, 32], all three sample, and the
-    next step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt comes in chunks instead: [1, 1, 14], [1, 1, 14] and
-    [1, 1, 4]; only the last of these samples a token of C.
+    A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
+    step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
+    [1, 1, 4]. Only the last of them samples a token of C (chunked prefill).
     """
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
@@ -500,20 +504,17 @@ class Scheduler:
         insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
-        """Blocks for the sequence's next tokens, taken from the end of the order if need be; False if it is last itself."""
+        """Blocks for the sequence's next tokens, taken from the end of the order if need be; False if it is last
+        itself."""
         while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
             if self._preempt(step) is seq:
                 return False
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
-        """Take the blocks of the last running sequence. They move to the host if there is room (swapping); otherwise its
-        tokens are computed again when it returns (recompute). Its tokens are kept.
-
-        Which is cheaper? On an H200 with Qwen3-0.6B moving took 5.2 us a token, there and back, and computing again 2.4 ms
-        for 256 tokens, 5.2 for 1,024, 14.8 for 4,096 and 95 for 16,384. So swapping was cheaper up to some 1,000 tokens, and
-        again for very long texts, where attention counts. `bench.py --only swapping` measures it on your machine.
-        """
+        """Take the blocks of the last running sequence; its tokens are kept. The blocks move to the host if there is
+        room (swapping); otherwise its tokens are computed again when it returns (recompute). On an H200 with
+        Qwen3-0.6B swapping was cheaper up to some 1,000 tokens; `bench.py --only swapping` measures both."""
         seq = self.running[-1]
         is_swapped = self.block_manager.swap_out(seq)
         self._remove(seq)
@@ -534,14 +535,15 @@ class Scheduler:
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
-        """Take the tokens that a launched step sampled. Here a sequence ends by a stop token, by max_len, or by an output
-        that is no number. The caller ends others by `finish`: stop strings, aborts, errors of its own."""
+        """Take the tokens that a launched step sampled. Here a sequence ends by a stop token, by max_len, or by an
+        output that is no number. The caller ends others by `finish`: stop strings, aborts, errors of its own."""
         for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             seq.num_pending_tokens -= 1
             if seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            listener = seq.listener
-            new = [token] if listener is None else listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
+            new = [token]
+            if seq.listener is not None:
+                new = seq.listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
             for token in new:
                 if token < 0:
                     seq.finish("error", seq.stop_reason or NO_TOKEN)
@@ -610,7 +612,7 @@ class StepInput:
     [2, 6]) decode and the prompt of B (table [5]) comes in:
 
         seqs              A     C     B
-        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: sampled by the step before, known only on the device
+        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: known only on the device, see Engine
         positions         6     4     0   1   2   3         [T]
         slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
         query_start_loc   0     1     2              6      [N + 1]
@@ -620,7 +622,7 @@ class StepInput:
     num_tokens: list[int]  # [N]
     input_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    slot_mapping: list[int] = field(default_factory=list)  # -1: its K and V are in the cache already, and are not written
+    slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # [N] batch rows
@@ -631,7 +633,10 @@ class StepInput:
 
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
-        work = sorted(zip(step.seqs, step.num_tokens), key=lambda pair: -pair[0].num_computed_tokens if pair[1] == 1 else 1)
+        def place(pair: tuple[Sequence, int]) -> int:
+            return -pair[0].num_computed_tokens if pair[1] == 1 else 1
+
+        work = sorted(zip(step.seqs, step.num_tokens), key=place)
         batch = cls(*map(list, zip(*work)))
         for seq, num_tokens in work:
             batch._add(seq, num_tokens, block_size)
@@ -662,32 +667,20 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
 
 
-class Runner(Protocol):
-    """What the engine wants of nanopaged/device/runner.py, or of a fake in the tests."""
-
-    def launch(self, step: SchedulerOutput) -> Callable[[], Sampled]:
-        """Start computing a step. The function returned waits for it."""
-
-    def forget_rows(self, seqs: list[Sequence]) -> None:
-        """A step failed half-way: send everything about these batch rows again."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether a smaller step may succeed; frees what can be freed for it."""
-
-
 class Engine:
     """The step loop: schedule, launch, update.
 
-    **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before this one's tokens are known.
-    The sampled tokens stay on the device, where the next step finds them, and `num_computed_tokens` has advanced in
-    `schedule` already. So the loop needs no more than a queue of launched steps in front of `update`. A sequence that turns
-    out to be finished has then wasted one token. With lookahead 0 each step is read before the next one is planned.
+    **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one
+    are known. The sampled tokens stay on the device, where the next step finds them, and `schedule` has already
+    advanced `num_computed_tokens`. So a queue of launched steps in front of `update` is enough. A sequence that turns
+    out to be finished has wasted one token. With lookahead 0 each step is read before the next one is planned.
 
-    updates: (sequences whose tokens have become known, what the step computed) for the caller to take
+    runner: runner.launch(step) starts a step and returns a function that waits for it and gives a Sampled
+    updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, lookahead: int = 0,
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0,
                  interruptible: Callable[[], ContextManager] = nullcontext):
         self.scheduler, self.runner, self.lookahead, self.interruptible = scheduler, runner, lookahead, interruptible
         self.updates: deque[tuple[list[Sequence], Sampled]] = deque()
@@ -701,7 +694,7 @@ class Engine:
         else:
             self._unblock(step)
         if len(self.launched) > self.lookahead or not step.seqs:
-            self._update()
+            self.update()
 
     def _launch(self, step: SchedulerOutput) -> None:
         try:
@@ -713,7 +706,8 @@ class Engine:
             self.launched.append((step, read))
             self._regrow_budget()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Read the oldest launched step."""
         if self.launched:
             step, read = self.launched[0]
             with self.interruptible():
@@ -723,7 +717,7 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def _unblock(self, step: SchedulerOutput) -> None:
-        """Nothing can be computed now. Blocks that the step took back will not be moved out, so their sequences start over.
+        """Nothing can be computed now. Blocks that the step took back are not moved, so their sequences start over.
         And if no step is under way, the running sequences are paused ones that hold the blocks others need: beams."""
         self.scheduler.undo(step)
         if not self.launched:
@@ -737,7 +731,7 @@ class Engine:
         self.runner.forget_rows(step.seqs)
         self.scheduler.undo(step)
         while self.launched:  # their tokens must be known before their sequences start over
-            self._update()
+            self.update()
         budget = self.scheduler.max_num_batched_tokens // 2
         if budget == 0 or not self.runner.is_out_of_memory(error):
             raise error

@@ -1,17 +1,11 @@
 """Chapter 1: attention over a paged cache.
 
-**What is cached, and why.** Every attention layer makes three vectors per head of each token: a query, a key and a
-value (Q, K, V). A token's result is an average of the values of all tokens up to it, weighted by
-softmax(scale * query . key). K and V of a token depend on the tokens up to it alone, so they never change, and every
-later token reads them again. They are kept: the **KV cache**. A query is used once and is not kept.
+**What is cached.** For every token, each attention layer computes a query, a key and a value per head (Q, K, V). The
+token's result is the average of V over all tokens up to it, with weights softmax(scale * Q . K). The K and V of a token
+never change, and every later token reads them again. So a **KV cache** keeps them.
 
-    prefill   many new tokens of a prompt in one step. K and V, once loaded, serve many queries, so the matrix products
-              take the time: bound by compute.
-    decode    one new token, the last one sampled; its own K and V are not cached yet. All K and V of its sequence are
-              loaded for this token alone: bound by memory.
-
-**Paging.** A sequence's K and V do not lie in one piece. The cache is a pool of **blocks** of `block_size` token
-slots. A sequence owns any blocks in any order, listed in its **block table**:
+**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence owns any blocks, in any order; its
+**block table** lists them:
 
     block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
 
@@ -21,43 +15,32 @@ slots. A sequence owns any blocks in any order, listed in its **block table**:
 
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
-Every layer has a k_cache and a v_cache of its own, and a block id is the same index in all of them: block 5 holds
-tokens 0..3 in every layer, for K and for V. So a sequence needs one table, whatever the number of layers.
+Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore needs
+one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023, section
+4.1). A block of 16 slots has 2,048 numbers for one kv head with head_dim 128: 16 rows, each in one piece. vLLM's CUDA
+kernel splits the rows of K, [block, kv head, dim / x, slot, x], so that its threads read neighbouring addresses.
 
-**The layout** [block, slot, kv head, dim] is the order in which the model produces K and V: a token's are stored in one
-piece. In a block of 16 slots, one kv head with head_dim 128 has 2,048 numbers: 16 rows of 128, and each row is
-contiguous. vLLM's CUDA kernel has K as [block, kv head, dim / x, slot, x] with x = 16 bytes, so that threads with
-neighbouring tokens read neighbouring addresses. A Triton kernel loads a tile of whole rows, and the compiler
-rearranges it among the threads; so there is no x here.
-
-**Paged attention** is attention that finds K and V through the table; the mathematics is unchanged (Kwon et al. 2023,
-section 4.1). Filling the cache and attending over it have two forms each, with the same arguments:
-
-    paged_attention_reference, rotate_and_store_reference   plain torch, the CPU's path
-    paged_attention, rotate_and_store                       a Triton kernel each, the GPU's path
-
-**Causality.** A token must not see later ones. In a step, a sequence has `query_len` new tokens, the last ones of its
-`seq_len` tokens: a whole prompt, a chunk of one, or one decoded token. Their K and V are stored first; then query i,
-at position seq_len - query_len + i, attends to the keys at positions up to its own:
+**Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of its
+`seq_len` tokens: a whole prompt or a chunk of it (**prefill**), or the one token sampled last (**decode**). The step
+stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
                                 query 0, position 4       x x x x x . .
                                 query 1, position 5       x x x x x x .      . is masked
                                 query 2, position 6       x x x x x x x
 
-So a prompt may come in any chunks. Decode is the last row alone, which sees every key: it needs no causal mask.
+A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
-**Softmax in one pass.** Softmax needs the sum over all scores. vLLM's CUDA kernel stores the scores of the whole
-context in shared memory, then finds their maximum and sum, then normalizes. Here each tile of K and V is used once, and
-only running sums are kept: m, the largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. When
-a tile raises m to m', both sums are first multiplied by alpha = exp(m - m'). The result is acc / l (online softmax:
-Milakov and Gimelshein 2018; Dao et al. 2022):
+**Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
+here reads each tile of K and V once and keeps running sums: m, the largest score so far; l, the sum of exp(s - m); acc,
+the sum of exp(s - m) * v. A tile that raises m to m' first multiplies both sums by alpha = exp(m - m'). The result is
+acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
 
-The same rule merges the sums of different programs. So a long context can be cut into **splits** which run side by
-side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
+The same rule merges the sums of two programs. A long context can therefore be cut into **splits** that run in parallel
+(flash-decoding, Dao et al. 2023; vLLM's "V2").
 
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memory, the fastest first:
 
@@ -66,32 +49,17 @@ side and are merged afterwards (flash-decoding, Dao et al. 2023; vLLM's "V2").
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
     HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
 
-**Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` tells a program its place along
-the first axis. A program is num_warps warps of 32 threads, but its text deals with whole tensors: `tl.arange(0, 64)` is
-one of 64 elements, `tl.load` of a tensor of addresses loads them all, `tl.dot` is a matrix product on the tensor cores.
-Sizes are powers of two, so **masks** say which elements exist: where a mask is false, a load takes `other` and a store
-writes nothing. A `tl.constexpr` parameter is known to the compiler: each combination of values becomes a kernel of its
-own, in which an `if` over it costs nothing. With num_stages=3, a loop loads tiles ahead into shared memory while it
-computes. The compiler also decides which thread has which element. In vLLM's CUDA kernel that is written out: a warp
-takes a block, a thread group a token of it, and each thread loads vectors of 16 bytes. On a CPU, Triton's interpreter
-runs the kernel line by line, under a debugger if you like: `python engine.py --attention triton --enforce-eager ...`.
-
-**The programs of attention.** The batch is flat: `q` has the new tokens of all sequences, one after another, and
-`query_start_loc` says where each sequence begins. A program has one kv head and one tile of queries of one sequence.
-All `group` query heads that share the kv head are in that tile, so each tile of K and V is loaded once for all of them.
-There are two kinds of program. A sequence's own query length picks one, so its result has the same bits in any batch:
-
-    decode    1 new token:  `group` rows; the context is cut into splits, which several programs may share
-    prefill   more:         TILE_M // group tokens times `group` heads; one program reads the whole context
-
-**An fp8 cache** (e4m3: 8 bits, 3 of them after the point) has K / k_scale and V / v_scale, one scale each per layer.
-Scores are linear in K, and the result in V: k_scale joins the scale of the scores, and v_scale multiplies the result.
+**Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place along the
+first axis. A program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a
+tensor of addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which
+elements exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for
+each combination of values of its `tl.constexpr` parameters; an `if` over them costs nothing. A loop loads the next
+num_stages - 1 tiles into shared memory while it computes. The compiler also does what vLLM's CUDA kernel writes out: a
+block per warp, a token per thread group, vectors of 16 bytes per thread. On a CPU, Triton's interpreter runs a kernel
+line by line, also under a debugger: `python engine.py --attention triton --enforce-eager`.
 """
 import math
-import os
 from collections import namedtuple
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Callable, Iterator, NamedTuple
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
@@ -100,55 +68,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import tiles
+from nanopaged.fill_cache import as_bytes, rotate_and_store_reference
+from nanopaged.fill_cache import rms_norm as rms_norm
+from nanopaged.fill_cache import store_kv as store_kv
+from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
+from nanopaged.optional_triton import triton as triton
 from nanopaged.tiles import cdiv as cdiv
 from nanopaged.tiles import make_query_tiles, next_power_of_2, programs_per_context, tokens_per_tile
 
-if not torch.cuda.is_available() and find_spec("numpy"):
-    # Without a GPU the kernel runs in Triton's interpreter, which needs numpy. Triton reads the variable on import.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # macOS and Windows have no Triton: only the torch path exists, and the names below stay inert
-    triton = None
-
-    class tl:
-        constexpr = int
-
-INTERPRETED = triton is not None and not isinstance(tl.cdiv, triton.JITFunction)  # as Triton was when it was imported
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # no Triton, or one without Nvidia's part
-    gdc_launch_dependents = gdc_wait = None
-
-# Triton compiles a kernel again for other alignments of a pointer, and for some values of an integer (1, multiples of
-# 16). Those of these arguments vary from step to step, and a step must not wait for a compiler.
-VARYING = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
-jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=VARYING) if triton
-       else lambda function: function)
-
-FP8_MAX = tl.constexpr(448)  # the largest e4m3 number
 # Kernels may read a global only if it is a constexpr.
+FP8_MAX = tl.constexpr(448)  # the largest e4m3 number
 MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
 MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (H200)
 
 
 # --------------------------------------------------------------------------------------------------
-# The same function in plain torch
+# Attention in plain torch
 # --------------------------------------------------------------------------------------------------
 
 def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-                              query_start_loc: Tensor, scale: float, *, max_query_len: int | None = None,
-                              max_seq_len: int | None = None, sliding_window: int = 0, out: Tensor | None = None,
-                              plan: dict | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """What `paged_attention` computes, in plain torch. Same arguments; those it does not need are ignored.
-
-    Sequences with the same number of new tokens form one rectangular problem. A decode step is therefore one gather and
-    one attention call, whatever the number of sequences.
-
-    plan: a dict that all layers of a step share; it keeps the problems, so that only the first layer works them out
-    """
+                              query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
+                              out: Tensor | None = None, plan: dict | None = None, k_scale: float = 1.0,
+                              v_scale: float = 1.0, **_) -> Tensor:
+    """`paged_attention` in plain torch, for the CPU; some arguments are ignored. Sequences with the same number of new
+    tokens form one rectangular problem. A decode step is therefore one gather and one attention call. All layers of a
+    step share the dict `plan`: the first layer puts the problems there."""
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
     plan = {} if plan is None else plan
@@ -162,27 +106,19 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
 
 def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
                 sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A problem for each query length Q: S sequences with Q new tokens each and at most K tokens in the cache.
-
-    Yields their rows of q [S, Q], the slots to read [S, K], and what to add to the scores: 0, or -inf where a key is
-    masked, [S, 1, group * Q, K].
-    """
+    """For each query length Q, the problem of the S sequences with Q new tokens and at most K tokens in the cache:
+    their rows of q [S, Q], the slots to read [S, K], and the mask [S, 1, group * Q, K] to add to the scores."""
     query_lens = query_start_loc.diff()
-    for Q in query_lens.unique().tolist():
-        if Q == 0:  # padding
-            continue
+    for Q in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
         members = (query_lens == Q).nonzero()[:, 0]  # [S]
         rows = query_start_loc[members, None] + torch.arange(Q, device=members.device)
         lens = seq_lens[members, None].long()  # [S, 1]
         key_position = torch.arange(int(lens.max()), device=members.device)  # [K]
-        query_position = lens - Q + torch.arange(Q, device=members.device)  # [S, Q]
-        visible = key_position <= query_position[:, :, None]  # [S, Q, K]
-        oldest = torch.zeros_like(lens)
-        if sliding_window:
-            visible &= key_position > query_position[:, :, None] - sliding_window
-            oldest = (lens - Q - sliding_window + 1).clamp(min=0)
-        # A masked key has weight 0, but 0 * NaN is NaN: an unused slot must not be read, whatever is in it. A position
-        # that the sequence does not have, or no longer has, therefore reads one that it does have.
+        query_position = (lens - Q + torch.arange(Q, device=members.device))[:, :, None]  # [S, Q, 1]
+        window = sliding_window or len(key_position)
+        visible = (key_position <= query_position) & (key_position > query_position - window)  # [S, Q, K]
+        # Other slots may hold NaN, and 0 * NaN = NaN. So masked keys, too, come from slots of the sequence.
+        oldest = (lens - Q - window + 1).clamp(min=0)
         position = key_position.clamp(oldest, lens - 1)  # [S, K]
         block = block_tables[members].gather(1, position // block_size).long()
         slots = block * block_size + position % block_size
@@ -203,97 +139,29 @@ def _attend_rectangle(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 
 def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The slots [S, K] of a cache as [S, num_kv_heads, K, head_dim]."""
-    flat = _bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view where blocks lie one after another
+    flat = as_bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view if blocks are contiguous
     picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
     return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """An fp8 tensor as bytes, which torch can index on a CPU."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 # --------------------------------------------------------------------------------------------------
 # Filling the cache
 # --------------------------------------------------------------------------------------------------
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
-             v_scale: float = 1.0) -> None:
-    """Write the K and V of each new token into its slot, in plain torch.
-
-    k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim],
-    with slots evenly spaced, as where blocks lie one after another; slot_mapping: [num_tokens], each
-    block_id * block_size + offset. Slot -1: skip (padding, or a token whose shared block already holds its K and V).
-    An fp8 cache gets K / k_scale and V / v_scale, clamped to -448 and 448. Any other cache needs scales of 1.
-    """
-    if not len(slot_mapping):
-        return
-    slots = slot_mapping.long()
-    # The host neither asks a GPU whether there are slots of -1 nor drops their rows: it would have to wait for the GPU.
-    # Instead, such a row repeats the write of another row.
-    skips = slots.device.type != "cpu" or bool(slots.min() < 0)
-    if skips:
-        largest, last = slots.max(0)
-        token = torch.where(slots < 0, last, torch.arange(len(slots), device=slots.device))
-        k, v, slots = k[token], v[token], slots[token].clamp(min=0)
-    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        flat, new = _bytes(cache).view(-1, *cache.shape[2:]), _bytes(_scaled(new, scale, cache.dtype))
-        if skips:
-            new = torch.where(largest >= 0, new, flat[:1])  # if all are skipped, slot 0 is given what it has
-        flat.index_copy_(0, slots, new)
-
-
-def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x as the cache's dtype has it."""
-    largest = int(FP8_MAX)
-    return (x.float() / scale).clamp(-largest, largest).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
-
-
-def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
-                               k_norm: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor,
-                               slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
-    """The steps between the projection to q, k, v and attention: norm, rope, storing k and v. Returns q.
-
-    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; returns q [num_tokens, num_heads, head_dim]
-    rotation: [num_tokens, head_dim] float32, the cosines of each token's angles, then their sines; None: no rope
-    q_norm, k_norm: [head_dim] weights of an RMS norm over each head, with eps; None: no norm
-    """
-    num_kv_heads = k_cache.shape[2]
-    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    if q_norm is not None:
-        qk = rms_norm(qk, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
-    if rotation is not None:
-        qk = rotate(qk, rotation[:, None])
-    q, k = qk.split([num_heads, num_kv_heads], dim=1)
-    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    return q
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
-    exact = x.float()
-    mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
-    return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1, head_dim].
-
-    Element i of the first half and element i of the second half are a point in a plane. Rope rotates the point by the
-    angle of (position, i), so the product of a query and a key depends on the distance of their positions only.
-    """
-    cos, sin = rotation.chunk(2, dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
-
-
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
                      eps: float, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
                      v_scale: float = 1.0) -> Tensor:
-    """`rotate_and_store_reference` in one launch, with float32 between the load and the store."""
-    num_tokens, _, head_dim = qkv.shape
+    """The steps between a layer's projection and attention, in one launch: norm and rope of q and k, then k and v go
+    into their cache slots. Returns q. nanopaged/fill_cache.py has the same in plain torch, for the CPU.
+
+    qkv               [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    rotation          [num_tokens, head_dim] float32: cosines, then sines, of each token's angles; None: no rope
+    q_norm, k_norm    [head_dim], weights of an RMS norm over each head, with eps; None: no norm
+    slot_mapping      [num_tokens]; -1: do not write (padding, or a token whose shared block already holds its K and V)
+    k_scale, v_scale  an fp8 cache (e4m3) gets K / k_scale and V / v_scale, clamped to -448 and 448; otherwise 1
+    """
+    (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
-    num_kv_heads = k_cache.shape[2]
     rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale,
@@ -301,7 +169,7 @@ def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_nor
         KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=next_power_of_2(num_heads),
         KV_PADDED=next_power_of_2(num_kv_heads), HALF_PADDED=next_power_of_2(head_dim // 2),
         ROTATE=rotation is not None, NORM=q_norm is not None,
-        num_warps=tiles.store_warps(num_heads, head_dim), **pdl_options(qkv.device))
+        num_warps=tiles.store_warps(num_heads, head_dim), **launch_options(qkv.device))
     return q
 
 
@@ -311,10 +179,8 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
                             BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
                             ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """Grid (token, 2): program 0 takes the token's q, program 1 its k and v.
-
-    A head is held as two halves [heads, HALF], because rope combines element i of one with element i of the other.
-    """
+    """Grid (token, 2): program 0 takes the token's q, program 1 its k and v. A program holds its heads as two halves
+    [heads, HALF], because rope combines element i of one half with element i of the other."""
     _wait_for_previous_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
@@ -370,11 +236,8 @@ def _store(at, x, factor, mask):
 
 @jit
 def _wait_for_previous_kernel(PDL: tl.constexpr):
-    """With programmatic dependent launch (PDL), this kernel's programs start while the previous kernel still runs.
-
-    They wait here for what that kernel writes, and allow the next kernel to start. On an H200 this saves about a
-    microsecond before each of the two or three kernels of a layer that use it.
-    """
+    """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. Here
+    they wait for its results, and allow the next kernel to start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -384,24 +247,22 @@ def _wait_for_previous_kernel(PDL: tl.constexpr):
 # The kernel
 # --------------------------------------------------------------------------------------------------
 
-# What the kernel's functions hand to each other. Of Sizes the compiler knows every value.
+# The kernel's functions pass each other these tuples. The compiler knows every value of Sizes.
 Sizes = namedtuple("Sizes", [
-    "KV_HEADS", "GROUP",  # kv heads; query heads that share a kv head
-    "HEAD_DIM", "DIM_PADDED",  # dims; the same, rounded up to a power of two
+    "KV_HEADS", "GROUP", "HEAD_DIM", "DIM_PADDED",  # GROUP query heads share a kv head; DIM_PADDED is a power of two
     "BLOCK_SIZE", "KC_BLOCK", "KC_SLOT", "VC_BLOCK", "VC_SLOT",  # slots of a block; strides of the caches
     "WINDOW",  # tokens that a token sees, itself included; 0: no limit
     "TILE_M", "TILE_N",  # rows of a tile of queries; tokens of a tile of keys
     "PRECISION"])  # of float32 products; "ieee" is exact
 Queries = namedtuple("Queries", [
     "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
-    "seq", "kv_head", "q_start",  # which sequence, which kv head, the sequence's first row of q
-    "query_len", "first"])  # the sequence's new tokens; the first of them that is in this tile
+    "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first row of q
+    "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
 Keys = namedtuple("Keys", [
     "table", "k", "v",  # the sequence's block table; the caches, at this kv head
     "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
-Sums = namedtuple("Sums", [
-    "acc",  # weighted values [rows, DIM_PADDED]; in decode transposed, [DIM_PADDED, columns]
-    "max", "sum"])  # for each query: largest score, sum of weights
+Sums = namedtuple("Sums", [  # for each query: the weighted values [rows, DIM_PADDED], in decode transposed;
+    "acc", "max", "sum"])  # its largest score; the sum of its weights
 
 
 @jit
@@ -412,15 +273,16 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
-    """The grid of decode is (sequence and kv head, programs that share its splits).
-    The grid of prefill is (entry of query_tiles and kv head).
+    """A program takes one kv head and a tile of one sequence's queries. The tile holds all GROUP query heads that share
+    the kv head, so the program loads each tile of K and V once for all of them. A sequence's query length picks its
+    launch, so the result has the same bits in any batch:
 
-    Programs start in the order of the first axis. So the kv heads of a sequence, which are neighbours in memory, run at
-    the same time, and the longest tiles of all heads start first.
+                 new tokens   rows of a tile                    grid
+        DECODE   1            GROUP                             (sequence and kv head, programs that share its splits)
+        prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of query_tiles and kv head)
 
     query_tiles   [n, 2], prefill only: (sequence, tile of its queries); sequence -1 is padding
-    split_acc     [sequence, head, num_splits, HEAD_DIM], split_sums [sequence, head, num_splits, 2]: for decode without
-                  NO_SPLIT, the running sums of each split; num_splits is the most that any sequence has
+    split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not NO_SPLIT
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     _wait_for_previous_kernel(PDL)
@@ -434,9 +296,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:
             return
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)  # 64 bits: what a stride multiplies may exceed 2^31
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)  # 64 bits: an offset may exceed 2^31
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
-    if (query_len == 1) != DECODE:  # the other launch's sequence, or padding
+    if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
         return
     # The keys.
     seq_len = tl.load(seq_lens + seq)
@@ -449,6 +311,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
     queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
+    # Sizes is built inside each call: in a variable, its values would not be known to the compiler any more.
     if DECODE:
         _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
@@ -461,13 +324,12 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
 @jit
 def _query_rows(queries, keys, row, sizes):
-    """Some rows of a tile: their q [rows, DIM_PADDED], their positions [rows], where the results go, which rows exist.
+    """Some rows of a tile: q [rows, DIM_PADDED], positions [rows], addresses of the results, and which rows exist. If
+    GROUP does not divide TILE_M, the last rows stay unused.
 
         row           0     1     2     3     4     5        with GROUP 2
         query token   0     0     1     1     2     2        after `first`
         head          0     1     0     1     0     1        of the group
-
-    With a GROUP that does not divide TILE_M, the last rows are not used.
     """
     query, head = queries.first + row // sizes.GROUP, queries.kv_head * sizes.GROUP + row % sizes.GROUP
     dim = tl.arange(0, sizes.DIM_PADDED)
@@ -477,20 +339,16 @@ def _query_rows(queries, keys, row, sizes):
     at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
     q = tl.load(at, mask=valid, other=0.0)
     if keys.k.dtype.element_ty == tl.float8e4nv:
-        q = q.to(tl.float16)  # what the hardware converts fp8 to
+        q = q.to(tl.float16)  # the type to which the hardware converts fp8
     out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
     return q, keys.seq_len - queries.query_len + query, out, valid
 
 
-# The loops of decode and prefill load block ids one tile ahead. If K and V had to wait for the load of their block id,
-# the compiler would not pipeline their loads.
-
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-
-    The table is never read behind the sequence's last block, where it may hold anything.
-    """
+    The loops call it one tile ahead, because the compiler does not pipeline loads that wait for another load.
+    The table may hold anything behind the sequence's last block, so no program reads it there."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -512,137 +370,21 @@ def _initial_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constex
 
 
 @jit
+def _online_softmax(sums, scores, scale, AXIS: tl.constexpr, MASKED: tl.constexpr):
+    """The weights p of a tile's scores along AXIS, the factor alpha for acc, and each query's new maximum and sum."""
+    new_max = tl.maximum(sums.max, tl.max(scores, AXIS) * scale)
+    base = new_max
+    if MASKED:  # the maximum of a query that has seen no key yet is -inf, and -inf - -inf is NaN
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(scores * scale - tl.expand_dims(base, AXIS))
+    alpha = tl.exp2(sums.max - base)
+    return p, alpha, new_max, sums.sum * alpha + tl.sum(p, AXIS)
+
+
+@jit
 def _normalize(acc, weights, v_scale):
     """The result: acc over the sum of weights; 0 where no key was seen."""
     return acc / tl.where(weights == 0, 1.0, weights) * v_scale
-
-
-# --------------------------------------------------------------------------------------------------
-# Decode: one query token, its context in splits
-# --------------------------------------------------------------------------------------------------
-
-@jit
-def split_length(seq_len, TILE_N: tl.constexpr):
-    """Tokens per split: a sixteenth of the context, but at least 128 and at most 512. Beyond 16,384 tokens that would
-    give more than 32 splits, so a split is a thirty-second of the context. Always a multiple of TILE_N, here 64:
-
-        context    100    129   2,048   4,096   8,192   16,384   65,536
-        split      128    128     128     256     512      512    2,048
-        splits       1      2      16      16      16       32       32
-
-    The sequence's own length decides, never the batch or the grid, so these do not change the order of additions.
-    """
-    sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
-    least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
-    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
-
-
-@jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
-    """Attend with one query token. A program computes a run of the context's splits, one after the other:
-
-        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
-        2 programs share them       program 0   | program 1    the sums of each split go to memory, and
-                                                               merge_splits_kernel merges them (vLLM's V2)
-        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (V1)
-
-    Both merge the same splits in the same order, so they give the same bits.
-    """
-    start, end = keys.oldest, keys.end
-    split_len = split_length(keys.seq_len, sizes.TILE_N)
-    split = start // split_len
-    if not NO_SPLIT:
-        run = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
-        split += run * tl.program_id(1)
-        start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
-    start = start // sizes.TILE_N * sizes.TILE_N
-    column = tl.arange(0, sizes.TILE_M)
-    q, _, out, valid = _query_rows(queries, keys, column, sizes)
-    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
-    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
-    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
-    block = _block_of(keys, start, sizes)
-    for tile in range(start, end, sizes.TILE_N):
-        slots = _slots_of(block, tile, sizes)
-        block = _block_of(keys, tile + sizes.TILE_N, sizes)
-        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
-        # At a split's end its sums are merged or stored, and begin anew. Every tile does that, under a condition or
-        # mask: a branch would end the pipelining of loads.
-        ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
-        if NO_SPLIT:
-            total = _where(ends, _merge(total, sums), total)
-        else:
-            row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
-            complete = column < tl.where(ends, sizes.GROUP, 0)
-            tl.store(split_acc + row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
-                     mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
-            tl.store(split_sums + 2 * row, sums.max, mask=complete)
-            tl.store(split_sums + 2 * row + 1, sums.sum, mask=complete)
-        sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
-        split += ends.to(tl.int32)
-    if NO_SPLIT:
-        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
-
-
-@jit
-def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
-    """The running sums after one more tile of keys. All is transposed; the heads of the group are columns:
-
-        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
-        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
-
-    Tensor cores multiply at least 16 rows by 8 columns. A group of 2 heads fills 2 of 8 columns, or 2 of 16 rows.
-    """
-    slot_k, slot_v = slots
-    dim = tl.arange(0, sizes.DIM_PADDED)
-    token = tile + tl.arange(0, sizes.TILE_N)
-    exists = token < end
-    if sizes.WINDOW:
-        exists &= token >= keys.oldest
-    k = tl.load(keys.k + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < sizes.HEAD_DIM)[None, :],
-                other=0.0)
-    scores = tl.dot(k.to(q.dtype), q, input_precision=sizes.PRECISION)
-    scores = tl.where(exists[:, None], scores, -float("inf"))
-    new_max = tl.maximum(sums.max, tl.max(scores, 0) * scale)
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf is NaN
-    p = tl.exp2(scores * scale - base[None, :])
-    alpha = tl.exp2(sums.max - base)
-    new_sum = sums.sum * alpha + tl.sum(p, 0)
-    p = p.to(q.dtype)
-    if keys.v.dtype.element_ty == tl.float8e4nv:
-        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
-    else:
-        v = tl.load(keys.v + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < sizes.HEAD_DIM)[:, None],
-                    other=0.0)
-        update = tl.dot(v, p, input_precision=sizes.PRECISION)
-    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
-
-
-@jit
-def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
-    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V.
-
-    Tensor cores take the values of one dim side by side, token after token; memory has those of one token side by side.
-    The hardware can transpose 16-bit elements, but not 8-bit ones. So pairs of dims are loaded, and transposed:
-
-        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
-        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
-        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
-    """
-    pair = tl.arange(0, sizes.DIM_PADDED // 2)
-    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
-                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
-    even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
-    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
-
-
-@jit
-def _where(condition, yes, no):
-    """The running sums `yes` if the condition holds, else `no`."""
-    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
-                tl.where(condition, yes.sum, no.sum))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -651,8 +393,8 @@ def _where(condition, yes, no):
 
 @jit
 def _prefill(queries, keys, first_position, scale, v_scale, sizes):
-    """Attend with TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of the
-    other. Tiles of keys before the diagonal are seen by every row, and need no mask:
+    """Attend with TILE_M rows in two halves a and b: the softmax of one half overlaps with the matrix products of the
+    other. Every row sees the tiles of keys before the diagonal, so these need no mask:
 
         3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
         at position 6                       x x x x   x x x .   .
@@ -679,7 +421,7 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
 
 @jit
 def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: tl.constexpr, sizes):
-    """The running sums of both halves after the tiles of keys [start, stop), and the block of the tile behind them."""
+    """The running sums of both halves after the tiles of keys [start, stop), and the block of the next tile."""
     for tile in range(start, stop, sizes.TILE_N):
         slot_k, slot_v = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
@@ -700,8 +442,8 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
 
 @jit
 def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
-    """A tile of K or V. Slots behind the last token hold garbage, and blocks before a window belong to other sequences.
-    They must not even be loaded: a weight of 0 does not remove a NaN, because 0 * NaN = NaN."""
+    """A tile of K or V. MASKED leaves out slots behind the last token, which hold garbage, and blocks before a window,
+    which belong to other sequences. A weight of 0 would not remove a NaN there: 0 * NaN = NaN."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
     elif sizes.HEAD_DIM < sizes.DIM_PADDED:
@@ -719,28 +461,127 @@ def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexp
         if sizes.WINDOW:
             seen &= token[None, :] > position[:, None] - sizes.WINDOW
         scores = tl.where(seen, scores, -float("inf"))
-    new_max = tl.maximum(sums.max, tl.max(scores, 1) * scale)
-    base = new_max
-    if MASKED:  # the maximum of a row that has seen no key yet is -inf, and -inf - -inf is NaN
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale - base[:, None])
-    alpha = tl.exp2(sums.max - base)
-    new_sum = sums.sum * alpha + tl.sum(p, 1)
+    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 1, MASKED)
     acc = tl.dot(p.to(v.dtype), v, sums.acc * alpha[:, None], input_precision=sizes.PRECISION)
     return Sums(acc, new_max, new_sum)
 
 
 # --------------------------------------------------------------------------------------------------
-# Merging splits (vLLM's reduce kernel)
+# Decode: one query token, its context in splits
 # --------------------------------------------------------------------------------------------------
 
 @jit
-def _merge(total, split):
-    """The running sums of the splits so far and of this one, as one.
+def split_length(seq_len, TILE_N: tl.constexpr):
+    """Tokens per split, a multiple of TILE_N; nanopaged/tiles.py has a table. The length depends on the sequence alone.
+    The batch and the grid therefore do not change the order of additions."""
+    sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
+    least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
+    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
 
-    Decode with NO_SPLIT and merge_splits_kernel both use this function: the same additions, so the same bits, provided
-    that the compiler fuses them alike. test_attention_does_not_depend_on_the_batch would notice if not.
+
+@jit
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
+    """Attend with one query token. A program computes a run of the context's splits, one after the other. Splits are
+    merged in the same order in both cases, so the bits are the same:
+
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
+        2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
+        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1)
     """
+    start, end = keys.oldest, keys.end
+    split_len = split_length(keys.seq_len, sizes.TILE_N)
+    split = start // split_len
+    if not NO_SPLIT:
+        run = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
+        split += run * tl.program_id(1)
+        start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
+    start = start // sizes.TILE_N * sizes.TILE_N
+    column = tl.arange(0, sizes.TILE_M)
+    q, _, out, valid = _query_rows(queries, keys, column, sizes)
+    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
+    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
+    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    block = _block_of(keys, start, sizes)
+    for tile in range(start, end, sizes.TILE_N):
+        slots = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
+        # At the end of a split, its sums are merged or stored and begin anew. Every tile executes these lines, under a
+        # condition or a mask, because a branch would end the pipelining of loads.
+        ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
+        if NO_SPLIT:
+            total = _where(ends, _merge(total, sums), total)
+        else:
+            row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
+            complete = column < tl.where(ends, sizes.GROUP, 0)
+            tl.store(split_acc + row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
+                     mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
+            tl.store(split_sums + 2 * row, sums.max, mask=complete)
+            tl.store(split_sums + 2 * row + 1, sums.sum, mask=complete)
+        sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
+        split += ends.to(tl.int32)
+    if NO_SPLIT:
+        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
+
+
+@jit
+def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
+    """The running sums after one more tile of keys. Tensor cores multiply at least 16 rows by 8 columns, and a group
+    often has fewer heads. So the products are transposed, with the heads as columns:
+
+        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
+        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
+    """
+    slot_k, slot_v = slots
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    token = tile + tl.arange(0, sizes.TILE_N)
+    exists = token < end
+    if sizes.WINDOW:
+        exists &= token >= keys.oldest
+    k = tl.load(keys.k + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < sizes.HEAD_DIM)[None, :],
+                other=0.0)
+    scores = tl.dot(k.to(q.dtype), q, input_precision=sizes.PRECISION)
+    scores = tl.where(exists[:, None], scores, -float("inf"))
+    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 0, True)
+    p = p.to(q.dtype)
+    if keys.v.dtype.element_ty == tl.float8e4nv:
+        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
+    else:
+        v = tl.load(keys.v + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < sizes.HEAD_DIM)[:, None],
+                    other=0.0)
+        update = tl.dot(v, p, input_precision=sizes.PRECISION)
+    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
+
+
+@jit
+def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
+    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V. The hardware can transpose elements of 16 bits, but
+    not of 8 bits. So the program loads pairs of dims and transposes the pairs:
+
+        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
+        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
+        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
+    """
+    pair = tl.arange(0, sizes.DIM_PADDED // 2)
+    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
+                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
+    even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
+
+
+@jit
+def _where(condition, yes, no):
+    """The running sums `yes` if the condition holds, else `no`."""
+    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
+                tl.where(condition, yes.sum, no.sum))
+
+
+@jit
+def _merge(total, split):
+    """The running sums of the splits so far and of this one, as one. Decode with NO_SPLIT and merge_splits_kernel both
+    call this function. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
     new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
@@ -751,7 +592,7 @@ def _merge(total, split):
 def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         PDL: tl.constexpr):
-    """Grid (sequence, head): merge the sums of its splits, and normalize. Shapes: see paged_attention_kernel."""
+    """Grid (sequence, head): merge the sums of its splits and normalize (vLLM's reduce kernel)."""
     _wait_for_previous_kernel(PDL)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -792,12 +633,11 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths
-    scale            factor on the scores, usually head_dim ** -0.5
+    scale, k_scale, v_scale      factors of the scores, usually head_dim ** -0.5; of the cache's K; of the cache's V
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
     sliding_window   0, or how many tokens a token sees, itself included
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
-    k_scale, v_scale what the cache's K and V are to be multiplied by
     Returns out, like q. Sequences with no new token are padding and nothing is written for them.
     """
     out = torch.empty_like(q) if out is None else out
@@ -807,7 +647,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                          "the address must be even")
     require_triton(q.device)
     inputs = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    scales = (scale * k_scale * math.log2(math.e), v_scale)
+    scales = (scale * k_scale * math.log2(math.e), v_scale)  # scores are linear in K, and the result is linear in V
+    strides = (*q.stride()[:2], *out.stride()[:2], block_tables.stride(0))
     constants = tiles.kernel_constants(k_cache.shape[2], group, head_dim, k_cache.shape[1], sliding_window, q.dtype,
                                        k_cache.stride(), v_cache.stride())
     if max_query_len > 1:
@@ -815,64 +656,38 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
             tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
         if len(query_tiles):
-            _launch_prefill(out, inputs, query_tiles, scales, constants)
+            config = tiles.tile_config("prefill", group, head_dim, q.element_size(), tiles.shared_memory(q.device))
+            paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
+                out, out, out, *inputs, query_tiles, *scales, 1, *strides, DECODE=False, NO_SPLIT=True, **constants,
+                **config, **launch_options(q.device))
     num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
-        _launch_decode(out, inputs, num_decodes, max_seq_len, scales, constants)
+        _launch_decode(out, inputs, num_decodes, max_seq_len, scales, strides, constants)
     return out
 
 
-def _launch_prefill(out: Tensor, inputs: tuple, query_tiles: Tensor, scales: tuple, constants: dict) -> None:
-    """Attention of the sequences with several new tokens."""
-    q, k_cache, _, block_tables, *_ = inputs
-    config = tiles.tile_config("prefill", constants["GROUP"], q.shape[2], q.element_size(),
-                               tiles.shared_memory(q.device), k_cache.element_size())
-    paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
-        out, out, out, *inputs, query_tiles, *scales, 1, *q.stride()[:2], *out.stride()[:2], block_tables.stride(0),
-        DECODE=False, NO_SPLIT=True, **constants, **config, **pdl_options(q.device))
-
-
-def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple,
+def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple, strides: tuple,
                    constants: dict) -> None:
     """Attention of the sequences with one new token."""
     q, k_cache, _, block_tables, seq_lens, query_start_loc = inputs
     _, num_heads, head_dim = q.shape
     num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
     sharing = programs_per_context(num_contexts, num_splits)
-    stages = 3
-    split_acc = split_sums = out
-    if sharing == 1:
-        stages = tiles.decode_stages(num_contexts, head_dim * k_cache.element_size(), q.device)
-    else:
+    split_acc = split_sums = out  # not used by a program that has a context to itself
+    if sharing > 1:
         split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
         split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
+    stages = tiles.decode_stages(num_contexts, sharing, head_dim * k_cache.element_size(), q.device)
     config = tiles.tile_config("decode", constants["GROUP"], head_dim, q.element_size(), tiles.shared_memory(q.device),
                                k_cache.element_size(), stages)
-    pdl = pdl_options(q.device)
     paged_attention_kernel[(num_contexts, sharing)](
-        out, split_acc, split_sums, *inputs, block_tables, *scales, num_splits, *q.stride()[:2], *out.stride()[:2],
-        block_tables.stride(0), DECODE=True, NO_SPLIT=sharing == 1, **constants, **config, **pdl)
+        out, split_acc, split_sums, *inputs, block_tables, *scales, num_splits, *strides, DECODE=True,
+        NO_SPLIT=sharing == 1, **constants, **config, **launch_options(q.device))
     if sharing > 1:
         merge_splits_kernel[(num_decodes, num_heads)](
-            out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *out.stride()[:2], num_splits,
+            out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *strides[2:4], num_splits,
             HEAD_DIM=head_dim, DIM_PADDED=constants["DIM_PADDED"], TILE_N=config["TILE_N"], WINDOW=constants["WINDOW"],
-            num_warps=1, **pdl)
-
-
-def require_triton(device: torch.device) -> None:
-    """Raise ValueError if the kernel cannot run on this device."""
-    if triton is None or (device.type == "cpu" and not INTERPRETED):
-        raise ValueError("the Triton kernel needs Triton and a CUDA device, or on a CPU Triton's interpreter, which "
-                         "needs numpy and the environment variable TRITON_INTERPRET=1 before any package imports "
-                         "triton; attention='torch' works everywhere")
-
-
-@lru_cache
-def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Launch arguments for programmatic dependent launch, where device and Triton have it."""
-    if gdc_wait is None or INTERPRETED or not tiles.has_dependent_launch(device):
-        return dict(PDL=False)
-    return dict(PDL=True, launch_pdl=True)
+            num_warps=1, **launch_options(q.device))
 
 
 class Kernels(NamedTuple):

@@ -1,20 +1,17 @@
 """Chapter 2: the model. One decoder for GPT-2, OPT, Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
 
-A decoder reads tokens and computes logits for the token that comes next: one number for each entry of the vocabulary.
-These families share one architecture with a few switches. Every layer computes
+A decoder reads tokens and computes logits for the next one: a number for each entry of the vocabulary. These families
+share one architecture with a few switches. Every layer computes
 
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-and `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or rope, biases or none, an MLP with a
-gate or without, how many query heads share a kv head. The decoder never asks for a family by name;
+and `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or rope, biases or none, an MLP with or
+without a gate, the number of query heads that share a kv head. The decoder never asks for a family by name;
 `nanopaged/weights/families.py` translates each family's config.json and tensor names.
 
-**Q, K and V.** Every token gets a query Q, a key K and a value V in every layer. Attention compares a token's Q with
-the K of every token up to this one, turns the scores into weights, and returns the weighted average of their V. A
-token's K and V depend on this token and those before it, so they never change, and the engine keeps them in the paged
-cache. No later token needs an earlier Q. Each layer writes the new tokens' K and V into their slots before its
-attention reads them, so attention finds all tokens, old and new, in the cache.
+**The cache.** Chapter 1 explains why K and V are cached. Each layer writes the new tokens' K and V into their slots
+before its attention reads them, so attention finds all tokens, old and new, in the cache.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not cached yet. It adds one slot in every layer. In an empty pool:
@@ -24,14 +21,13 @@ per step: the last sampled one, whose K and V are not cached yet. It adds one sl
     decode    mat                  5           5               5               .
     decode    .                    6           6               6               Then
 
-Both phases run the same code, but their cost differs. A step reads every weight once, whatever its number of tokens,
-and computes two FLOPs per weight and token. An H200 computes about 180 FLOPs (bfloat16, measured) in the time in which
-it reads one byte, and a weight has two bytes. A step of more than about 180 tokens is therefore bound by compute: this
-is prefill. A smaller step is bound by memory: this is decode, which also reads all cached K and V of a sequence for
-one token. Sequences that decode in the same step share the reading of the weights; therefore an engine batches.
+Both phases run the same code, but their cost differs. A step reads every weight once, two bytes in bfloat16, and
+computes two FLOPs per weight and token. An H200 computes about 180 FLOPs in the time in which it reads one byte
+(measured). More than about 180 tokens are therefore bound by compute: prefill. Fewer are bound by memory: decode, which
+also reads all cached K and V of a sequence for one token. Sequences that decode in the same step share the reading of
+the weights; therefore an engine batches.
 
-Below stand a step's inputs, the switches, the decoder and its weights. On a GPU `nanopaged/device/fused.py` replaces
-some modules by faster ones, which compute the same up to rounding; `enforce_eager=True` keeps those of this file.
+On a GPU `nanopaged/device/fused.py` replaces some modules by faster ones; `enforce_eager=True` keeps these.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -54,32 +50,30 @@ LayerCache = tuple[Tensor, Tensor, float, float]
 class Batch:
     """The inputs of a step: a **flat batch**, the new tokens of all sequences in one dimension.
 
-    A and C decode, their 7th and their 5th token, and B brings a prompt of 4 (block_size 4):
+    A and C decode their 7th and 5th token, and B brings a prompt of 4. (StepInput in engine.py adds blocks and slots.)
 
         sequence           A   C   B
         input_ids          a6  c4  b0  b1  b2  b3
         positions          6   4   0   1   2   3
-        slot_mapping       6   12  16  17  18  19
         query_start_loc    0   1   2               6
         seq_lens           7   5   4
 
-    All modules but attention treat every token alike. Attention takes the queries of sequence i from the rows
-    query_start_loc[i] up to query_start_loc[i + 1], and the keys from the cache. A query at position p reads the keys
-    0 to p. B's queries therefore need a mask, whether the prompt comes whole or in chunks. The query of A or C is the
-    sequence's last token, so no key comes after it.
+    Only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i] up to
+    query_start_loc[i + 1], and the keys from the cache. A query at position p reads the keys 0 to p, so B's queries
+    need a mask, whether the prompt comes whole or in chunks. No key comes after the one query of A or C.
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
-    slot_mapping: Tensor  # [T] the cache slot for each token's K and V; -1: they are cached already, do not write
+    slot_mapping: Tensor  # [T] the cache slot for each token's K and V; -1: K and V are cached already, do not write
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # [num_samples] the rows of the T that need logits; None: all
+    logits_indices: Tensor | None  # [num_samples] the tokens that need logits, as rows of the T; None: all
     max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query, and 2 in a CUDA graph
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph this is all
+    num_decodes: int  # sequences with one new token are among the first num_decodes; in a CUDA graph: all sequences
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
-    sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with the last rows of these
+    sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with their last rows
     plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
 
     def last_tokens(self, seqs: Tensor) -> "Batch":
@@ -95,7 +89,7 @@ class Batch:
 
 @dataclass
 class ModelConfig:
-    """The switches. `read_model_config` in nanopaged/weights/families.py sets them by a config.json."""
+    """The switches. `read_model_config` in nanopaged/weights/families.py reads them from a config.json."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -115,15 +109,15 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     learned_positions: bool = False
     position_offset: int = 0  # OPT's position table begins with two rows that no token uses
-    rope: dict[str, Any] = field(default_factory=dict)  # rope_theta, rope_type and the numbers of that type
-    sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees all before it
+    rope: dict[str, Any] = field(default_factory=dict)  # rope_theta, rope_type and the parameters of that type
+    sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token attends to all before it
     torch_dtype: torch.dtype = torch.float32
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
     @property
     def window(self) -> int:
-        """The number of tokens that the next one sees, itself included, in the layer that sees most; 0: all."""
+        """The widest window: the tokens that one token attends to, itself included. 0: some layer has no window."""
         return max(self.sliding_windows) if self.sliding_windows and all(self.sliding_windows) else 0
 
 
@@ -135,7 +129,7 @@ class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
     rope_table: Tensor
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = self.config = config
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
@@ -145,10 +139,11 @@ class Transformer(nn.Module):
         self.norm = Norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
+                out: Tensor | None = None) -> Tensor:
         """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
-        x = torch.zeros_like(residual)  # each norm adds the output of the sublayer before it; here there is none
+        x = torch.zeros_like(residual)  # each norm adds the output of the sublayer before it; the first adds zeros
         *layers, (last_layer, last_cache) = zip(self.layers, kv_cache)
         for layer, cache in layers:
             x, residual = layer(x, residual, rope, batch, cache, kernels)
@@ -156,7 +151,7 @@ class Transformer(nn.Module):
         return torch.matmul(x, self.lm_head.weight.T, out=out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The tokens' vectors [T, D], and the cosines and sines of their rope angles [T, head_dim] if there are any."""
+        """The tokens' vectors [T, D], and the cosines and sines of their rope angles [T, head_dim] or None."""
         x = self.embed_tokens(batch.input_ids)
         if self.config.learned_positions:
             return x + self.embed_positions(batch.positions + self.config.position_offset), None
@@ -166,29 +161,33 @@ class Transformer(nn.Module):
                kernels: kernel.Kernels) -> Tensor:
         """The last layer and the final norm, of the rows that need logits: [num_samples, D].
 
-        No later layer reads the last layer's output, so prompt tokens that are not sampled need only their K and V
-        there. In a batch with prompts the sampled rows run as a separate decode call, so the bits of their attention
-        do not depend on the rest of the batch. A batch without prompts is such a call as a whole.
+        No layer reads this layer's output, so prompt tokens that do not sample need only K and V here. In a batch with
+        prompts the rows that sample run as a separate decode call. The bits of their attention then do not depend on
+        the other rows. A batch without prompts is one such call.
         """
         q, residual = layer.write_kv(x, residual, rope, batch, cache, kernels)
-        hidden, rows, seqs = [], batch.logits_indices, batch.sampled
-        if seqs is not None and rows is not None and batch.max_query_len > 1:
-            last, rows = rows.split([len(seqs), len(rows) - len(seqs)])  # last tokens, and rows of prompt_logprobs
-            if len(seqs):
-                last_q, last_residual = q.index_select(0, last), residual.index_select(0, last)
-                decodes = batch.last_tokens(seqs)
-                hidden.append(self.norm(*layer.attend(last_q, last_residual, decodes, cache, kernels))[0])
-        if rows is None or len(rows):
-            x, residual = layer.attend(q, residual, batch, cache, kernels)
-            if rows is not None:
-                x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
-            hidden.append(self.norm(x, residual)[0])
-        if not hidden:
-            return residual[:0]  # a step of prompt chunks alone, none of them the last
+        rows, seqs = batch.logits_indices, batch.sampled
+        if rows is not None and not len(rows):
+            return residual[:0]  # only chunks of prompts, none of them the last
+        if rows is None or seqs is None or batch.max_query_len == 1:
+            return self.norm_rows(rows, *layer.attend(q, residual, batch, cache, kernels))
+        hidden, last, prompt_rows = [], rows[:len(seqs)], rows[len(seqs):]
+        if len(last):
+            q_last, residual_last = q.index_select(0, last), residual.index_select(0, last)
+            decodes = batch.last_tokens(seqs)
+            hidden.append(self.norm_rows(None, *layer.attend(q_last, residual_last, decodes, cache, kernels)))
+        if len(prompt_rows):  # the prompt tokens' log probabilities are wanted
+            hidden.append(self.norm_rows(prompt_rows, *layer.attend(q, residual, batch, cache, kernels)))
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
+    def norm_rows(self, rows: Tensor | None, x: Tensor, residual: Tensor) -> Tensor:
+        """The final norm of these rows; None: of all."""
+        if rows is not None:
+            x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
+        return self.norm(x, residual)[0]
+
     def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
-        """[num_positions, head_dim] float32: for each position the cosines, then the sines, of its angles."""
+        """rope_table [num_positions, head_dim] float32: a position's cosines, then its sines, one for each angle."""
         if not self.config.learned_positions:
             angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
@@ -197,12 +196,12 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """One decoder layer: attention, then the MLP."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         c = self.config = config
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
         self.input_layernorm = Norm(c, c.hidden_size)
-        # One matrix for q, k and v, and one for gate and up: fewer, larger products are faster.
+        # One matrix holds q, k and v, and one gate and up: fewer, larger products are faster.
         self.qkv_proj = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
@@ -213,27 +212,25 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) of the layer before -> those of this one. The residual stream is their sum: the next norm adds
-        them, because an addition and a norm together read memory once."""
+        """(x, residual) -> (x, residual). The next norm adds the two, which saves reading memory a second time."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.attend(q, residual, batch, cache, kernels)
 
     def write_kv(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                  kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """Q, K and V of all tokens: K and V go into their cache slots. Returns Q [T, H, head_dim] and the residual."""
+        """Write all tokens' K and V into their cache slots. Returns Q [T, H, head_dim] and the residual stream."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         x, residual = self.input_layernorm(x, residual)  # [T, D]
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        # Norm and rope of q and k, and for k and v the work of chapter 1's `store_kv`: all of it only moves memory, so
-        # one launch does it.
+        # Norm, rope and storing k and v (chapter 1's `store_kv`) only move memory, so one launch does all of it.
         q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
                                      k_scale, v_scale)
         return q, residual
 
     def attend(self, q: Tensor, residual: Tensor, batch: Batch, cache: LayerCache,
                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """The rest of the layer: these queries' attention over the cache, which holds the new K and V, and the MLP."""
+        """The rest of the layer: attention of these queries over the cache, which holds the new K and V; the MLP."""
         k_cache, v_cache, k_scale, v_scale = cache
         o = kernels.attention(  # [T, H, head_dim]
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
@@ -249,9 +246,9 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors. torch's own modules draw random weights, for which they import a compiler (2 seconds)."""
+    """A table of vectors. torch's own modules draw random weights and import a compiler for that (2 seconds)."""
 
-    def __init__(self, rows: int, size: int):
+    def __init__(self, rows: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
 
@@ -262,7 +259,7 @@ class Embedding(nn.Module):
 class Linear(nn.Module):
     """A matrix product: [T, in] -> [T, out]."""
 
-    def __init__(self, size_in: int, size_out: int, bias: bool):
+    def __init__(self, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size_out, size_in))
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
@@ -274,7 +271,7 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """Adds a sublayer's output to the residual stream and norms the sum: (x, residual) -> (norm(sum), sum)."""
 
-    def __init__(self, config: ModelConfig, size: int):
+    def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(size))
@@ -309,15 +306,13 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """The angle per position of each pair of a head's numbers, [head_dim // 2] float32.
-
-    The scaled types slow rotations down, so that contexts longer than the trained one meet no unknown angle.
-    """
+    """The angle per position of each pair of a head's numbers, [head_dim // 2] float32. The scaled types slow rotations
+    down, so contexts longer than the trained one have no unknown angle."""
     rope = config.rope
     frequency = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     if rope["rope_type"] == "linear":
         frequency = frequency / rope["factor"]
-    elif rope["rope_type"] == "llama3":  # slow rotations are slowed down, fast ones kept, those between are blended
+    elif rope["rope_type"] == "llama3":  # slow rotations are slowed down, fast ones kept, the others are blended
         rotations = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the trained context
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -332,17 +327,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype,
                 device: torch.device | str, num_positions: int) -> Transformer:
     """A Transformer on `device` with a checkpoint's (name, tensor) pairs, or random weights if `tensors` is None.
-
     Tensors are copied one at a time, so memory stays near one copy of the weights. ValueError: the device has too
-    little memory, or the tensors are not those that `config` implies.
-    """
+    little memory, or `config` implies other tensors."""
     with torch.device("meta"):  # shapes without memory
         model = Transformer(config)
     is_cuda = torch.device(device).type == "cuda"
-    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "not so much memory"
+    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
     try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
         model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
-    except RuntimeError:  # torch.OutOfMemoryError is one
+    except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
         size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None
@@ -363,14 +356,14 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}
     missing = set(targets)
     embed, head = config.names.get("embed_tokens", "embed_tokens") + ".weight", "lm_head.weight"
-    if config.tie_word_embeddings:  # one matrix; safetensors' save_model stores it as the head alone
+    if config.tie_word_embeddings:  # one matrix; safetensors' save_model stores only the head
         targets[head] = targets[embed]
     for name, tensor in tensors:
         bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
         if bare not in targets:  # a buffer such as GPT-2's causal mask
             continue
         if bare == head and config.tie_word_embeddings:
-            if embed not in missing:  # stored under both names: the embedding's counts
+            if embed not in missing:  # stored under both names: the embedding wins
                 continue
             bare = embed
         missing.discard(bare)
@@ -386,7 +379,7 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
 
 
 def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """The checkpoint's tensors that make up our parameter `name`: their names, and the rows that each one fills."""
+    """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if module == "qkv_proj" and module not in config.names:  # GPT-2 stores q, k and v merged, as we do

@@ -34,7 +34,7 @@ import model
 from engine import NULL, BlockManager, Sampled, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from model import activate, rope_frequencies
-from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
+from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api import llm as llm_module
 from nanopaged.api.beam import BeamSearch
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
@@ -225,8 +225,8 @@ def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpre
     """From Hopper on; not on AMD's, whose device type is "cuda" too, nor in the interpreter."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(kernel, "INTERPRETED", interpreted)
-    options = kernel.pdl_options.__wrapped__(torch.device("cuda"))
+    monkeypatch.setattr(optional_triton, "INTERPRETED", interpreted)
+    options = kernel.launch_options.__wrapped__(torch.device("cuda"))
     assert options["PDL"] == options.get("launch_pdl", False) == (expected and kernel.gdc_wait is not None)
 
 
@@ -911,6 +911,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     llm.generate([[8, i] for i in range(max_num_seqs)], params)
     assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
     assert {dict(form[1:]).get("NO_SPLIT") for form in forms} == {True, False, None}
+    assert all(dict(form[1:])["enable_fp_fusion"] for form in forms)  # Triton's default differs between versions
     assert forms <= compiled
 
 
@@ -1411,6 +1412,44 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(monkeypa
     monkeypatch.setattr(bench, "ANYWHERE", [broken])
     with pytest.raises(ValueError, match="a mistake"):
         bench.main()
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    """The engine of the benchmark's sections, on a CPU, with a step launched ahead as on a GPU."""
+    shape = dict(hidden_size=8, head_dim=8, num_key_value_heads=1, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    monkeypatch.setitem(bench.SHAPES, "tiny", bench.QWEN3 | shape)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    llm = bench.random_llm("tiny", max_model_len=128, device="cpu")
+    llm.engine.lookahead = 1
+    return llm
+
+
+def test_bench_times_decode_steps_and_leaves_an_idle_engine(tiny_bench):
+    assert bench.decode_ms(tiny_bench, 2, 8, steps=3) > 0
+    assert tiny_bench.engine.is_idle and not tiny_bench.requests
+
+
+def test_bench_times_prompts_that_arrive_while_others_decode(tiny_bench):
+    gaps, first_tokens = bench.under_load(tiny_bench, num_decodes=2, context=8, num_arrivals=1, prompt_len=16, steps=20)
+    assert len(gaps) == 20 and len(first_tokens) == 1 and 0 < first_tokens[0] < sum(gaps)
+    assert tiny_bench.engine.is_idle and not tiny_bench.requests
+
+
+def test_bench_knows_the_rows_that_it_has_peers_for(tiny_bench, monkeypatch):
+    """A row whose name has changed would lose its peer."""
+    names = []
+    monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
+    monkeypatch.setattr(bench, "random_llm", lambda *_, **__: tiny_bench)
+    monkeypatch.setattr(bench, "first_token_after", lambda *_: 1.0)
+    for name in ("attention_seconds", "decode_ms", "prefill_rate", "rate"):
+        monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
+    monkeypatch.setattr(bench, "warm_up", lambda *_: None)
+    monkeypatch.setattr(bench.Limits, "__init__", lambda limits: vars(limits).update(copy=1e9, product=1e12))
+    monkeypatch.setattr(bench.Limits, "tokens_per_second", lambda *_: 1.0)
+    for section in (bench.start, bench.attention, bench.decode, bench.throughput, bench.large):
+        section(bench.Limits(), False)
+    assert bench.PEERS.keys() <= set(names)
 
 
 def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):
@@ -1983,7 +2022,7 @@ def test_the_flat_batch_of_the_models_text():
     batch = batches[1]
     assert rows["sequence"] == ["A", "C", "B"] and rows["input_ids"] == ["a6", "c4", "b0", "b1", "b2", "b3"]
     assert batch.input_ids[2:].tolist() == third
-    for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens"):
+    for name in ("positions", "query_start_loc", "seq_lens"):
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
     assert batch.sampled.tolist() == [0, 1, 2] and batch.logits_indices.tolist() == [0, 1, 5]
 

@@ -13,6 +13,11 @@ from nanopaged.arithmetic import cdiv
 
 # The length of a split, see `split_length` in kernel.py: a sixteenth of the context, but MIN_SPLIT to MID_SPLIT tokens,
 # and longer where MAX_SPLITS splits of MID_SPLIT would not suffice. Shorter splits cost more in merging than they gain.
+# With tiles of 64 tokens:
+#
+#     context    100    129   2,048   4,096   8,192   16,384   65,536
+#     split      128    128     128     256     512      512    2,048
+#     splits       1      2      16      16      16       32       32
 MIN_SPLIT, MID_SPLIT = 128, 512
 MAX_SPLITS = 32
 
@@ -105,14 +110,15 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
     return dict(TILE_M=tile_m, TILE_N=tile_n, num_warps=num_warps, num_stages=stages)
 
 
-def decode_stages(num_contexts: int, row: int, device: torch.device) -> int:
-    """Pipeline stages of decode with one program per context; row is the bytes of one head of one token.
+def decode_stages(num_contexts: int, sharing: int, row: int, device: torch.device) -> int:
+    """Pipeline stages of decode with `sharing` programs per context; row is the bytes of one head of one token.
 
     With rows of 256 bytes, three stages leave room for three programs on each multiprocessor (H200, Triton 3.6). If
     there are a few more programs than that, the rest would run alone in a second round. With four stages there is
     room for two programs, each reads further ahead, and two rounds come out nearly even.
     """
-    return 4 if row == WIDE_ROW and 3 < num_contexts / num_multiprocessors(device) < 4 else 3
+    per_multiprocessor = num_contexts / num_multiprocessors(device)
+    return 4 if sharing == 1 and row == WIDE_ROW and 3 < per_multiprocessor < 4 else 3
 
 
 def store_warps(num_heads: int, head_dim: int) -> int:

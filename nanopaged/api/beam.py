@@ -1,43 +1,42 @@
-"""Beam search: the texts that are likeliest as a whole, where greedy decoding takes the likeliest token at each step.
+"""Beam search: it looks for the likeliest whole texts. Greedy decoding takes the likeliest token at each step.
 
-`BeamGroup` is the search and nothing else: it sees token ids and log probabilities. `BeamSearch` carries it out in the
-engine, where beams are sequences that share blocks. Of a prompt's texts `beam_width` are live. Every step puts the
-likeliest next tokens behind each of them and looks at all that came of it together, best first by cumulative log
-probability. Here with beam_width 2, where "." is an end-of-sequence (EOS) token:
+`BeamGroup` is the search alone, on token ids and log probabilities. `BeamSearch` runs it in the engine, where beams are
+sequences that share blocks. A prompt has at most `beam_width` live beams. Every step appends the likeliest next tokens
+to each live beam. All results are candidates together, ordered by cumulative log probability. Here beam_width is 2, and
+"." is an end-of-sequence (EOS) token:
 
     live beams         candidates
-     0   a   -0.4        a b   -0.9    lives on as beam 0, child of beam 0
-     1   c   -0.7        a .   -1.1    ends: it is among the best beam_width candidates
-                         a d   -1.6    lives on as beam 1, child of beam 0 too; beam 1 has no child and dies
-                         c .   -1.9    ends too late, is dropped
-                         c e   -2.0    there are beam_width better ones, is dropped
+     0   a   -0.4        a b   -0.9    becomes beam 0, a child of beam 0
+     1   c   -0.7        a .   -1.1    ends, because it is among the best beam_width candidates
+                         a d   -1.6    becomes beam 1, another child of beam 0; the old beam 1 has no child and ends
+                         c .   -1.9    dropped: it ends, but is not among the best beam_width candidates
+                         c e   -2.0    dropped: there are beam_width live beams already
 
-So `extend` returns [(0, b), (0, d)]. Candidates of max_tokens tokens end like those with an EOS token. Of the beams
-that have ended the best beam_width by **score** are kept,
+So `extend` returns [(0, b), (0, d)]. A candidate of max_tokens tokens ends like one with an EOS token. Of the ended
+beams the best beam_width are kept, ordered by **score**:
 
     score = cumulative log probability / length ** length_penalty
 
-where the length is that of the generated tokens, the EOS token included, the prompt not. Log probabilities are
-negative, so a positive length_penalty is for longer texts, in spite of its name, and a negative one for shorter texts.
+The length counts the generated tokens, with the EOS token and without the prompt. Log probabilities are negative, so a
+positive length_penalty favours longer texts, in spite of its name, and a negative one favours shorter texts.
 
-**The end.** Once beam_width beams have ended the search may, and `early_stopping` says when it does:
+**The end.** The search needs beam_width ended beams. Then `early_stopping` says when the search ends:
 
     True      at once
-    False     when the best live beam, taken as it stands, does not score higher than the worst that has ended
-    "never"   when it could not score higher even if the rest of its tokens were certain: its log probability counts as
-              that of max_tokens tokens where length_penalty is positive, and as it stands otherwise
+    False     when the current score of the best live beam is not higher than the worst score of the ended beams
+    "never"   when the best live beam cannot reach a higher score even if all its further tokens were certain. With a
+              positive length_penalty its score is computed with a length of max_tokens, otherwise with its own
 
-Only the last never gives up a beam that would have scored higher. False and "never" are one rule unless length_penalty
-is positive.
+Only "never" keeps every beam that might still win. Without a positive length_penalty, False and "never" are one rule.
 
-This is the search of Hugging Face transformers (5.23, `_beam_search`), results and their order included, but for two
-things. Its placeholders of score -1e9 are nothing here: with fewer than beam_width texts to choose from (three tokens
-in the vocabulary, max_tokens=1) there are fewer results. And sums are Python's floats, not float32; of equal candidates
-those of the better parent go first, then as the caller ordered them, where torch takes any.
+Results and their order are those of Hugging Face transformers (5.23, `_beam_search`), with two differences.
+transformers fills up with placeholders of score -1e9 where there are fewer than beam_width texts (three tokens in the
+vocabulary, max_tokens=1); here there are fewer results. And sums are Python floats instead of float32; among equal
+candidates those of the better parent come first, in the caller's order, where torch picks any.
 """
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -50,33 +49,33 @@ from nanopaged.sampling_params import BeamSearchParams, SamplingParams, Sequence
 @dataclass(frozen=True, slots=True)
 class Beam:
     """One text of a BeamGroup, live or ended."""
-    token_ids: list[int]  # the generated ones, with the EOS token that ended it
+    token_ids: list[int]  # the generated tokens, with the EOS token that ended the beam
     cumulative_logprob: float  # of these tokens
     score: float  # cumulative_logprob / len(token_ids) ** length_penalty
-    finish_reason: str | None = None  # "stop": by an EOS token; "length": by max_tokens; "error": NaN; None: it is live
+    finish_reason: str | None = None  # "stop": an EOS token; "length": max_tokens; "error": NaN; None: the beam is live
 
 
 class BeamGroup:
     """The beams of one prompt.
 
-    params: beam_width, length_penalty, early_stopping and ignore_eos are read, max_tokens is not
+    params: all but max_tokens is read
     eos_token_ids: tokens that end a beam, unless params.ignore_eos
-    max_tokens: new tokens at most, at least 1: params.max_tokens, or what the model's limit leaves of it
+    max_tokens: the number of new tokens, at least 1: params.max_tokens, or less if the model's limit is lower
     """
 
-    def __init__(self, params: BeamSearchParams, eos_token_ids: frozenset[int], max_tokens: int):
+    def __init__(self, params: BeamSearchParams, eos_token_ids: Collection[int], max_tokens: int) -> None:
         self.beam_width, self.length_penalty = params.beam_width, params.length_penalty
-        # One beam is greedy decoding, in transformers too: it ends with its first text.
+        # One beam is greedy decoding and ends with its first text, as in transformers.
         self.early_stopping = params.early_stopping if params.beam_width > 1 else True
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.max_tokens = max_tokens
-        self.live = [Beam([], 0.0, 0.0)]  # best first; only the prompt as yet
+        self.live = [Beam([], 0.0, 0.0)]  # best first; at the start the prompt alone
         self.ended: list[Beam] = []  # best first
 
     @property
     def num_candidates(self) -> int:
-        """How many next tokens `extend` wants of each live beam: even if all EOS tokens are among them, and all the new
-        live beams come from one parent, there are enough. More change nothing; a vocabulary may have fewer."""
+        """The number of next tokens that `extend` needs of each live beam. It is enough even if all EOS tokens are
+        among them and all new live beams have one parent. More change nothing; a small vocabulary may have fewer."""
         return self.beam_width + len(self.eos_token_ids)
 
     @property
@@ -85,7 +84,7 @@ class BeamGroup:
 
     @property
     def num_new_tokens(self) -> int:
-        """Of the live beams and the results so far."""
+        """The generated tokens of the live beams and of the results so far."""
         return sum(len(beam.token_ids) for beam in self.live + self.ended)
 
     def extend(self, candidates: list[list[tuple[int, float]]]) -> list[tuple[int, int]]:
@@ -93,9 +92,10 @@ class BeamGroup:
 
         candidates: for each live beam, in order, its likeliest `num_candidates` next tokens with their log
             probabilities (log_softmax of the float32 logits), best first
-        Returns the new live beams, best first: (index of its parent in `live` until now, token to append). A parent may
-        come up several times or not at all. An empty list: the search is done. If a log probability is NaN (broken weights)
-        the live beams end as they are, by "error", and are the results.
+
+        Returns the new live beams, best first, each as (index of its parent in the old `live`, token to append). A
+        parent may appear several times or not at all. An empty list means that the search is done. If a log probability
+        is NaN (broken weights), the live beams end with "error" and are the results.
 
         Raises ValueError if candidates are not one list for each live beam.
         """
@@ -104,7 +104,8 @@ class BeamGroup:
         if any(math.isnan(logprob) for beam in candidates for _, logprob in beam):
             self.ended, self.live = [replace(beam, finish_reason="error") for beam in self.live], []
             return []
-        live, origins = [], []
+        live: list[Beam] = []
+        origins: list[tuple[int, int]] = []
         for rank, (logprob, parent, token) in enumerate(self._best_first(candidates)):
             if len(live) == self.beam_width and rank >= self.beam_width:
                 break
@@ -121,15 +122,15 @@ class BeamGroup:
         return origins
 
     def _best_first(self, candidates: list[list[tuple[int, float]]]) -> Iterator[tuple[float, int, int]]:
-        """All candidates together: (cumulative log probability, index of the parent, token). Of equal ones the better parent's
-        first. Each beam's candidates are in order already, so those that nobody asks for are never sorted."""
+        """All candidates, best first: (cumulative log probability, index of the parent, token). Among equals the better
+        parent comes first. The candidates of each beam are sorted already, so a lazy merge is enough."""
         def of_beam(parent: int) -> Iterator[tuple[float, int, int]]:
             before = self.live[parent].cumulative_logprob
             return ((before + logprob, parent, token) for token, logprob in candidates[parent])
         return heapq.merge(*map(of_beam, range(len(self.live))), key=itemgetter(0), reverse=True)
 
     def results(self) -> list[Beam]:
-        """The beams that have ended, best score first: beam_width of them once the search is done."""
+        """The ended beams, best score first: beam_width of them once the search is done."""
         return list(self.ended)
 
     def _beam(self, token_ids: list[int], logprob: float) -> Beam:
@@ -142,12 +143,12 @@ class BeamGroup:
         return logprob / length ** self.length_penalty
 
     def _may_stop(self) -> bool:
-        """Enough beams have ended, and by early_stopping the live ones are not worth going on with."""
+        """Whether enough beams have ended and early_stopping gives up the live ones."""
         if len(self.ended) < self.beam_width:
             return False
         if self.early_stopping is True:
             return True
-        best = self.live[0].score  # all live beams have one length, so the likeliest has the best score
+        best = self.live[0].score  # all live beams have the same length, so the likeliest has the best score
         if self.early_stopping == "never" and self.length_penalty > 0:
             best = self._score(self.live[0].cumulative_logprob, self.max_tokens)
         return best <= self.ended[-1].score
@@ -158,17 +159,17 @@ class BeamGroup:
 # --------------------------------------------------------------------------------------------------
 
 class BeamSearch:
-    """The search of one prompt as sequences of the engine: a sequence for each live beam, which all have the search as their
-    listener. It appends no token to a beam before all live beams have their candidates; until then the beam is paused.
-    Beams share the blocks of their common beginning."""
+    """The search of one prompt in the engine. Each live beam is a sequence, and beams share the blocks of their common
+    prefix. The search is the listener of all its sequences: a beam that has its candidates pauses until all live beams
+    have theirs, and then `branch` appends the tokens."""
 
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int, num_candidates: int,
-                 scheduler: engine.Scheduler):
+    def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
+                 num_candidates: int, scheduler: engine.Scheduler) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
         self.scheduler = scheduler
         self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
         self.candidates: dict[engine.Sequence, list[tuple[int, float]]] = {}
-        self.free_numbers = [*range(1, group.beam_width), 0]  # of beams: they are taken from the end
+        self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
         self.beams = [self._new_beam()]
         scheduler.add(self.beams[0])
 
@@ -178,18 +179,19 @@ class BeamSearch:
                                sampling=self.sampling, listener=self, lookahead=False)
 
     def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
-        """engine.Listener's."""
+        """engine.Listener's method: keep the candidates; no token is appended yet."""
         self.candidates[seq] = list(zip(*logprobs[2:]))
         return []
 
     @property
     def can_branch(self) -> bool:
-        """Whether all live beams have their candidates. (One that was preempted meanwhile may be about to get them again.)"""
+        """Whether all live beams have their candidates. A beam that was preempted meanwhile may be computing its
+        candidates again; then the search waits for them."""
         return bool(self.beams) and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.beams)
 
     def branch(self) -> list[tuple[engine.Sequence, engine.Sequence, int]]:
-        """One step of the search: (beam, its child, the token that the child goes on with) for each new live beam. A beam's
-        first child is the beam itself, others fork; a beam without one ends."""
+        """One step of the search. Returns (parent, child, token appended to the child) for each new live beam. A beam's
+        first child is the beam itself, and each further child is a fork. A beam without a child ends."""
         beams = self.beams
         origins = self.group.extend([self.candidates[beam] for beam in beams])
         parents = [beams[index] for index, _ in origins]
@@ -209,7 +211,7 @@ class BeamSearch:
         return [(parent, child, token) for parent, child, (_, token) in zip(parents, children, origins)]
 
     def stop(self) -> None:
-        """End all live beams; their blocks are free at once."""
+        """End all live beams and free their blocks."""
         for beam in self.beams:
             self._end(beam)
         self.beams = []

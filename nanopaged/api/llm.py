@@ -30,13 +30,13 @@ class LLM:
 
     model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
     revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
-    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32" ("float"),
+    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32",
         "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
-    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card; on a
-        CPU 1 GiB or max_num_seqs full sequences, whichever is less)
+    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card;
+        on a CPU 1 GiB or max_num_seqs full sequences, whichever is less)
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
@@ -47,52 +47,58 @@ class LLM:
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused where
-        they ask for something
+    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused
+        where they ask for something
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
     Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
 
-    Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and another
-    OSError, ConnectionError above all, for what the Hub does not give.
+    Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and
+    another OSError, ConnectionError above all, for what the Hub does not give.
     """
 
-    def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-                 attention: str = "auto", load_format: str = "auto", block_size: int | None = None,
-                 num_blocks: int | None = None, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
+    def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto",
+                 device: str = "auto", attention: str = "auto", load_format: str = "auto",
+                 block_size: int | None = None, num_blocks: int | None = None, gpu_memory_utilization: float = 0.9,
+                 max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 tokenizer: str | None = None, skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
-                 **vllm_options):
+                 tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+                 num_gpu_blocks_override: int | None = None, **vllm_options: Any):
         check_options(
-            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format, generation_config=generation_config,
-            kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager, skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
+            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
+            generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
+            seed=seed, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+            skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space,
-            seed=seed)
+            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space)
         self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was made for")
+            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
+                             "made for")
+        tensors = None if load_format == "dummy" else read_tensors(self.path)
         self.runner = _make_runner(
-            device, attention, enforce_eager, self.config, None if load_format == "dummy" else read_tensors(self.path), dtype=dtype,
-            seed=seed, block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
+            device, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed, block_size=block_size,
+            max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
         # A window that the pool cannot hold with a block to spare is of no use: then sequences must fit into the pool.
         window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
         if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
-            raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of {block_size} "
-                             f"tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
+            raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of "
+                             f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
+                             "memory")
         self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
         num_host_blocks = self.runner.allocate_host_pool(swap_space)
         manager = engine.BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks)
         self.scheduler = engine.Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
-        self.engine = engine.Engine(self.scheduler, self.runner, self.runner.lookahead, self.lock.interrupts.let_through)
+        self.engine = engine.Engine(self.scheduler, self.runner, self.runner.lookahead,
+                                    interruptible=self.lock.interrupts.let_through)
         self.use_priority = scheduling_policy == "priority"
         self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
         self.requests: dict[str, Request] = {}  # those under way
@@ -101,10 +107,12 @@ class LLM:
         self.arrivals = itertools.count()
         self.seeds = random.Random(seed)
 
-    def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool, skip_tokenizer: bool) -> None:
+    def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
+                         skip_tokenizer: bool) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
         downloaded."""
-        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)), config_only=is_dummy)
+        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
+                                    config_only=is_dummy)
         self.config = read_model_config(read_config(self.path))
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
         if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
@@ -114,9 +122,9 @@ class LLM:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
                 self.tokenizer_error = error
-        self.eos_token_ids = eos_token_ids(self.path)
+        self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids.add(self.tokenizer.eos_token_id)  # some fine-tunes change it there alone
+            self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -126,8 +134,8 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer. ValueError if it has none that can be read."""
         if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no tokenizer; "
-                                                     "give prompts as token ids")
+            raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no "
+                                                     "tokenizer; give prompts as token ids")
         return self.tokenizer
 
     # ---- requests, step by step
@@ -145,8 +153,9 @@ class LLM:
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, and return an output for every request of `add_request` that got a token: in this step, or in
-        steps that other calls computed meanwhile (`generate`, `stream`). Finished requests are gone afterwards."""
+        """Compute one step, and return an output for every request of `add_request` that got a token: in this step,
+        or in steps that other calls computed meanwhile (`generate`, `stream`). Finished requests are gone
+        afterwards."""
         with self.lock.turn(self._has_reports):
             if not self.unreported:
                 self._step()
@@ -158,8 +167,8 @@ class LLM:
         return bool(self.requests or self.unreported)
 
     def abort_request(self, request_id: str) -> None:
-        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is done). A
-        finished or unknown id is ignored."""
+        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is
+        done). A finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
         self.lock.change(lambda: self._abort(request_id))
 
@@ -190,7 +199,8 @@ class LLM:
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
         sequences = [
-            engine.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids, str(arrival),
+            engine.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids,
+                            str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs),
                             lookahead=not params.logits_processors)
             for j in range(params.n)]
@@ -203,21 +213,23 @@ class LLM:
             self.scheduler.add(seq)
 
     def _compute_whole_prompt(self, seq: engine.Sequence, count: int) -> None:
-        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and take memory."""
+        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
+        take memory."""
         num_values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
         seq.sampling = seq.sampling._replace(num_prompt_logprobs=count)
         seq.reads_prefix_cache = False
         seq.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, num_values)))
 
-    def _abort(self, request_id: str) -> None:
-        request = self.requests.pop(request_id, None)
-        self.unreported.pop(request_id, None)
-        if request:
-            for seq in request.sequences:
-                if seq.status is not engine.Status.FINISHED:
-                    self.scheduler.finish(seq, "abort")
-            request.end()
-            self._check_if_idle()
+    def _abort(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            request = self.requests.pop(request_id, None)
+            self.unreported.pop(request_id, None)
+            if request:
+                for seq in request.sequences:
+                    if seq.status is not engine.Status.FINISHED:
+                        self.scheduler.finish(seq, "abort")
+                request.end()
+                self._check_if_idle()
 
     def _check_if_idle(self) -> None:
         """With nothing under way the books must balance."""
@@ -260,7 +272,8 @@ class LLM:
     # ---- whole runs
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 priority: list[int] | None = None, use_tqdm: bool = True, lora_request: Any = None) -> list[RequestOutput]:
+                 priority: list[int] | None = None, use_tqdm: bool = True,
+                 lora_request: Any = None) -> list[RequestOutput]:
         """Run prompts to the end, together; outputs in their order.
 
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
@@ -273,11 +286,15 @@ class LLM:
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each")
+            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or "
+                             "one for each")
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
-            raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for each")
-        requests = [self._read_request(*given) for given in zip(prompts, sampling_params, priority or [0] * len(prompts))]
-        pending, bar = [], ProgressBar(len(prompts), use_tqdm)
+            raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one "
+                             "for each")
+        priority = priority or [0] * len(prompts)
+        requests = [self._read_request(*given) for given in zip(prompts, sampling_params, priority)]
+        pending: list[Request] = []
+        bar = ProgressBar(len(prompts), use_tqdm)
 
         def is_done() -> bool:
             while pending and pending[-1].request_id not in self.requests:
@@ -298,7 +315,7 @@ class LLM:
         finally:  # an error, or Ctrl-C
             bar.clear()
             if pending:
-                self.lock.change(lambda: [self._abort(request.request_id) for request in pending])
+                self.lock.change(lambda: self._abort(*(request.request_id for request in pending)))
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
              use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:
@@ -315,12 +332,13 @@ class LLM:
         prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+    def chat_prompt(self, messages: list[dict], *, chat_template: str | None = None,
+                    chat_template_kwargs: dict | None = None,
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
                     continue_final_message: bool = False, chat_template_content_format: str = "auto") -> dict:
-        """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none, or for
-        messages that it does not take. See nanopaged/text/chat.py, which tells from the template whether it reads content as
-        a string or as a list of parts: chat_template_content_format is "auto"."""
+        """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
+        or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
+        as a string or as a list of parts: chat_template_content_format is "auto"."""
         tokenizer = self.get_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
@@ -337,8 +355,8 @@ class LLM:
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it.
 
-        With the first piece: ValueError if it can never run, or for n above 1. At the end: RuntimeError if its finish_reason
-        is "error".
+        With the first piece: ValueError if it can never run, or for n above 1. At the end: RuntimeError if its
+        finish_reason is "error".
         """
         if params is not None and getattr(params, "n", 1) > 1:
             raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
@@ -352,15 +370,15 @@ class LLM:
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
-        finally:  # also when the garbage collector closes this generator, at any point of the program: so nothing may wait here
+        finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
             self.lock.defer(lambda: self._abort(request.request_id))
         if request.sequences[0].finish_reason == "error":
             raise RuntimeError(request.sequences[0].stop_reason)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
-        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first. nanopaged/api/beam.py
-        says what a score is. Beams share the blocks of what they have in common.
+        """Beam search for prompts, together: for each the beam_width texts of the best scores, best first.
+        nanopaged/api/beam.py says what a score is. Beams share the blocks of what they have in common.
 
         use_tqdm: as for generate
         concurrency_limit: taken for vLLM's sake, without effect
@@ -372,7 +390,8 @@ class LLM:
         try:
             for prompt in prompts:
                 text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
-                group = BeamGroup(params, self.eos_token_ids, min(params.max_tokens, self.max_model_len - len(token_ids)))
+                max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
+                group = BeamGroup(params, self.eos_token_ids, max_tokens)
                 with self.lock:
                     searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
                                                min(group.num_candidates, self.config.vocab_size), self.scheduler))
@@ -390,7 +409,8 @@ class LLM:
                 for search in searches:
                     search.stop()
                 self._check_if_idle()
-        return [beam_output(search.prompt, search.prompt_token_ids, search.group, self.tokenizer) for search in searches]
+        return [beam_output(search.prompt, search.prompt_token_ids, search.group, self.tokenizer)
+                for search in searches]
 
     def _branch(self, search: BeamSearch) -> list[tuple]:
         return search.branch()
@@ -404,8 +424,8 @@ class LLM:
 
 
 def _make_runner(device: str, attention: str, enforce_eager: bool, *args: Any, **options: Any) -> Runner:
-    """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which cannot be
-    recorded.)"""
+    """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which
+    cannot be recorded.)"""
     picked = pick_device(device)
     kernels, runner = pick_kernels(attention, picked), Runner
     if picked.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:

@@ -1,56 +1,56 @@
-"""The engine's lock: one thread at a time computes steps, and all threads get their results as soon as these are there.
+"""The engine's lock: one thread at a time computes steps, and every thread gets its result after the step that made it.
 
-Threads call the engine at the same time. A caller whose result is not there computes a step, and that step serves all
-requests, those of other threads too. So a caller that waits for the lock may find its result there when it gets it:
+Several threads call the engine at the same time. A caller that has no result yet computes a step, and the step serves
+all requests, also those of other threads. A waiting caller may therefore have its result already when it gets the lock:
 
-    queue            generate (2 of 9 tokens)    add_request    stream (a new token)
-    after a step     the holder passes the lock to add_request, which wants no step, then to the stream, whose piece is there;
-                     with neither in the queue the holder goes on and computes the next step
+    waiting threads    generate (2 of 9 tokens)    add_request    stream (a new token)
+    after a step       the holder passes the lock to add_request, which needs no step, and then to stream, whose token
+                       has arrived; if no such thread waits, the holder computes the next step
 
-The lock is handed over, from its holder to a waiting thread, so a thread that computes steps in a loop cannot take it
-again before the waiting threads have had their turn.
+The holder passes the lock directly to a waiting thread. A thread that computes steps in a loop therefore cannot
+re-acquire the lock before the waiting threads have had their turn.
 
-Two things must not happen while the engine's books are half-written. Ctrl-C waits until they are in order (see
-`Interrupts`). An abort that comes from the garbage collector or from a logits processor, that is from within a step,
-waits in a queue until the lock's holder carries it out (`defer`).
+The engine's state must not be interrupted or changed in the middle of a step. Ctrl-C is therefore delayed until the
+state is consistent (see `Interrupts`). An abort may come from within a step: from the garbage collector, or from a
+logits processor. Such an abort is queued until the lock's holder executes it (`defer`).
 """
 import signal
 import threading
 from collections import deque
 from contextlib import contextmanager
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 
 class _Waiter:
-    """A thread that waits for the lock. is_done: whether its result is there; None: it wants no step."""
+    """A thread that waits for the lock. is_done: tells whether its result has arrived; None: it needs no step."""
     __slots__ = ("thread", "is_done", "gate")
 
-    def __init__(self, thread: int, is_done: Callable[[], bool] | None):
+    def __init__(self, thread: int, is_done: Callable[[], bool] | None) -> None:
         self.thread, self.is_done = thread, is_done
-        self.gate = threading.Lock()
+        self.gate = threading.Lock()  # released when the thread gets the engine's lock
         self.gate.acquire()
 
     @property
-    def wants_no_step(self) -> bool:
+    def needs_no_step(self) -> bool:
         return self.is_done is None or self.is_done()
 
 
 class StepLock:
-    """`with lock:` for a caller that wants no step, `with lock.turn(is_done):` for one that computes steps until
-    is_done(). Not reentrant: RuntimeError for a call from within a step."""
+    """`with lock:` is for callers that need no step, `with lock.turn(is_done):` for callers that compute steps until
+    is_done(). The lock is not reentrant: a call from within a step raises RuntimeError."""
 
-    def __init__(self):
-        self.owner: int | None = None  # the thread that has the lock
-        self.waiters: deque[_Waiter] = deque()  # in the order of their arrival
-        self.mutex = threading.Lock()  # guards the two above, for microseconds
-        self.deferred: deque[Callable] = deque()
+    def __init__(self) -> None:
+        self.owner: int | None = None  # the thread that holds the lock
+        self.waiters: deque[_Waiter] = deque()  # in the order of arrival
+        self.mutex = threading.Lock()  # guards `owner` and `waiters`, for microseconds
+        self.deferred: deque[Callable[[], object]] = deque()
         self.interrupts = Interrupts()
 
     def acquire(self, is_done: Callable[[], bool] | None = None) -> None:
         thread = threading.get_ident()
         if self.owner == thread:
-            raise RuntimeError("the engine was called from within one of its steps (by a logits processor?); call it when the "
-                               "step is done, or use another LLM")
+            raise RuntimeError("the engine was called from within one of its steps (by a logits processor?); call it "
+                               "when the step is done, or use another LLM")
         waiter = _Waiter(thread, is_done)
         with self.mutex:
             if self.owner is None:
@@ -74,15 +74,15 @@ class StepLock:
                 self.deferred.popleft()()
         finally:
             with self.mutex:
-                waiter = next((waiter for waiter in self.waiters if waiter.wants_no_step), None)
+                waiter = next((waiter for waiter in self.waiters if waiter.needs_no_step), None)
                 if waiter is None and self.waiters:
-                    waiter = self.waiters[0]  # the oldest one computes the next step
+                    waiter = self.waiters[0]  # the oldest waiter computes the next step
                 if waiter is not None:
                     self.waiters.remove(waiter)
                 self.owner = waiter.thread if waiter else None
             if waiter is not None:
                 waiter.gate.release()
-            elif self.deferred:  # by the garbage collector, a moment ago
+            elif self.deferred:  # the garbage collector has just added one
                 self.carry_out()
 
     def __enter__(self) -> None:
@@ -93,7 +93,7 @@ class StepLock:
             self.interrupts.release()
             raise
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self.release()
         finally:
@@ -101,36 +101,37 @@ class StepLock:
 
     @contextmanager
     def turn(self, is_done: Callable[[], bool]) -> Iterator[None]:
-        """The lock, for a caller that computes steps until is_done(); between two of them it calls `pass_on`."""
+        """Hold the lock to compute steps until is_done(). Between two steps the caller calls `pass_on`."""
         self.interrupts.hold()
         try:
             self.acquire(is_done)
             try:
                 yield
             finally:
-                if self.owner == threading.get_ident():  # else Ctrl-C came while `pass_on` waited
+                if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `pass_on` waited
                     self.release()
         finally:
             self.interrupts.release()
 
     def pass_on(self, is_done: Callable[[], bool]) -> None:
-        """Between two steps: let Ctrl-C through, and give the lock to the waiting threads that want no step."""
+        """Between two steps: deliver Ctrl-C, and pass the lock to the waiting threads that need no step."""
         self.interrupts.deliver()
         if not (self.waiters or self.deferred):
             return
         with self.mutex:
-            others_go_first = bool(self.deferred) or any(waiter.wants_no_step for waiter in self.waiters)
+            others_go_first = bool(self.deferred) or any(waiter.needs_no_step for waiter in self.waiters)
         if others_go_first:
             self.release()
             self.acquire(is_done)
 
-    def defer(self, function: Callable) -> None:
-        """Have `function` called between two steps: at once if no thread has the lock, else by its holder. Never waits, so
-        the garbage collector may call this at any point, even within this class."""
+    def defer(self, function: Callable[[], object]) -> None:
+        """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This
+        method never waits, so the garbage collector may call it at any point, even inside this class."""
         self.deferred.append(function)
         self.carry_out()
 
     def carry_out(self) -> None:
+        """Call the deferred functions if no thread holds the lock."""
         if self.mutex.acquire(blocking=False):
             is_free = self.owner is None
             if is_free:
@@ -139,8 +140,8 @@ class StepLock:
             if is_free:
                 self.release()
 
-    def change(self, function: Callable) -> None:
-        """Call `function` between two steps, and return when that is done; from within a step: defer it."""
+    def change(self, function: Callable[[], object]) -> None:
+        """Call `function` between two steps and wait for it; from within a step, defer it."""
         if self.owner == threading.get_ident():
             self.deferred.append(function)
         else:
@@ -149,25 +150,27 @@ class StepLock:
 
 
 class Interrupts:
-    """Ctrl-C, held back in the main thread, the only thread that receives signals."""
+    """Delays Ctrl-C in the main thread, the only thread that receives signals."""
 
-    def __init__(self):
-        self.depth = 0
-        self.handler: Callable | None = None  # the program's own; None: the program ignores Ctrl-C, or dies of it
-        self.pending: tuple | None = None  # the arguments of a signal that was held back
-        self.passes = False
+    def __init__(self) -> None:
+        self.depth = 0  # nested calls of `hold`
+        self.handler: Callable | None = None  # the program's own; None: the program ignores Ctrl-C or is killed by it
+        self.pending: tuple[Any, ...] | None = None  # the arguments of a delayed signal
+        self.passes = False  # in a section of `let_through`, which delays nothing
 
     def hold(self) -> None:
+        """Delay signals until `release`."""
         if threading.current_thread() is threading.main_thread():
             if not self.depth:
-                self.pending, self.passes, handler = None, False, signal.getsignal(signal.SIGINT)
+                self.pending, self.passes = None, False
+                handler = signal.getsignal(signal.SIGINT)
                 self.handler = handler if callable(handler) else None
                 if self.handler:
                     signal.signal(signal.SIGINT, self._take)
             self.depth += 1
 
     def release(self) -> None:
-        """Deliver the signal that came meanwhile."""
+        """Deliver the delayed signal, if there is one."""
         if threading.current_thread() is threading.main_thread():
             self.depth -= 1
             if not self.depth and self.handler:
@@ -176,7 +179,7 @@ class Interrupts:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """For a section that can be left at any point."""
+        """For a section that an exception may end at any point."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -187,13 +190,13 @@ class Interrupts:
         finally:
             self.passes = False
 
-    def _take(self, *arguments) -> None:
+    def _take(self, *arguments: Any) -> None:
         self.pending = arguments
         if self.passes:
             self.deliver()
 
     def deliver(self) -> None:
-        """Call the program's handler, which raises KeyboardInterrupt unless the program has set another one."""
-        if self.pending and threading.current_thread() is threading.main_thread():
+        """Call the program's handler for the delayed signal. Python's default handler raises KeyboardInterrupt."""
+        if self.pending and self.handler and threading.current_thread() is threading.main_thread():
             pending, self.pending = self.pending, None
             self.handler(*pending)

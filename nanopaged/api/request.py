@@ -1,6 +1,7 @@
-"""A request while it runs: its sequences, their texts and log probabilities as far as they have been read.
+"""A request while it runs: its sequences, and their texts and log probabilities so far.
 
-Tokens become text as late as possible: when a caller asks for it, or at every step if stop strings have to be found in it.
+Tokens are decoded to text as late as possible: when a caller asks for the text, or at every step if the request has
+stop strings, which are searched for in the text.
 """
 from collections.abc import Mapping
 from typing import Any
@@ -12,59 +13,61 @@ from nanopaged.text.stop import StopChecker
 
 
 class Request:
-    """A prompt under way, with its n sequences and their texts as far as they have been decoded."""
+    """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, priority: int,
-                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any):
+                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any) -> None:
         self.prompt, self.prompt_token_ids, self.params, self.priority = prompt, prompt_token_ids, params, priority
         self.stop_token_ids, self.bad_words, self.tokenizer = stop_token_ids, bad_words, tokenizer
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
-        self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, as the runner gave them
-        self.request_id = ""  # until it is queued
+        self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
+        self.request_id = ""  # set by `start`
 
     def start(self, request_id: str, sequences: list[engine.Sequence], is_reported: bool) -> None:
-        """It is queued now. is_reported: LLM.step tells of it."""
+        """The scheduler gets the sequences now. is_reported: LLM.step returns outputs of this request."""
         self.request_id, self.sequences, self.is_reported = request_id, sequences, is_reported
         self.samples = [_Sample(j, seq, self.params, self.tokenizer) for j, seq in enumerate(sequences)]
         if self.params.logprobs is not None:
             for seq, sample in zip(sequences, self.samples):
                 seq.listener = sample
         self.running = {seq: j for j, seq in enumerate(sequences)}
-        self.outputs: list[CompletionOutput | None] = [None] * len(sequences)  # as of the last call of `output`
-        self.changed = set(range(len(sequences)))  # samples that have new tokens since then, or an end
+        self.outputs: dict[int, CompletionOutput] = {}  # of each sample, from the last call of `output`
+        self.changed = set(range(len(sequences)))  # samples that got a token or finished since that call
 
     @property
     def finished(self) -> bool:
         return not self.running
 
     def take(self, seq: engine.Sequence) -> tuple[str, str] | None:
-        """A sequence has a new token, or has failed to get one. If its text ends here for a reason that the scheduler does not
-        know, returns (finish_reason, stop_reason)."""
-        index, reason = self.running.get(seq), None
-        if index is None:  # the step was launched before it was known that the sequence is finished
+        """A sequence got a token, or failed to get one. Returns (finish_reason, stop_reason) if its text ends here for
+        a reason that the scheduler does not know."""
+        index = self.running.get(seq)
+        if index is None:  # the step was launched before the sequence was known to be finished
             return None
         self.changed.add(index)
-        if self.params.stop and not seq.finish_reason == "error":
-            try:
-                self.samples[index].read()
-            except Exception as error:  # of a tokenizer: the requests of others go on
-                self.samples[index].detokenizer = None
-                reason = "error", f"the tokenizer failed: {error!r}"
-            else:
-                if self.samples[index].matched is not None:
-                    reason = "stop", self.samples[index].matched
-        if reason or seq.finish_reason:
+        end = None
+        if self.params.stop and seq.finish_reason != "error":
+            end = self._find_stop_string(self.samples[index])
+        if end or seq.finish_reason:
             del self.running[seq]
-            seq.listener = None  # its sample: the two of them would keep each other in memory
-        return reason
+            seq.listener = None  # the sequence and its sample would keep each other in memory
+        return end
+
+    def _find_stop_string(self, sample: "_Sample") -> tuple[str, str] | None:
+        try:
+            sample.read()
+        except Exception as error:  # the tokenizer's: it ends this request and no other
+            sample.detokenizer = None
+            return "error", f"the tokenizer failed: {error!r}"
+        return None if sample.matched is None else ("stop", sample.matched)
 
     def end(self) -> None:
-        """It was aborted."""
+        """The request was aborted."""
         self.changed.update(self.running.values())
         self.running.clear()
 
     def read_text(self) -> str:
-        """The text of the first sample as it stands now."""
+        """The first sample's text so far."""
         self.changed.clear()
         self.samples[0].read()
         return self.samples[0].text
@@ -74,36 +77,42 @@ class Request:
         return sum(len(seq.token_ids) - seq.num_prompt_tokens for seq in self.sequences)
 
     def take_prompt_logprobs(self, position: int, logprobs: list[tuple]) -> None:
-        """Those of the prompt tokens from `position` on, as the runner gives them."""
+        """Keep the log probabilities of the prompt tokens from `position` on, in the runner's form."""
         self.new_prompt_logprobs.update(enumerate(logprobs, position))
 
     def output(self) -> RequestOutput:
-        """As it stands now. What an earlier call has converted is not converted again."""
+        """The request's output so far. Only samples that changed since the last call are converted again."""
         for index in self.changed:
             self.outputs[index] = self.samples[index].output()
         self.changed.clear()
-        prompt_logprobs = None
-        if self.params.prompt_logprobs is not None:
-            for position, found in self.new_prompt_logprobs.items():
-                self.prompt_logprobs[position] = token_logprobs(self.prompt_token_ids[position], found, self.params.prompt_logprobs,
-                                                                self.tokenizer)
-            self.new_prompt_logprobs.clear()
-            prompt_logprobs = list(self.prompt_logprobs)
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, list(self.outputs), self.finished,
-                             self.sequences[0].num_cached_tokens or 0, prompt_logprobs)
+        outputs = [self.outputs[index] for index in range(len(self.samples))]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
+                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs())
+
+    def _convert_prompt_logprobs(self) -> list | None:
+        count = self.params.prompt_logprobs
+        if count is None:
+            return None
+        for position, found in self.new_prompt_logprobs.items():
+            token = self.prompt_token_ids[position]
+            self.prompt_logprobs[position] = token_logprobs(token, found, count, self.tokenizer)
+        self.new_prompt_logprobs.clear()
+        return list(self.prompt_logprobs)
 
 
 class _Sample:
-    """One sequence of a request: its tokens as text and its log probabilities, as far as they have been read."""
+    """One sequence of a request: its text and its log probabilities so far."""
 
-    def __init__(self, index: int, seq: engine.Sequence, params: SamplingParams, tokenizer: Any):
+    def __init__(self, index: int, seq: engine.Sequence, params: SamplingParams, tokenizer: Any) -> None:
         self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
-        self.text, self.num_read, self.is_complete = "", 0, False
-        self.detokenizer = None
+        self.text = ""
+        self.num_read = 0  # generated tokens that are in the text
+        self.is_complete = False
+        self.detokenizer: Any = None
         if tokenizer and params.detokenize:
             self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
-        self.new_logprobs: list[tuple] = []  # as the runner gave them
+        self.new_logprobs: list[tuple] = []  # in the runner's form, not converted yet
         self.logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
 
@@ -112,26 +121,29 @@ class _Sample:
         return self.stop.matched if self.stop else None
 
     def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
-        """engine.Listener's, where log probabilities are wanted."""
+        """engine.Listener's method, for requests with log probabilities."""
         if token >= 0:
             self.new_logprobs.append(logprobs)
         return [token]
 
     def output(self) -> CompletionOutput:
-        seq, logprobs, stop_reason = self.seq, self.logprobs, self.seq.stop_reason
+        """The sample's output so far."""
+        seq, stop_reason = self.seq, self.seq.stop_reason
         if isinstance(stop_reason, int) and stop_reason not in (self.params.stop_token_ids or ()):
             stop_reason = None  # an end-of-sequence token
         self.read()
-        if logprobs is not None:
+        result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], seq.finish_reason,
+                                  stop_reason)
+        if self.logprobs is not None and self.params.logprobs is not None:
             new, self.new_logprobs = self.new_logprobs, []
-            for token, found in zip(seq.token_ids[seq.num_prompt_tokens + len(logprobs):], new):
-                logprobs.append(token_logprobs(token, found, self.params.logprobs, self.tokenizer))
+            for token, found in zip(result.token_ids[len(self.logprobs):], new):
+                self.logprobs.append(token_logprobs(token, found, self.params.logprobs, self.tokenizer))
                 self.cumulative_logprob += found[0]
-        return CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], seq.finish_reason, stop_reason,
-                                None if logprobs is None else list(logprobs), None if logprobs is None else self.cumulative_logprob)
+            result.logprobs, result.cumulative_logprob = list(self.logprobs), self.cumulative_logprob
+        return result
 
     def read(self) -> None:
-        """Take up what is new of the sequence."""
+        """Decode the sequence's new tokens."""
         seq, start = self.seq, self.num_read
         if self.detokenizer is None or self.is_complete:
             return
@@ -139,7 +151,7 @@ class _Sample:
         self.num_read += len(token_ids)
         shows_stop = self.params.include_stop_str_in_output
         if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not shows_stop:
-            token_ids.pop()  # the token that ended the text is not part of it
+            token_ids.pop()  # the text does not contain the token that ended it
         if self.stop is None:
             self.text += self.detokenizer.add(token_ids)
         else:

@@ -20,21 +20,21 @@ from nanopaged import model
 from nanopaged.arithmetic import cdiv
 
 # Limits, found by timing products in bfloat16 on an H200.
-MAX_ONE_ROW_WEIGHTS = 2**26  # beyond it the library, too, reads the weights of a one-row product at full rate
+MAX_ONE_ROW_WEIGHTS = 2**26  # for more weights the library reads a one-row product's weights at full rate as well
 MAX_SUMMANDS = 1024  # a compiled sum over more numbers is a loop that waits for each of its loads
-MAX_SPLIT_ROWS = 256  # with more rows or columns there are tiles enough without a split
+MAX_SPLIT_ROWS = 256  # more rows or columns have enough tiles without a split
 MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
 MAX_COMPILATIONS = 64  # of one function; see `raise_compilation_limit`
 # For torch.compile. With dynamic=False sizes and numbers such as eps stay constants for the second model of a process;
-# torch would make variables of those that differ from the first model's. One thread: the processes that torch would
-# start to compile in parallel are ready when nearly everything is compiled.
+# otherwise torch would make variables of those that differ from the first model's. One thread compiles: torch's
+# parallel compiler processes take so long to start that one thread has compiled nearly everything by then.
 COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
 
 
 def fuse(transformer: model.Transformer) -> None:
-    """Replace the model's modules by the faster ones. What they compile, they compile when they first run."""
+    """Replace the model's modules by the faster ones, which compile their functions when they first run."""
     raise_compilation_limit()
     compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
     compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
@@ -47,8 +47,7 @@ def fuse(transformer: model.Transformer) -> None:
             return linear(x, self.weight, self.bias)
 
     class LinearBeforeNorm(model.Linear):
-        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands. (The model's
-        `finish` selects rows of either by dimension -2.)"""
+        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands."""
 
         def forward(self, x: Tensor) -> Tensor:
             weight, bias = self.weight, self.bias
@@ -63,8 +62,7 @@ def fuse(transformer: model.Transformer) -> None:
         def mlp(self, x: Tensor) -> Tensor:
             c, gate_up = self.config, self.gate_up_proj
             if is_one_row_product(x, gate_up.weight):
-                x = compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp)
-                return self.down_proj(x)
+                return self.down_proj(compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp))
             return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
 
     for layer in transformer.layers:
@@ -77,7 +75,7 @@ def fuse(transformer: model.Transformer) -> None:
 
 
 def raise_compilation_limit() -> None:
-    """Every shape of a one-row product is a compilation of its own. Beyond its limit torch silently stops compiling."""
+    """Each shape of a one-row product is compiled separately. Beyond its limit torch silently stops compiling."""
     settings: Any = torch._dynamo.config
     name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
     setattr(settings, name, MAX_COMPILATIONS)
@@ -103,7 +101,7 @@ def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[...
 def add_partials_and_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
                           eps: float) -> tuple[Tensor, Tensor]:
     """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D]."""
-    for partial in (x if x.dim() == 3 else [x]):  # one by one: this fuses with the norm, and .sum(0) would not
+    for partial in (x if x.dim() == 3 else [x]):  # one by one: these additions fuse with the norm, .sum(0) does not
         residual = partial + residual
     return model.normalize(residual, weight, bias, eps), residual
 
@@ -150,11 +148,12 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
 
 
 def partial_products(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product.
+    """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product. (The
+    model's `norm_rows` selects rows by dimension -2, so that it works for both.)
 
     The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
-    own. Here the norm that follows does so while it reads them, which saves about 2 microseconds for each product on
-    an H200. In bfloat16 each partial product is rounded, where otherwise the whole would be.
+    own. Here the norm that follows adds them up while it reads them, which saves about 2 microseconds for each product
+    on an H200. In bfloat16 each partial product is rounded, instead of the whole product once.
     """
     x, weight = x.view(len(x), count, -1), weight.view(len(weight), count, -1)
     return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0))

@@ -1,24 +1,28 @@
-"""Python's garbage collector, kept out of the way of torch's compiler.
+"""Python's garbage collector, switched off while torch's compiler works.
 
-The collector looks at the youngest objects whenever there are some hundred more of them than before, and now and then at all
-objects. To be imported, and to compile, torch's compiler makes objects by the hundred thousand, of which hardly any is
-garbage: to look at them again and again is a sixth of the time.
+Importing torch's compiler and compiling with it create hundreds of thousands of objects, and hardly any is garbage. The
+collector examines the youngest objects after every few hundred allocations, and sometimes all objects. This takes a
+sixth of the compilation time.
 """
 import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def no_garbage_collection():
-    """Also a decorator. What there is already is frozen: spared where torch itself has garbage collected, after a compilation
-    and before a recording. (Objects that a caller had frozen are not frozen any more afterwards.)"""
+def no_garbage_collection() -> Iterator[None]:
+    """A context manager, and a decorator, for sections without garbage collection.
+
+    torch itself calls gc.collect() after a compilation and before it records a graph. Existing objects are therefore
+    frozen, so that these calls skip them. (Afterwards, objects that a caller had frozen are no longer frozen.)
+    """
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
-        gc.freeze()  # what was made meanwhile
-        gc.unfreeze()  # all of it among the old objects, at which the collector seldom looks
+        gc.freeze()  # the objects created meanwhile, too:
+        gc.unfreeze()  # unfrozen objects join the oldest generation, which the collector seldom examines
         if enabled:
             gc.enable()

@@ -1,9 +1,10 @@
-"""CUDA graphs: steps that are recorded once, sampling included, and then replayed whole.
+"""CUDA graphs: steps that are recorded once, sampling included, and then replayed as a whole.
 
-A step launches hundreds of kernels, and a CPU cannot launch them as fast as a GPU ends them. A recorded step is launched by
-one call. It has fixed sizes and reads its integers from one place, so a smaller step is padded: with tokens of slot -1, whose
-K and V go nowhere, and with sequences of no query and no length. What no recorded step has room for, or what would be padded
-too much, is launched kernel by kernel, as runner.py does it.
+A step launches hundreds of kernels, and the GPU finishes them faster than the CPU can launch them. One call replays a
+recorded step. A recorded step has fixed sizes and reads its integers from one tensor. A smaller step is therefore
+padded with tokens of slot -1, whose K and V are not written, and with sequences without query and without tokens in the
+cache. A step that no recorded step has room for, or that would be padded too much, is launched kernel by kernel
+(runner.py).
 """
 from typing import Any, NamedTuple
 
@@ -13,26 +14,31 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.fused import fuse
 from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.runner import PromptPart, Runner, StepTensors, integers, on_its_device
+from nanopaged.device.results import PromptPart
+from nanopaged.device.runner import Runner, StepTensors, integers, on_its_device
 from nanopaged.device.sampler import SamplingNeeds
-from nanopaged.device.warmup import DECODE_SIZES
+from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.tiles import MANY_CONTEXTS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
-FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for as many as there can be
-PADDED_ANYWAY = 2048  # launching a step of a small model takes as long as computing this many tokens, or longer (H200)
+FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for the largest number of sequences
+# On an H200 launching a step of a small model, kernel by kernel, takes at least as long as computing this many tokens.
+# A step of up to this many tokens is therefore padded in any case; a larger one must fill MIN_FILLED of the recorded
+# step.
+PADDED_ANYWAY = 2048
+MIN_FILLED = 7 / 8
 LONG_CONTEXT = 4096  # tokens; see `graph_shape`
 
 
 class Shape(NamedTuple):
-    """What a recorded step has room for."""
+    """The size of a recorded step."""
     num_tokens: int
     num_seqs: int
     num_tiles: int  # entries of the kernel's work list for prompts; 0: one token per sequence, so none
 
     @property
     def layout(self) -> list[int]:
-        """Lengths of the parts of its input: a StepTensors, and the work list."""
+        """The lengths of the parts of its input: those of StepTensors, and the work list."""
         tokens, seqs, tiles = self
         return [tokens, tokens, tokens, seqs + 1, seqs, seqs, 2 * tiles]
 
@@ -42,7 +48,7 @@ class GraphRunner(Runner):
     lookahead = 1
     fused = True
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
         super().__init__(*args, **options)
 
@@ -66,29 +72,32 @@ class GraphRunner(Runner):
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         if len(rows) > 1:
             return super()._draw(logits, rows, positions, needs)
-        # Twice, because for a single row torch would compile the sampler again, which takes two seconds.
+        # The row is drawn twice: for a single row torch would compile the sampler once more, which takes two seconds.
         return super()._draw(torch.cat([logits, logits]), rows.expand(2), torch.cat([positions, positions]), needs)[:1]
 
     def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> Shape | None:
-        """The smallest recorded step with room for one of these lengths; None if it is better launched kernel by kernel."""
-        num_tokens, decodes = sum(query_lens), [n for query_len, n in zip(query_lens, seq_lens) if query_len == 1]
+        """The smallest recorded step with room for a step of these lengths; None: launch the step kernel by kernel."""
+        num_tokens = sum(query_lens)
+        decodes = [seq_len for query_len, seq_len in zip(query_lens, seq_lens) if query_len == 1]
         only_decodes = len(decodes) == len(query_lens)
         shape = min((shape for shape in self.graphs if (shape.num_tiles == 0) == only_decodes
                      and shape.num_tokens >= num_tokens and shape.num_seqs >= len(query_lens)), default=None)
         if shape and not only_decodes:
-            if PADDED_ANYWAY < num_tokens < shape.num_tokens * 7 / 8:
+            if PADDED_ANYWAY < num_tokens < shape.num_tokens * MIN_FILLED:
                 return None
-            # With room for many sequences it has one program for each context and kv head in decode attention. A few long
-            # contexts take too long that way.
-            if decodes and max(decodes) > LONG_CONTEXT and len(decodes) < MANY_CONTEXTS / self.config.num_kv_heads <= shape.num_seqs:
+            # With room for many sequences, decode attention in the recorded step has one program for each context and
+            # kv head. A few long contexts take too long that way.
+            many_seqs = MANY_CONTEXTS / self.config.num_kv_heads
+            if decodes and max(decodes) > LONG_CONTEXT and len(decodes) < many_seqs <= shape.num_seqs:
                 return None
         return shape
 
     def shapes(self) -> list[Shape]:
         """The steps to record, the largest first: the others fit into its memory."""
-        most_tokens, most_seqs = self.max_num_batched_tokens, min(self.max_num_seqs, self.max_num_batched_tokens, 1024)
+        most_tokens = self.max_num_batched_tokens
+        most_seqs = min(self.max_num_seqs, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
-        # Where sequences are few, logits are computed, and sampled from, for that many only.
+        # A step with room for few sequences computes logits, and samples, for few rows.
         mixed = [Shape(size, seqs, size // self.query_tile + seqs)
                  for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}
                  for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
@@ -97,12 +106,12 @@ class GraphRunner(Runner):
     @no_garbage_collection()
     @torch.inference_mode()
     def record(self) -> None:
-        """Recordings compute nothing: slot -1 writes nothing, and row and query length 0 belong to no sequence."""
+        """Record all steps. A recording only notes the launches, and no kernel runs."""
         shapes = self.shapes()
-        self.graph_input = torch.zeros(max(sum(shape.layout) for shape in shapes), dtype=torch.int32, device=self.device)
-        self.graph_logits = torch.empty(max(shape.num_seqs for shape in shapes), self.config.vocab_size, dtype=self.dtype,
-                                        device=self.device)
-        # Without a stream of its own torch.cuda.graph takes one of the first device that it recorded on.
+        most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
+        self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
+        self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
+        # Without a stream torch.cuda.graph would use one of the first device that it recorded on.
         pool, stream = None, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         for shape in shapes:
             graph = torch.cuda.CUDAGraph()
@@ -112,25 +121,29 @@ class GraphRunner(Runner):
             self.graphs[shape] = graph, logits, tokens
 
     def _static_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """A step of this shape as the graph input has it, in which every sequence samples after its last token: their
-        logits and tokens."""
+        """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens)."""
         *parts, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
         sent, ends, seqs = StepTensors(*parts), None, None
         if shape.num_tiles:
             ends, seqs = (sent.query_start_loc[1:] - 1).clamp(min=0), torch.arange(shape.num_seqs, device=self.device)
-        # The longest query is only asked whether it is one token or more; the longest context may be any.
-        batch = self._model_batch(parts, ends, 2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs, tiles.view(-1, 2), seqs)
+        # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
+        max_query_len = 2 if shape.num_tiles else 1
+        batch = self._model_batch(sent, ends, max_query_len, self.max_model_len, shape.num_seqs, tiles.view(-1, 2),
+                                  seqs)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: engine.StepInput, indices: list[int], needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        """As `Runner._compute`."""
+    def _replay(self, shape: Shape, batch: engine.StepInput, indices: list[int],
+                needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
+        """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
         tiles = self._query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
-        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, -1)
+        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
-        self.graph_input[:len(message)].copy_(message.pin_memory() if self.device.type == "cuda" else message, non_blocking=True)
+        if self.device.type == "cuda":
+            message = message.pin_memory()
+        self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         graph.replay()
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
@@ -141,6 +154,6 @@ class GraphRunner(Runner):
         else:
             at = self._send([indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
-        if needs.filters or needs.edits or needs.processors:  # the graph draws from the plain logits: draw again
+        if needs.filters or needs.edits or needs.processors:  # the graph drew from the plain logits: draw again
             tokens = self._sample(logits, rows, lens, needs)
         return tokens, logits

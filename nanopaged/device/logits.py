@@ -1,47 +1,53 @@
-"""What changes logits before a token is sampled from them, and the log probabilities that are reported.
+"""Editing the logits before a token is sampled from them, and the log probabilities that a request reports.
 
-In vLLM's order: tokens that are not allowed, bad words and, before min_tokens, what would end the text get -inf;
-logit_bias is added; the request's own logits processors have their turn; then come the penalties. Temperature, min_p,
-top_k and top_p follow in sampler.py. Log probabilities are those of the logits as the model gave them.
+The order is vLLM's. Disallowed tokens, bad words and, before min_tokens, stop tokens get -inf. Then logit_bias is
+added, the request's own logits processors run, and the penalties come last. Temperature, min_p, top_k and top_p follow
+in sampler.py. Log probabilities are computed from the model's logits, before any edit.
 
-With lookahead the host launches a step before it has seen the tokens of the step before. So what these settings depend
-on is on the device, in tables: how often each token has been generated, the last few of them, what is added to the
-logit of each token. An entry for every token takes 600 kB with Qwen's vocabulary, so not every row of the engine
-(runner.py) has one: a row that edits its logits is given a **slot** when its sequence starts, and all others share slot
-0, whose entries change no bit of a logit. A batch is then a gather by slot and arithmetic, the same for every row.
+With lookahead the host launches a step before it has read the tokens of the step before. The editor therefore keeps
+everything that these settings depend on in tables on the device: how often each token was generated, the last few
+tokens and the bias of each token. A table with an entry per token takes 600 kB a row with Qwen's vocabulary, so not
+every batch row (runner.py) has one. A row that edits its logits gets a **table slot** when its sequence starts. All
+other rows share slot 0, whose entries change no bit of a logit. Editing a batch is then a gather by slot and arithmetic
+that is the same for every row.
 
-    slots     row of the engine -> slot
-    settings  [slots, 5]              num_prompt_tokens; repetition, frequency and presence penalty; what bias is
-                                      filled with (the last four are floats, by their bits)
-    bias      [slots, vocab_size]     is added to the logits: logit_bias, and -inf for what is not allowed
-    seen      [slots, vocab_size]     2 * times generated + 1 if it is in the prompt
+    slots     batch row -> table slot
+    settings  [slots, 5]              num_prompt_tokens; repetition, frequency and presence penalty; the bias of tokens
+                                      without an entry of their own (the last four are floats, stored by their bits)
+    bias      [slots, vocab_size]     added to the logits: logit_bias, and -inf for disallowed tokens
+    seen      [slots, vocab_size]     2 * times generated + 1 if the prompt contains the token
     bans      [slots, bans, 2 + n]    (until, token, the n tokens before it): the token is not drawn while fewer than
-                                      `until` tokens have been generated, and the last ones are these
+                                      `until` tokens have been generated and the last n ones are these
     recent    [slots, n]              the last n generated tokens
 
-Bans are stop tokens, until min_tokens, and the ends of bad words, always. The n tokens stand last one first, each + 1,
-and 0 is no token: any, or none yet. When sequences start, every table gets the size that the running ones need: one
-that none of them needs has no entries. Only the number of slots stays what it was, until none is in use.
+A stop token is banned until min_tokens, and the last token of a bad word always. The n tokens are stored in reverse
+order, each + 1; 0 stands for any token in `bans`, and for no token yet in `recent`. When sequences start, every table
+gets the size that the running sequences need, so a table that none of them needs is empty. Only the number of slots
+does not shrink until no slot is in use.
+
+A plain request uses none of this: the runner makes the editor when the first sequence starts that needs one, and rows
+that are in use by then have slot 0.
 """
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanopaged import engine
 from nanopaged.device.fused import compile_rows
 from nanopaged.sampling_params import SamplingParams
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
-NOTHING = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
-LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs works on at a time
+NO_BIAS = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
+LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
 
 
 class Start(NamedTuple):
-    """A sequence that starts, or starts again, in a row of the engine."""
+    """A sequence that starts, or starts again after a preemption, in a batch row."""
     row: int
     params: SamplingParams
     prompt_ids: list[int]
@@ -49,29 +55,36 @@ class Start(NamedTuple):
     stop_ids: Collection[int]  # tokens that end the text
     bad_words: list[list[int]]  # from encode_bad_words
 
+    @classmethod
+    def of(cls, seq: engine.Sequence) -> "Start":
+        prompt_ids, output_ids = seq.token_ids[:seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens:]
+        sampling = seq.sampling
+        return cls(seq.row, sampling.params, prompt_ids, output_ids, seq.stop_token_ids, sampling.bad_words)
+
 
 class _Slot(NamedTuple):
-    """A slot in use, and what its sequence needs of the tables."""
+    """A table slot in use, and the tables that its sequence needs."""
     number: int
     has_bias: bool
     has_penalty: bool
     num_bans: int
-    depth: int  # tokens before the last one of its longest ban
+    depth: int  # n of its longest ban: the tokens before the banned one
 
 
 class LogitsEditor:
-    """The tables, and what is done with them.
+    """The tables, and the arithmetic that edits logits with them. It can be made while sequences without edits run.
 
     send: lists of integers -> int32 tensors on the device, in one transfer that the host does not wait for
-    fused: with compiled arithmetic, which reads logits and tables once
+    fused: compile the arithmetic, so that it reads logits and tables once
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, send: Callable, fused: bool = False):
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device,
+                 send: Callable[[list[list[int]]], list[Tensor]], fused: bool = False) -> None:
         self.vocab_size, self.device, self.send = vocab_size, device, send
         self.add_bias = compile_rows(add_bias, 3) if fused else add_bias
         self.penalise = compile_rows(penalise, 4) if fused else penalise
         self.slot_of_row: dict[int, _Slot] = {}
-        self.unsent: set[int] = set()  # rows whose slot the device does not know; they stay here if a step fails
+        self.unsent: set[int] = set()  # rows whose slot the device does not know; rows stay here if a step fails
         self.free_slots: list[int] = []
         self.slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.bias = torch.zeros(0, vocab_size, device=device)
@@ -79,15 +92,16 @@ class LogitsEditor:
                                                             for shape in ((1, 5), (0, vocab_size), (0, 0, 2), (0, 0)))
 
     def edits(self, rows: Iterable[int]) -> bool:
-        """Does any of these rows edit its logits? If none does, a step needs neither `__call__` nor `add`."""
+        """Whether any of these rows edits its logits. If none does, a step needs neither `__call__` nor `add`."""
         return bool(self.slot_of_row) and any(row in self.slot_of_row for row in rows)
 
     # ---- when sequences start
 
     def start(self, starts: list[Start], free_rows: Iterable[int] = ()) -> None:
-        """Take note of all sequences that start in this step, those without settings too: others had their rows.
+        """Give table slots to the sequences that start in this step.
 
-        free_rows: rows that sequences have left. A sequence that comes back to its row starts again
+        starts: all sequences that start, also those without edits, because a row's slot belonged to its last sequence
+        free_rows: rows that sequences have left; a sequence that comes back to its row must be among `starts` again
         """
         gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
         self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
@@ -111,7 +125,7 @@ class LogitsEditor:
         self.unsent.clear()
 
     def _resize_tables(self) -> None:
-        """Make room for what all rows with slots need, and for no more."""
+        """Give each table the size that the slots in use need."""
         slots, size = self.slot_of_row.values(), len(self.settings)
         needed = max((slot.number for slot in slots), default=0) + 1
         if needed > size:
@@ -122,23 +136,23 @@ class LogitsEditor:
         with_penalty = size if any(slot.has_penalty for slot in slots) else 0
         with_bans = size if num_bans else 0
         self.settings = _resize(self.settings, size, 5)
-        self.bias = _resize(self.bias, with_bias, self.vocab_size, fill=NOTHING)
+        self.bias = _resize(self.bias, with_bias, self.vocab_size, fill=NO_BIAS)
         self.seen = _resize(self.seen, with_penalty, self.vocab_size)
         self.bans = _resize(self.bans, with_bans, num_bans, 2 + depth)
         self.recent = _resize(self.recent, with_bans, depth)
 
     def _lists(self, starts: list[Start], bans: list[list[list[int]]]) -> list[list[int]]:
-        """What _write writes: slots, their settings, and entries (slot, ..., value) of bias, seen, bans and recent."""
-        slots, settings, bias, seen, ban_entries, recent = [], [], [], [], [], []
+        """The lists that `_write` reads: slots, settings, and entries (slot, ..., value) of the other tables."""
+        slots, settings, bias, seen, ban_entries, recent = lists = [list[int]() for _ in range(6)]
         depth = self.recent.shape[1]
         for start, own_bans in zip(starts, bans):
             p, slot = start.params, self.slot_of_row[start.row].number
             slots.append(slot)
             settings += len(start.prompt_ids), *_bits(p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
-                                                      NOTHING if p.allowed_token_ids is None else -math.inf)
+                                                      NO_BIAS if p.allowed_token_ids is None else -math.inf)
             added = p.logit_bias or {}
             tokens = added if p.allowed_token_ids is None else p.allowed_token_ids
-            values = _bits(*(added.get(token, NOTHING) for token in tokens))
+            values = _bits(*(added.get(token, NO_BIAS) for token in tokens))
             bias += [x for entry in zip(tokens, values) for x in (slot, *entry)]
             if p.has_penalty:
                 seen += [x for token in set(start.prompt_ids) for x in (slot, token, 1)]
@@ -146,9 +160,10 @@ class LogitsEditor:
             ban_entries += [x for i, ban in enumerate(own_bans) for j, n in enumerate(ban) for x in (slot, i, j, n)]
             last = start.output_ids[:-1 - depth:-1]
             recent += [x for j, token in enumerate(last) for x in (slot, j, token + 1)]
-        return [slots, settings, bias, seen, ban_entries, recent]
+        return lists
 
-    def _write(self, rows, slots_of_rows, slots, settings, bias, seen, bans, recent) -> None:
+    def _write(self, rows: Tensor, slots_of_rows: Tensor, slots: Tensor, settings: Tensor, bias: Tensor, seen: Tensor,
+               bans: Tensor, recent: Tensor) -> None:
         slots, settings = slots.long(), settings.view(-1, 5)
         self.slots[rows] = slots_of_rows.long()
         self.settings[slots] = settings
@@ -169,14 +184,15 @@ class LogitsEditor:
 
     # ---- in each step
 
-    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, processors: list[tuple] = ()) -> Tensor:
-        """The edited logits, float32: logits [R, vocab_size] of any float type, which stay as they are.
+    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, processors: Sequence[tuple] = ()) -> Tensor:
+        """The edited logits, float32: logits [R, vocab_size] of any float type, which are not changed in place.
 
-        rows, positions: [R], the rows of the engine and the positions of the tokens that are drawn
-        processors: (i, functions, generated token ids, fail) for each of the R rows that has logits processors. If one of
-            them raises, that is told to fail, and the row becomes NaN, which ends its request and no other
+        rows, positions: [R], the batch rows, and the positions of the tokens to draw
+        processors: (i, functions, generated token ids, fail) for each of the R rows with logits processors. If a
+            function raises, the editor calls fail(message) and fills the row with NaN, which ends this request alone.
         """
-        slots, edited = self.slots[rows], logits.to(torch.float32, copy=True) if processors else logits
+        slots = self.slots[rows]
+        edited = logits.to(torch.float32, copy=True) if processors else logits
         if len(self.bias):
             edited = self.add_bias(edited, slots, self.bias)
         if len(self.bans):
@@ -192,10 +208,10 @@ class LogitsEditor:
         return self.penalise(edited, slots, self.seen, self.settings) if len(self.seen) else edited.float()
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Take note of the tokens that were drawn in these rows: [R] each."""
+        """Record the tokens that were drawn in these rows: [R] each."""
         slots = self.slots[rows]
         if len(self.seen):
-            self._count(slots, tokens, (slots > 0).int() * 2)  # slot 0 has seen nothing
+            self._count(slots, tokens, (slots > 0).int() * 2)  # slot 0 counts nothing
         if self.recent.numel():
             self.recent[slots] = torch.cat([tokens[:, None].int() + 1, self.recent[slots][:, :-1]], 1)
 
@@ -205,7 +221,7 @@ def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
 
 
 def ban(logits: Tensor, bans: Tensor, recent: Tensor, num_generated: Tensor) -> Tensor:
-    """-inf where a ban holds: logits [R, vocab_size], bans [R, bans, 2 + n], recent [R, n], num_generated [R]."""
+    """Set banned tokens to -inf: logits [R, vocab_size], bans [R, bans, 2 + n], recent [R, n], num_generated [R]."""
     until, tokens, before = bans[..., 0], bans[..., 1], bans[..., 2:]
     holds = (num_generated[:, None] < until) & ((before == 0) | (before == recent[:, None])).all(-1)
     return logits.float().scatter_reduce(1, tokens.long(), torch.where(holds, -math.inf, math.inf), "amin")
@@ -220,36 +236,40 @@ def penalise(logits: Tensor, slots: Tensor, seen: Tensor, settings: Tensor) -> T
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log probabilities of the chosen tokens and of the k best: logits [R, vocab_size], chosen [R].
+    """Log probabilities of the chosen tokens and of the k likeliest: logits [R, vocab_size], chosen [R].
 
-    For vLLM's default (logprobs_mode="raw_logprobs") the logits are those of the model, unedited. A k of -1, or of more
-    than there are, is all tokens. Returns the chosen token's log probability [R] and rank [R], which is the number of
-    tokens as likely or more; the best tokens [R, k] and their log probabilities [R, k], of equals the lower id first.
-    Works through LOGPROBS_AT_ONCE logits at a time, because R may be the tokens of a prompt.
+    The logits are the model's, unedited, as in vLLM's default (logprobs_mode="raw_logprobs"). If k is -1 or larger than
+    the vocabulary, all tokens are returned.
+
+    Returns the chosen token's log probability [R] and its rank [R], the number of tokens that are at least as likely;
+    then the likeliest tokens [R, k] and their log probabilities [R, k]. Among equals the lower id comes first.
     """
-    vocab_size, parts = logits.shape[1], []
-    k, size = min(k, vocab_size) if k >= 0 else vocab_size, max(1, LOGPROBS_AT_ONCE // vocab_size)
-    for piece, tokens in zip(logits.split(size), chosen.long()[:, None].split(size)):
-        logprobs = piece.float().log_softmax(-1)
+    vocab_size = logits.shape[1]
+    k = min(k, vocab_size) if k >= 0 else vocab_size
+    num_rows = max(1, LOGPROBS_AT_ONCE // vocab_size)  # R may be the tokens of a prompt: a few rows at a time
+    parts = []
+    for some_logits, tokens in zip(logits.split(num_rows), chosen.long()[:, None].split(num_rows)):
+        logprobs = some_logits.float().log_softmax(-1)
         of_chosen = logprobs.gather(1, tokens)
         ids = best_tokens(logprobs, k)
         parts.append((of_chosen[:, 0], (logprobs >= of_chosen).sum(-1), ids, logprobs.gather(1, ids)))
-    return tuple(map(torch.cat, zip(*parts)))
+    chosen_logprobs, ranks, best, best_logprobs = map(torch.cat, zip(*parts))
+    return chosen_logprobs, ranks, best, best_logprobs
 
 
 def best_tokens(logprobs: Tensor, k: int) -> Tensor:
-    """The k best of each row, [R, k]. Of equal numbers torch.topk takes any, others in other batches maybe. So it is
-    given no equal ones: the float's bits, as an integer of the same order, and behind them the id."""
+    """The k likeliest tokens of each row, [R, k]. Among equal numbers torch.topk picks any, and the pick may depend on
+    the batch. The keys are therefore unique: the float's bits, as an integer of the same order, followed by the id."""
     bits = logprobs.view(torch.int32)
     order = (bits ^ ((bits >> 31) & (2**31 - 1))).long()
     keys = order * 2**32 - torch.arange(logprobs.shape[1], device=logprobs.device)
     return -keys.topk(k).values % 2**32
 
 
-def encode_bad_words(words: list[str], tokenizer) -> list[list[int]]:
-    """Token ids of each word, and of the word behind a space where that is as many tokens and begins differently, as in
-    vLLM. ValueError for a word of no tokens."""
-    result = []
+def encode_bad_words(words: list[str], tokenizer: Any) -> list[list[int]]:
+    """The token ids of each word. As in vLLM, the word after a space counts too, if it has the same number of tokens
+    and another first token. ValueError for a word without tokens."""
+    result: list[list[int]] = []
     for word in words:
         plain, spaced = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         if not plain:
@@ -259,7 +279,7 @@ def encode_bad_words(words: list[str], tokenizer) -> list[list[int]]:
 
 
 def _bans(start: Start, vocab_size: int) -> list[list[int]]:
-    """The bans of one sequence, but for tokens that the model does not have."""
+    """The bans of one sequence, without tokens that the model does not have."""
     bans = [[start.params.min_tokens, token] for token in start.stop_ids if start.params.min_tokens]
     bans += [[ALWAYS, word[-1], *(token + 1 for token in word[-2::-1])] for word in start.bad_words]
     return [ban for ban in bans if 0 <= ban[1] < vocab_size]
@@ -274,8 +294,8 @@ def _process(function: Callable, token_ids: list[int], logits: Tensor) -> Tensor
 
 
 def _resize(table: Tensor, *shape: int, fill: float = 0) -> Tensor:
-    """The table with this shape, the entries that it has room for where they were."""
-    padding = [n for have, want in zip(reversed(table.shape), reversed(shape)) for n in (0, want - have)]
+    """The table cut or padded at the end of each dimension to this shape."""
+    padding = [n for size, wanted in zip(reversed(table.shape), reversed(shape)) for n in (0, wanted - size)]
     return F.pad(table, padding, value=fill) if any(padding) else table
 
 

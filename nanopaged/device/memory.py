@@ -1,4 +1,4 @@
-"""How large the KV pool can be, and its tensors; scales for an fp8 cache. See runner.py for the bytes of a token."""
+"""The KV pool's size and its tensors, and the scales of an fp8 cache. See runner.py for the bytes of a token."""
 import math
 from typing import TYPE_CHECKING
 
@@ -12,35 +12,41 @@ if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
 
 GIB = 2**30
-LARGEST_STORED = 64  # of the numbers that a random text brings about, see `choose_scales`
+DEFAULT_CPU_POOL = GIB  # bytes
+# For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
+LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
+SMALLEST_SCALED = 2.0**-20  # smaller maxima count as this one: a layer of zeros has a scale, too
+CALIBRATION_TOKENS = 512
 
 
 def allocate(runner: "Runner", num_blocks: int) -> Tensor:
-    """The pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. ValueError if the memory does not suffice."""
+    """The pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. ValueError: too little memory."""
     c = runner.config
     try:
-        return torch.empty(c.num_layers, 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.kv_dtype,
-                           device=runner.device)
-    except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks are a TypeError
+        return torch.empty(c.num_layers, 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim,
+                           dtype=runner.kv_dtype, device=runner.device)
+    except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks raise a TypeError
         raise no_memory(runner, num_blocks) from None
 
 
 def allocate_on_host(runner: "Runner", swap_space: float) -> Tensor:
-    """The host pool, block by block: [num_host_blocks, num_layers, 2, bytes of a block's K ...]. ValueError likewise."""
+    """The host pool, block by block, as bytes: [num_host_blocks, num_layers, 2, block_size, num_kv_heads, bytes of a
+    head]. ValueError: too little memory."""
     num_blocks = int(swap_space * GIB) // runner.block_bytes
     layers, kinds, _, *block = runner.pool.shape
     try:
         return torch.empty(num_blocks, layers, kinds, *block, dtype=torch.uint8,
                            pin_memory=runner.device.type == "cuda" and num_blocks > 0)
     except RuntimeError:
-        raise ValueError(f"swap_space of {swap_space} GiB is more host memory than can be had; lower it") from None
+        raise ValueError(f"swap_space of {swap_space} GiB is more memory than the host has; lower swap_space") from None
 
 
 def one_block(runner: "Runner") -> Tensor:
     """One layer's K, or V, of one block."""
     c = runner.config
+    shape = 1, runner.block_size, c.num_kv_heads, c.head_dim
     try:
-        return torch.zeros(1, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.kv_dtype, device=runner.device)
+        return torch.zeros(shape, dtype=runner.kv_dtype, device=runner.device)
     except (RuntimeError, TypeError):
         raise no_memory(runner, 1) from None
 
@@ -51,28 +57,28 @@ def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
 
 
 def choose_num_blocks(runner: "Runner", gpu_memory_utilization: float) -> int:
-    """On a CPU 1 GiB or max_num_seqs full sequences, whichever is less; on a GPU what is left of the card's memory."""
+    """On a CPU 1 GiB or max_num_seqs full sequences, whichever is less; on a GPU the memory that `profile` finds."""
     if runner.device.type == "cpu":
         blocks_per_seq = cdiv(runner.max_model_len, runner.block_size)
-        return max(1, min(GIB // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
+        return max(1, min(DEFAULT_CPU_POOL // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
     return profile(runner, gpu_memory_utilization) // runner.block_bytes
 
 
 @torch.inference_mode()
 def profile(runner: "Runner", gpu_memory_utilization: float) -> int:
-    """Bytes that are left for the pool after the weights and the largest step's activations, on a CUDA device."""
+    """On a CUDA device: the bytes that the weights and the largest step's activations leave for the pool."""
     block = one_block(runner)
     runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
-    needed *= 2 if runner.fused else 1  # graphs have memory of their own, shared between them: that of the largest step
+    needed *= 2 if runner.fused else 1  # CUDA graphs share a memory pool of their own, as large as the largest step
     runner.release_memory()
     free, total = torch.cuda.mem_get_info(runner.device)
     left = int(total * gpu_memory_utilization) - (total - free) - needed
     if left < runner.block_bytes:
         raise ValueError(
             f"no memory is left for the KV pool: {gpu_memory_utilization} of the card's {total / GIB:.1f} GiB is "
-            f"{(runner.block_bytes - left) / GIB:.2f} GiB too little for what is in use ({(total - free) / GIB:.1f} GiB), "
-            f"the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
+            f"{(runner.block_bytes - left) / GIB:.2f} GiB too little for the memory in use ({(total - free) / GIB:.1f} "
+            f"GiB), the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
             "max_num_batched_tokens")
     return left
 
@@ -85,9 +91,9 @@ def largest_steps(runner: "Runner") -> tuple[list[int], list[int]]:
 
 
 def peak_of(runner: "Runner", query_lens: list[int]) -> int:
-    """Bytes that a step of this shape takes at its peak, as many rows sampled as there can be, plainly, with filters and
-    greedily. (Log probabilities and edited logits are not part of it: few requests want them.) The step writes nothing, and
-    its tables point at block 0 throughout."""
+    """The peak memory of a step of this shape, in bytes. The step samples as many rows as possible, once plainly, once
+    with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.) The
+    step writes no K and V, and its block tables contain only block 0."""
     runner.release_memory()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
@@ -96,7 +102,7 @@ def peak_of(runner: "Runner", query_lens: list[int]) -> int:
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
-    sent = runner._send([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
+    sent = runner.send_step([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
     sampled = torch.zeros(min(runner.max_num_seqs, num_tokens), dtype=torch.int32, device=runner.device)
     batch = runner._model_batch(sent, sampled, max(query_lens), runner.max_model_len, query_lens.count(1),
                                 runner._to_device(runner._query_tiles(query_lens, query_lens)))
@@ -105,28 +111,37 @@ def peak_of(runner: "Runner", query_lens: list[int]) -> int:
             logits = runner.model(batch, runner.kv_cache, runner.kernels)
             runner._sample(logits, sampled + runner.max_num_seqs, sampled, needs)
     except torch.OutOfMemoryError:
-        raise ValueError(f"a step of {num_tokens} tokens and {len(sampled)} samples does not fit beside the weights; lower "
-                         "max_num_batched_tokens or max_num_seqs") from None
+        raise ValueError(f"a step of {num_tokens} tokens and {len(sampled)} samples does not fit beside the weights; "
+                         "lower max_num_batched_tokens or max_num_seqs") from None
     return torch.cuda.max_memory_allocated(runner.device) - before
 
 
 @torch.inference_mode()
 def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
-    """Scales of K and V for an fp8 cache, a power of two for each layer: the largest number that a random text brings about
-    is stored as one of at most LARGEST_STORED. That leaves a factor of 7 for other texts before 448, where numbers are cut
-    off, and 2^12 below it before 2^-6, where they begin to lose digits."""
-    c, length, device = runner.config, min(512, runner.max_model_len), runner.device
+    """The scales of K and V of each layer for an fp8 cache, powers of two, from the K and V of a random text.
+
+    The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
+    numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
+    """
+    c, length, device = runner.config, min(CALIBRATION_TOKENS, runner.max_model_len), runner.device
     num_blocks = cdiv(length, runner.block_size)
-    cache = [torch.zeros(2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim, dtype=runner.dtype, device=device)
-             for _ in range(c.num_layers)]
+    shape = 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim
+    cache = [torch.zeros(shape, dtype=runner.dtype, device=device) for _ in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     positions = list(range(length))
-    sent = runner._send([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
-    batch = runner._model_batch(sent, torch.zeros(0, dtype=torch.int64, device=device), length, length, int(length == 1),
+    sent = runner.send_step([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
+    no_logits = torch.zeros(0, dtype=torch.int64, device=device)
+    batch = runner._model_batch(sent, no_logits, length, length, int(length == 1),
                                 runner._to_device(runner._query_tiles([length], [length])))
     batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    runner.model(batch, [(*layer, 1.0, 1.0) for layer in cache], runner.kernels)
-    largest = [[part.abs().max().item() for part in layer] for layer in cache]
-    # With broken weights there is no scale; each request will then end with an error.
-    return [tuple(2.0 ** math.ceil(math.log2(max(x, 2.0**-20) / LARGEST_STORED)) if math.isfinite(x) else 1.0 for x in pair)
-            for pair in largest]
+    runner.model(batch, [(layer[0], layer[1], 1.0, 1.0) for layer in cache], runner.kernels)
+    return [(power_of_two_scale(layer[0]), power_of_two_scale(layer[1])) for layer in cache]
+
+
+def power_of_two_scale(values: Tensor) -> float:
+    """The smallest power of two that divides all values to at most LARGEST_STORED. With broken weights, which give
+    values that are not finite, it is 1; every request then ends with an error."""
+    largest = values.abs().max().item()
+    if not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALED) / LARGEST_STORED))

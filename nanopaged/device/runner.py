@@ -1,23 +1,24 @@
 """The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
 
-The engine thinks in sequences and block ids, and hands over a step as lists of integers (engine.StepInput). `launch` does
-with them, in this order:
+The engine thinks in sequences and block ids, and hands over a step as lists of integers (engine.StepInput). `launch`
+does with them, in this order:
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
     forward pass      model.py over one flat batch: every layer writes K and V into their slots, then attends
     sample            one token for each sequence that has caught up
 
-**Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token, its
-sampling settings. A step sends its new tokens as one message of integers, and of the rows only what has changed. The sampled
-tokens stay on the device and are the next step's input there, so the next step can be launched before the host knows them.
+**Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last
+token, its sampling settings. A step sends its new tokens as one message of integers, and of the rows only what has
+changed. The sampled tokens stay on the device and are the next step's input there, so the next step can be launched
+before the host knows them.
 
-**The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes
-2 * num_layers * num_kv_heads * head_dim numbers: Llama-2-7B 2 * 32 * 32 * 128, which are 512 KiB in 16 bits, so 2 GiB for 4,096
-tokens; Llama-3.1-8B, of whose query heads four share a kv head, 128 KiB.
+**The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
+num_layers * num_kv_heads * head_dim numbers: Llama-2-7B 2 * 32 * 32 * 128, which are 512 KiB in 16 bits, so 2 GiB for
+4,096 tokens; Llama-3.1-8B, of whose query heads four share a kv head, 128 KiB.
 
-This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place, fused.py compiled functions, and warmup.py
-compiles both ahead; `enforce_eager=True` leaves all three off. memory.py decides how large the pool can be.
+This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place, fused.py compiled functions, and
+warmup.py compiles both ahead; `enforce_eager=True` leaves all three off. memory.py decides how large the pool can be.
 """
 import gc
 import struct
@@ -26,23 +27,23 @@ from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial, wraps
-from itertools import islice
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
 from nanopaged.arithmetic import cdiv
-from nanopaged.device import memory, warmup
+from nanopaged.device import memory, results, warmup
 from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.logits import LogitsEditor, Start, top_logprobs
 from nanopaged.device.sampler import Sampler, SamplingBatch, SamplingNeeds, mix
+
+if TYPE_CHECKING:
+    from nanopaged.device.logits import LogitsEditor
 
 FP8 = torch.float8_e4m3fn
 SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
 MOST_BYTES_MOVED = 2**28  # of blocks at once: they are gathered in between
-MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 NOBODY = lambda: None  # noqa: E731  in place of a weak reference to a sequence
 
 
@@ -56,17 +57,9 @@ class StepTensors(NamedTuple):
     rows: Tensor  # [N]
 
 
-class PromptPart(NamedTuple):
-    """Prompt tokens whose log probabilities a step computes."""
-    seq: engine.Sequence
-    first: int  # position of the first
-    count: int
-    index: int  # in the flat batch, of the token that predicts the first
-
-
 def on_its_device(method: Callable) -> Callable:
-    """Triton launches on the current device, and each thread has its own. Any thread may call an engine, and a thread may call
-    engines on several devices, so the current device is set for each call."""
+    """Triton launches on the current device, and each thread has its own. Any thread may call an engine, and a thread
+    may call engines on several devices, so the current device is set for each call."""
     @wraps(method)
     def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -91,8 +84,8 @@ class Runner:
         self.dtype = pick_dtype(dtype, config.torch_dtype, device)
         self.kv_dtype = self.dtype if kv_cache_dtype == "auto" else FP8
         if self.kv_dtype is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or H100); "
-                             "use 'auto'")
+            raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or "
+                             "H100); use 'auto'")
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             self.release_memory()
@@ -107,11 +100,13 @@ class Runner:
             self._make_model(tensors)
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if kernels is kernel.TRITON:
-            self.query_tile = kernel.tokens_per_tile(config.num_heads // config.num_kv_heads, config.head_dim, self.dtype, device)
+            group = config.num_heads // config.num_kv_heads
+            self.query_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
 
     def _make_rows(self) -> None:
         """A row for each running sequence, and one that no sequence has, for the padding of a recorded step."""
-        num_rows, ints = self.max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
+        num_rows = self.max_num_seqs + 1
+        ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
         width = 4 * cdiv(self.max_model_len, 4 * self.block_size)  # torch gathers rows of a multiple of 16 bytes faster
         try:
             self.block_tables = torch.zeros(num_rows, width, **ints)
@@ -125,7 +120,7 @@ class Runner:
     def _make_model(self, tensors: Iterable | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
-        self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send, self.fused)
+        self.editor: "LogitsEditor | None" = None  # until a sequence edits its logits
 
     # ---- memory
 
@@ -175,29 +170,17 @@ class Runner:
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
-        sampling, parts = set(step.sampled), list(prompt_parts(batch))
+        sampling, parts = set(step.sampled), list(results.prompt_parts(batch))
         indices = [i for i, seq in enumerate(batch.seqs) if seq in sampling]
         seqs = [batch.seqs[i] for i in indices]
         needs = SamplingNeeds.of(seqs, self.editor) if seqs else SamplingNeeds()
         tokens, logits = self._compute(batch, indices, parts, needs)
-        # Log probabilities of the sequences that want some; mostly there are none.
-        wanting = [i for i, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
-        tensors = [tokens]
-        if wanting:
-            at = self._send([wanting])[0]
-            tensors += top_logprobs(logits.index_select(0, at), tokens.index_select(0, at).clamp(min=0), needs.num_logprobs)
-        if parts:
-            tensors += self._prompt_logprobs(logits[len(seqs):], parts)
-        return partial(read_sampled, read_later(tensors), seqs, step.sampled, wanting, parts)
-
-    def _prompt_logprobs(self, logits: Tensor, parts: list[PromptPart]) -> tuple[Tensor, ...]:
-        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + part.count]]
-        wanted = [part.seq.sampling.num_prompt_logprobs for part in parts]
-        return top_logprobs(logits, self._send([ids])[0], -1 if -1 in wanted else max(wanted))
+        tensors = [tokens, *results.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)]
+        return partial(results.read_sampled, results.read_later(tensors), seqs, step.sampled, parts)
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
-        """To the host, copies, from the host. In this order: a block may be copied or moved out, then be free, and be taken
-        for one that comes in. All layers of many blocks move at once."""
+        """To the host, copies, from the host. In this order: a block may be copied or moved out, then be free, and be
+        taken for one that comes in. All layers of many blocks move at once."""
         most = max(1, MOST_BYTES_MOVED // self.block_bytes)
         for start in range(0, len(step.swaps_out), most):
             blocks, host_blocks = map(list, zip(*step.swaps_out[start:start + most]))
@@ -216,27 +199,41 @@ class Runner:
 
     def _send_rows(self, seqs: list[engine.Sequence]) -> None:
         """Tell the device what is new in the rows of this step's sequences."""
-        width, cells, blocks, rows, settings, starts = self.block_tables.shape[1], [], [], [], [], []
+        width = self.block_tables.shape[1]
+        cells: list[int] = []
+        blocks: list[int] = []
+        rows: list[int] = []
+        settings: list[int] = []
+        new: list[engine.Sequence] = []
         for seq in seqs:
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
                     rows.append(seq.row)
                     settings += pack_settings(seq.sampling.params, seq.sampling.seed)
-                    n = seq.num_prompt_tokens
-                    starts.append(Start(seq.row, seq.sampling.params, seq.token_ids[:n], seq.token_ids[n:], seq.stop_token_ids,
-                                        seq.sampling.bad_words))
+                    new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
-        if starts:
-            self.editor.start(starts, self._forget_free_rows())
+        if new:
+            self._start_editing(new, self._forget_free_rows())
         if cells:
             sent = self._send([cells, blocks, rows, settings])
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if rows:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
+
+    def _start_editing(self, seqs: list[engine.Sequence], free_rows: list[int]) -> None:
+        """Tell the logits editor of new sequences. The first one that edits its logits brings it about."""
+        if self.editor is None and not any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
+                                           for seq in seqs):
+            return
+        from nanopaged.device.logits import LogitsEditor, Start
+        if self.editor is None:
+            self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send,
+                                       self.fused)
+        self.editor.start([Start.of(seq) for seq in seqs], free_rows)
 
     def _forget_free_rows(self) -> list[int]:
         """Rows that their sequence has left. If it comes back, its settings are sent again."""
@@ -251,42 +248,45 @@ class Runner:
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
-    def _compute(self, batch: engine.StepInput, indices: list[int], parts: list[PromptPart],
+    def _compute(self, batch: engine.StepInput, indices: list[int], parts: list[results.PromptPart],
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        """The forward pass and the sampler: the tokens of the sequences at `indices`, [num_samples], and the logits of these
-        and then of the prompt parts, [num_samples + ..., vocab_size]."""
-        rows = [batch.query_start_loc[i + 1] - 1 for i in indices]
+        """The forward pass and the sampler: the tokens of the sequences at `indices`, [num_samples], and the logits
+        of these and then of the prompt parts, [num_samples + ..., vocab_size]."""
+        last_tokens = [batch.query_start_loc[i + 1] - 1 for i in indices]
         for part in parts:
-            rows += range(part.index, part.index + part.count)
-        *sent, at, rows = self._send([*batch.lists, indices, rows])
-        inputs = self._model_batch(sent, rows, max(batch.num_tokens), max(batch.seq_lens), batch.num_tokens.count(1),
-                                   self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens)), at)
+            last_tokens += range(part.start, part.start + part.num_tokens)
+        *lists, at, logits_indices = self._send([*batch.lists, indices, last_tokens])
+        sent = StepTensors(*lists)
+        tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
+        inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
+                                   batch.num_tokens.count(1), tiles, at)
         logits = self.model(inputs, self.kv_cache, self.kernels)
         if not indices:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
-        sent = StepTensors(*sent)
-        tokens = self._sample(logits[:len(indices)], sent.rows.index_select(0, at), sent.seq_lens.index_select(0, at), needs)
-        return tokens, logits
+        rows, seq_lens = sent.rows.index_select(0, at), sent.seq_lens.index_select(0, at)
+        return self._sample(logits[:len(indices)], rows, seq_lens, needs), logits
 
-    def _model_batch(self, sent: list[Tensor], logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
+    def _model_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                      num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> model.Batch:
-        sent = StepTensors(*sent)
         # Only sequences with one new token can have one that is not known on the host, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
-        return model.Batch(input_ids, sent.positions, sent.slot_mapping, self.block_tables.index_select(0, sent.rows), sent.seq_lens,
-                           sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles, sampled)
+        block_tables = self.block_tables.index_select(0, sent.rows)
+        return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
+                           sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles,
+                           sampled)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose from."""
-        edits = needs.edits or needs.processors
-        if edits:
-            logits = self.editor(logits, rows, positions, needs.processors)
+        """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose
+        from."""
+        editor = self.editor if needs.edits or needs.processors else None
+        if editor is not None:
+            logits = editor(logits, rows, positions, needs.processors)
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
-        if edits:
-            self.editor.add(rows, usable)
+        if editor is not None:
+            editor.add(rows, usable)
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
@@ -297,6 +297,10 @@ class Runner:
             temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2], top_k=longs[:, 3],
             position=positions.long(), all_greedy=needs.greedy, any_filter=needs.filters))
 
+    def send_step(self, lists: list[list[int]]) -> StepTensors:
+        """A StepInput's lists on the device."""
+        return StepTensors(*self._send(lists))
+
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""
         if self.kernels is not kernel.TRITON:
@@ -305,13 +309,13 @@ class Runner:
 
 
 # --------------------------------------------------------------------------------------------------
-# To the device and back
+# To the device
 # --------------------------------------------------------------------------------------------------
 
 def pack_settings(params: Any, seed: int) -> tuple[int, ...]:
     """Sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
-    packed = struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), min(params.top_k, 2**31 - 1))
-    return struct.unpack("8i", packed)
+    top_k = min(params.top_k, 2**31 - 1)
+    return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
 
 
 def integers(lists: list[list[int]]) -> Tensor:
@@ -329,16 +333,6 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def prompt_parts(batch: engine.StepInput) -> Iterator[PromptPart]:
-    """For sequences that want log probabilities of their prompts: the token at each position predicts the next one."""
-    for seq, num_tokens, index in zip(batch.seqs, batch.num_tokens, batch.query_start_loc):
-        if seq.sampling.num_prompt_logprobs is not None:
-            start = seq.num_computed_tokens - num_tokens
-            count = min(seq.num_computed_tokens, seq.num_prompt_tokens - 1) - start
-            if count > 0:
-                yield PromptPart(seq, start + 1, count, index)
-
-
 def consecutive(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
     """Stretches of consecutive numbers: (index, first number, count)."""
     start = 0
@@ -346,51 +340,6 @@ def consecutive(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
             yield start, numbers[start], end - start
             start = end
-
-
-def read_later(tensors: list[Tensor]) -> Callable[[], list[list]]:
-    """A function that waits for the tensors and returns them as lists."""
-    if tensors[0].device.type != "cuda":
-        lists = [as_list(tensor) for tensor in tensors]
-        return lambda: lists
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors):
-        copy.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def read() -> list[list]:
-        done.synchronize()
-        return [as_list(copy) for copy in copies]
-
-    return read
-
-
-def as_list(tensor: Tensor) -> list:
-    """As Python's numbers, row by row; very long rows stay tensors until their numbers are looked at."""
-    return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
-
-
-def read_sampled(read: Callable[[], list[list]], seqs: list[engine.Sequence], wanted: list[engine.Sequence],
-                 wanting: list[int], parts: list[PromptPart]) -> engine.Sampled:
-    """Wait for a step's tensors. seqs: the sequences that sampled, in the batch's order; wanted: in the scheduler's; wanting:
-    indices of those that want log probabilities. These are (own, rank, ids of the best tokens, theirs) for each token."""
-    tokens, *lists = read()
-    logprobs = {seqs[i]: only(seqs[i].sampling.num_logprobs, *found) for i, found in zip(wanting, zip(*lists[:4]))}
-    of_prompts = zip(*lists[-4:])
-    prompts = [(part.seq, part.first, [only(part.seq.sampling.num_prompt_logprobs, *found) for found in islice(of_prompts, part.count)])
-               for part in parts]
-    token_of = dict(zip(seqs, tokens))
-    return engine.Sampled([token_of[seq] for seq in wanted], [logprobs.get(seq) for seq in wanted] if wanting else None, prompts)
-
-
-def only(count: int, own: float, rank: int, ids: Any, logprobs: Any) -> tuple:
-    """A token's log probabilities with those of the `count` best only (-1: all): another sequence of the step may want more."""
-    if 0 <= count < len(ids):
-        ids, logprobs = ids[:count], logprobs[:count]
-        if isinstance(ids, Tensor):  # a list: a tensor would keep the memory of the whole one
-            ids, logprobs = ids.tolist(), logprobs.tolist()
-    return own, rank, ids, logprobs
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernel
-from nanopaged import tiles
+from nanopaged import optional_triton, tiles
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
@@ -36,10 +36,10 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
         constants = constants | dict(PDL=capability >= 90)
         signature["PDL"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *kernel.VARYING)}
+               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *optional_triton.VARYING)}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                          options=dict(num_warps=num_warps, num_stages=num_stages))
+                          options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
 
 
 def _type_of(name: str, constants: dict, dtype: str) -> str:

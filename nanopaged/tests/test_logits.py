@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanopaged import LLM
+from nanopaged import LLM, engine
 from nanopaged.device import logits as logits_module
 from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
-from nanopaged.sampling_params import SamplingParams
+from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.sampling_params import SamplingParams, SequenceSampling
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 VOCAB = 40
@@ -238,6 +239,31 @@ def test_rows_that_edit_nothing_need_no_tables(device):
     editor.start([Start(row, SamplingParams(temperature=0.5, top_p=0.9), [1, 2], [], {0}, []) for row in range(1000)])
     assert not editor.edits(range(1000))
     assert sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t)) < 2000
+
+
+def test_an_editor_made_while_other_rows_run_leaves_them_as_they_are(device):
+    """The runner makes it for the first sequence that needs one, and tells it nothing of those that run already."""
+    editor, logits = editor_for(device, num_rows=4), normal(3, VOCAB).to(device)
+    params = SamplingParams(presence_penalty=1.0, logit_bias={7: 2.0}, min_tokens=4)
+    sampling = SequenceSampling(params, bad_words=[[4, 6]])
+    seq = engine.Sequence([1, 2, 3], (0, 0, 0), 20, frozenset({5}), sampling=sampling)
+    seq.append(9)
+    seq.row = 3
+    start = Start.of(seq)
+    assert start == Start(3, params, [1, 2, 3], [9], {5}, [[4, 6]])
+    editor.start([start])
+    assert editor.edits([3]) and not editor.edits([0, 1])
+    rows, positions = torch.tensor([0, 3, 1], device=device), torch.tensor([6, 4, 9], device=device)
+    for _ in range(2):
+        edited = editor(logits, rows, positions)
+        assert bits(edited[[0, 2]].cpu()) == bits(logits[[0, 2]].cpu())
+        assert edited[1].tolist() == pytest.approx(edit(logits[1].tolist(), start))
+        editor.add(rows, torch.tensor([8, 9, 8], device=device))  # once more 9, for which there is a penalty already
+
+
+def test_without_an_editor_no_sequence_edits():
+    seq = engine.Sequence([1], (0, 0, 0), 9, sampling=SequenceSampling(SamplingParams(temperature=0)))
+    assert SamplingNeeds.of([seq], None) == SamplingNeeds(greedy=True)
 
 
 def test_tables_hold_the_rows_that_need_them(device):

@@ -63,7 +63,7 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
     """Beside one that wants all of them, and whether rows stay tensors or not."""
     kept = {}
     for many in (1024, 2):
-        monkeypatch.setattr("nanopaged.device.runner.MANY_LOGPROBS", many)
+        monkeypatch.setattr("nanopaged.device.results.MANY_LOGPROBS", many)
         llm = LLM(dtype="float32", num_blocks=64)
         ids = [llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n)) for n in (1, -1, 0)]
         requests = [llm.requests[request_id] for request_id in ids]
@@ -107,3 +107,11 @@ def test_a_beam_step_makes_the_hypotheses_that_it_keeps(monkeypatch):
     made.clear()
     group.extend([[(token, -token / 10) for token in range(group.num_candidates)] for _ in range(width)])
     assert len(group.live) == width and len(made) <= 3 * width
+
+
+def test_a_plain_request_needs_no_logits_editor():
+    llm = LLM(dtype="float32", num_blocks=64)
+    llm.generate("ROMEO:", SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4))
+    assert llm.runner.editor is None
+    llm.generate("ROMEO:", SamplingParams(repetition_penalty=1.2, max_tokens=4))
+    assert llm.runner.editor is not None

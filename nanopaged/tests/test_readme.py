@@ -1,0 +1,206 @@
+"""README.md held to the code: its commands, traces, numbers, names and paths."""
+import ast
+import contextlib
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from nanopaged import engine, kernel, model
+from nanopaged.api.llm import LLM
+from nanopaged.cli.main import HELP, main
+from nanopaged.device import graphs, memory, runner
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+DRAWINGS = [text.splitlines() for language, text in FENCED if not language]
+COMMANDS = re.findall(r"^    ((?:.*\\\n)*.*)$", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), re.M)
+PLAIN = " ".join(README.split())
+
+torch.set_num_threads(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands and traces
+# --------------------------------------------------------------------------------------------------
+
+FIRST, LONGER = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
+
+
+def run(*arguments: str) -> tuple[str, list[str]]:
+    """stdout and the lines on stderr of `python engine.py` on a CPU."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert main([*arguments, "--device", "cpu"]) == 0
+        sys.stdout.flush()
+    return out.buffer.getvalue().decode(), errors.getvalue().splitlines()
+
+
+def test_every_line_of_the_traces_is_printed_in_this_order():
+    swapping = [*FIRST, "--swap-space", "1"]
+    excerpts = [lines for lines in DRAWINGS if lines[0].startswith(("step", "  preempted", "  attention"))]
+    assert len(excerpts) == 5 and "`--swap-space 1`" in README
+    for arguments, wanted in ((FIRST, sum(excerpts[:3], [])), (swapping, excerpts[3]), (LONGER, excerpts[4])):
+        printed = iter([line.rstrip() for line in run(*arguments)[1]])
+        for line in wanted:
+            assert line in printed, f"the trace does not print this line, or not behind those before it: {line!r}"
+
+
+def test_a_preempted_sequence_ends_with_the_same_text_as_on_a_larger_pool():
+    larger = [*FIRST, "--num-blocks", "100"]
+    texts, lines = run(*larger)
+    assert not any("preempted" in line for line in lines)
+    assert texts == run(*FIRST)[0]
+
+
+def test_the_python_example_runs(capsys):
+    code, = (text for language, text in FENCED if language == "python")
+    exec(code.replace("LLM()", "LLM(device='cpu')"), {})
+    assert len(capsys.readouterr().out) > 100
+
+
+def test_continuous_integration_runs_the_commands_of_the_readme():
+    install, test = (command for command in COMMANDS if command.startswith("pip"))
+    assert install.endswith('&& python engine.py --prompt "ROMEO:"') and test.endswith("&& pytest")
+    for file in (".ci/run", ".github/workflows/test.yml"):
+        assert test.removeprefix("pip install ") in (ROOT / file).read_text().replace("-q ", ""), file
+
+
+def test_every_option_exists():
+    of_bench, of_others = (ROOT / "bench.py").read_text(), {"--help", "--ignore-missing-imports", "--follow-imports"}
+    for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
+        assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
+
+
+# --------------------------------------------------------------------------------------------------
+# Paths and names
+# --------------------------------------------------------------------------------------------------
+
+def test_every_path_exists():
+    paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
+    assert len(paths) > 15
+    assert not [path for path in paths - {"merges.txt"} if not (ROOT / path).exists()]
+    modules = re.findall(r"python -m nanopaged\.tests\.(\w+)", README)
+    assert modules and all((ROOT / "nanopaged" / "tests" / f"{module}.py").exists() for module in modules)
+
+
+def test_every_heading_that_is_linked_exists():
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", README, re.M)}
+    assert not set(re.findall(r"\]\(#([\w-]+)\)", README)) - headings
+
+
+def test_the_names_beside_those_of_vllm_exist():
+    table = README.split("### vLLM's names")[1].split("###")[0]
+    names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
+    names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
+    assert len(names) > 25
+    homes = (runner, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, memory=memory, block_size=0))
+    for name in names:
+        first, *rest = name.split(".")
+        found = next((getattr(home, first) for home in homes if hasattr(home, first)), None)
+        for attribute in rest:
+            found = getattr(found, attribute, None)
+        assert found is not None, name
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of nanopaged that a file imports, within functions too."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    return {name for name in names if name.startswith("nanopaged.")}
+
+
+def test_a_room_imports_from_no_room_above():
+    ranks = dict(cli=4, api=3, device=2, weights=1, text=1)
+    assert "`cli`, `api`, `device`, then `weights` and `text`, then the single files" in PLAIN
+
+    def rank(module: str) -> int:
+        return ranks.get(module.split(".")[1], 0)
+
+    for file in (ROOT / "nanopaged").rglob("*.py"):
+        room, *_ = parts = file.relative_to(ROOT / "nanopaged").parts
+        if room in ranks or len(parts) == 1:
+            others = {name for name in imported(file) if not name.startswith(f"nanopaged.{room}.")}
+            assert not {name for name in others if rank(name) >= max(1, ranks.get(room, 0))}, file
+    assert not re.search(r"^\s*(import|from) torch", (ROOT / "engine.py").read_text(encoding="utf-8"), re.M)
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+# --------------------------------------------------------------------------------------------------
+
+def bytes_per_token(num_layers: int, num_kv_heads: int) -> int:
+    config = SimpleNamespace(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=128)
+    return runner.Runner.block_bytes.fget(SimpleNamespace(config=config, block_size=1, kv_dtype=torch.float16))
+
+
+def test_bytes_of_a_token():
+    llama2, llama3 = bytes_per_token(num_layers=32, num_kv_heads=32), bytes_per_token(num_layers=32, num_kv_heads=8)
+    assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
+    assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
+    assert f"in Llama-3.1-8B, where four query heads share a kv head, a token takes {llama3 / 2**10:g} KiB" in PLAIN
+
+
+def test_blocks_of_three_texts():
+    manager, counts = engine.BlockManager(num_blocks=100, block_size=16), []
+    for length in (1000, 30, 500):
+        seq = engine.Sequence([0] * length, (0, length, 0), length + 1)
+        assert manager.allocate(seq, length)
+        counts.append(len(seq.block_table))
+    assert "Texts of 1,000, 30 and 500 tokens take {}, {} and {} blocks of 16.".format(*counts) in PLAIN
+
+
+def test_the_drawing_of_the_pool():
+    """A, then a sequence that holds block 2 for a while, then B."""
+    manager = engine.BlockManager(num_blocks=6, block_size=4)
+    a, other, b = (engine.Sequence(list(map(ord, text)), (0, i, 0), 20)
+                   for i, text in enumerate(("abcdefg", "....", "abcdxyzwv")))
+    for seq in (a, other, b):
+        assert manager.admit(seq) and manager.allocate(seq, seq.num_tokens)
+        seq.num_computed_tokens = seq.num_tokens
+        manager.cache_full_blocks(seq)
+    manager.free(other)
+    drawing = next(block for block in DRAWINGS if "block_size 4" in block[0])
+    tables = [list(map(int, re.findall(r"\d", line.split("block")[0]))) for line in drawing if "  table  " in line]
+    assert tables == [a.block_table, b.block_table]
+    ref_counts = re.findall(r"block \d [^\d\n]*(\d)", "\n".join(drawing))
+    assert list(map(int, ref_counts)) == manager.ref_counts
+
+
+def test_how_many_lines_there_are_to_read():
+    """Within a fifth, for they are a guide."""
+    def num_lines(*files: Path) -> int:
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+    tour = README.split("## The tour")[1].split("## Reference")[0]
+    chapters = [ROOT / f"{name}.py" for name in ("kernel", "model", "engine")]
+    rooms = [file for folder in ("", "cli", "api", "device", "weights", "text")
+             for file in (ROOT / "nanopaged" / folder).glob("*.py")]
+    plain_kernel = chapters[0].read_text().split("\ndef rotate_and_store(")[0].count("\n")
+    lines = [tour.count("\n"), plain_kernel + num_lines(*chapters[1:], ROOT / "nanopaged" / "device" / "runner.py"),
+             num_lines(*chapters, *rooms)]
+    rows = re.findall(r"^\|[^|\n]*\| ([\d,]+) \| (\d+) \|$", tour, re.M)
+    assert len(rows) == len(lines)
+    for actual, (stated, minutes) in zip(lines, rows):
+        stated = int(stated.replace(",", ""))
+        assert stated == pytest.approx(actual, rel=0.2) and int(minutes) == pytest.approx(stated / 15, rel=0.1), actual
+
+
+def test_how_full_the_blocks_of_workload_256_are(monkeypatch):
+    rows = []
+    monkeypatch.setattr(bench, "row", lambda name, value, *_, **__: rows.append(value))
+    bench.fragmentation(quick=True)
+    in_16, in_64, unpaged = rows
+    assert f"{unpaged:.0f}% of the slots held a token" in PLAIN
+    assert f"{in_16:.1f}% of the slots of held blocks of 16 held a token, and {in_64:.1f}% with blocks of 64" in PLAIN
+    prompts, params = bench.workload_256()
+    tokens = sum(map(len, prompts)), sum(p.max_tokens for p in params)
+    assert "({:,} prompt tokens and {:,} new ones)".format(*tokens) in PLAIN
