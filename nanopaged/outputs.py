@@ -1,8 +1,8 @@
-"""The results that a caller gets: a RequestOutput per request, with a CompletionOutput per sample. Names are vLLM's."""
+"""The results for a caller: a RequestOutput per request, with a CompletionOutput per sample. The names are vLLM's."""
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Logprob:
-    """How likely a token was: its log probability, and its rank among all tokens, 1 being the likeliest."""
+    """A token's log probability, and its rank among all tokens; rank 1 is the likeliest token."""
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
@@ -18,20 +18,20 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One sample: the text so far, and why it ended."""
+    """One sample: its text so far, and the reason of its end."""
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", None while it runs
-    stop_reason: int | str | None = None  # the stop token of stop_token_ids or the stop string that ended it; the error
-    logprobs: list[Mapping[int, Logprob]] | None = None  # for each token: its own and those of the best ones
-    cumulative_logprob: float | None = None  # the sum of its tokens' log probabilities, where these were wanted
-    score: float | None = None  # what beam search ranks it by
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while the sample runs
+    stop_reason: int | str | None = None  # the stop token of stop_token_ids, the stop string, or the error's sentence
+    logprobs: list[Mapping[int, Logprob]] | None = None  # for each token: its own Logprob and those of the best tokens
+    cumulative_logprob: float | None = None  # the sum of the tokens' log probabilities, if the request asked for them
+    score: float | None = None  # the score by which a beam search ranks the samples
 
 
 @dataclass
 class BeamSearchSequence:
-    """A beam as vLLM gives it: tokens and text begin with the prompt."""
+    """A beam in vLLM's form: tokens and text begin with the prompt."""
     tokens: list[int]
     text: str
     cum_logprob: float
@@ -40,21 +40,23 @@ class BeamSearchSequence:
 
 @dataclass
 class RequestOutput:
-    """One request, finished or under way."""
+    """One request, finished or still running."""
     request_id: str
     prompt: str | None  # None: the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the cache
-    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None  # for each prompt token; None for the first, which nothing predicts
-    sequences: list[BeamSearchSequence] | None = None  # of a beam search: outputs once more, with the prompt
+    # For each prompt token; None for the first token, which no other token predicts.
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    sequences: list[BeamSearchSequence] | None = None  # of a beam search: the outputs again, in vLLM's form
 
 
-def token_logprobs(token: int, found: tuple, count: int, tokenizer) -> Mapping[int, Logprob]:
-    """The log probability of a token, and after it those of the `count` best (-1: of all), as a dict by token id.
+def token_logprobs(token: int, found: tuple[float, int, Any, Any], count: int,
+                   tokenizer: Any) -> Mapping[int, Logprob]:
+    """Token id -> Logprob, of the token itself first and then of the `count` best tokens (-1: of all tokens).
 
-    found: (its own log probability, its rank, ids of the best tokens, their log probabilities), as the runner gives them
+    found: (the token's log probability, its rank, the ids of the best tokens, their log probabilities), from the runner
     """
     own, rank, ids, logprobs = found
     count = len(ids) if count < 0 else count
@@ -67,22 +69,30 @@ def token_logprobs(token: int, found: tuple, count: int, tokenizer) -> Mapping[i
     return result
 
 
-def _logprob(token: int, logprob: float, rank: int, tokenizer) -> Logprob:
+def _logprob(token: int, logprob: float, rank: int, tokenizer: Any) -> Logprob:
     return Logprob(logprob, rank, tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None)
 
 
 class _ManyLogprobs(Mapping):
-    """What `token_logprobs` returns where there are very many: the runner's tensors, of which an entry is made when it is
-    looked up. All entries at once would take two seconds and 50 MB for a vocabulary of 152,000."""
+    """The result of `token_logprobs` for the whole vocabulary, on the runner's tensors.
 
-    def __init__(self, token: int, own: float, rank: int, ids: "Tensor", logprobs: "Tensor", tokenizer):
-        self._token, self._own, self._rank, self._tokenizer = token, own, rank, tokenizer
-        self._ids, self._logprobs = ids, logprobs  # [count] each, best first
+    An entry is made when it is looked up: all entries of a vocabulary of 152,000 would take two seconds and 50 MB.
+    """
+
+    def __init__(self, token: int, own: float, rank: int, ids: "Tensor", logprobs: "Tensor", tokenizer: Any):
+        self._token = token
+        self._own = own
+        self._rank = rank
+        self._tokenizer = tokenizer
+        self._ids = ids  # [count], best token first
+        self._logprobs = logprobs  # [count]
 
     @cached_property
     def _places(self) -> dict[int, int]:
+        """Token id -> its place in the tensors, with the token itself first."""
         ids = self._ids.tolist()
-        return {self._token: ids.index(self._token) if self._token in ids else len(ids)} | {id: i for i, id in enumerate(ids)}
+        own_place = ids.index(self._token) if self._token in ids else len(ids)
+        return {self._token: own_place} | {id: place for place, id in enumerate(ids)}
 
     def __getitem__(self, token: int) -> Logprob:
         place = self._places[token]

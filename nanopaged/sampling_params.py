@@ -1,50 +1,50 @@
-"""How a request wants its tokens chosen, and when it wants to stop."""
-from collections.abc import Callable
+"""The settings of a request: the sampling of its tokens, and the conditions that end its text."""
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nanopaged.inputs import check_kind, check_number
+from nanopaged.inputs import Kind, check_kind, check_number
 
-SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy: dividing by less would overflow
+SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
-MOST_SEQUENCES = 16_384  # of one request, as in vLLM: they are all made when it arrives
-MOST_MIN_TOKENS = 2**31 - 1  # the device has it as an int32 (nanopaged/device/logits.py)
+MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
+MOST_MIN_TOKENS = 2**31 - 1  # the device stores min_tokens as an int32 (nanopaged/device/logits.py)
 
 
 @dataclass
 class SamplingParams:
     """Sampling settings of one request; names, order and defaults are vLLM's.
 
-    n: how many samples, up to MOST_SEQUENCES; sample j of a request with seed s equals a request of its own with seed
-        s + j
-    presence_penalty, frequency_penalty: taken off the logit of a token that has been generated: once, and as often as
-        it has been; from -2 to 2
-    repetition_penalty: the logit of a token of the prompt or of the generated text is divided by it, or multiplied
-        where it is negative; from 1e-6 to 1e6
-    temperature: 0, or anything below SMALLEST_TEMPERATURE, is greedy
-    top_p, top_k, min_p: filters, after the temperature, in vLLM's order. First min_p keeps the tokens with at least
-        min_p times the best one's probability. Then top_k keeps the top_k best (0 or -1: all), and those that are as
-        good as the last of them. Then top_p keeps the fewest best tokens that have the share top_p of the probability
-        that is left
-    seed: draws the same random numbers in any batch; None takes one from the engine's own seed
-    stop: a string, or several, that end the text. It is cut before the one that is complete first
-    stop_token_ids: tokens that end the text, beside the checkpoint's end-of-sequence tokens
-    ignore_eos: go on after end-of-sequence tokens
-    max_tokens: new tokens at most; None: as many as the model has positions for
-    min_tokens: so many new tokens before an end-of-sequence token, a stop token or a stop string can end the text
-    logprobs, prompt_logprobs: give the log probability of each generated token, or of each prompt token, and of so many
-        of the best tokens in its place beside it (0: none beside it, -1: all). Those of the model: before penalties,
-        biases, filters and temperature
-    detokenize: give texts; without, only token ids
+    n: the number of samples, up to MOST_SEQUENCES; sample j of a request with seed s equals a request of its own with
+        seed s + j
+    presence_penalty, frequency_penalty: subtracted from the logit of a generated token; the presence penalty once, the
+        frequency penalty once per occurrence; from -2 to 2
+    repetition_penalty: divides the positive logit of each token of the prompt and the generated text, and multiplies a
+        negative logit; from 1e-6 to 1e6
+    temperature: 0, or any value below SMALLEST_TEMPERATURE, is greedy
+    top_p, top_k, min_p: filters, applied after the temperature in vLLM's order. First, min_p keeps the tokens with at
+        least min_p times the probability of the best token. Then top_k keeps the top_k best tokens (0 or -1: all), and
+        tokens equal to the last of these. Then top_p keeps the fewest best tokens that together have the share top_p of
+        the remaining probability
+    seed: gives the same random numbers in any batch; None takes a seed from the engine's own seed
+    stop: a string, or several, that end the text. The text is cut before the stop string that is complete first
+    stop_token_ids: tokens that end the text, besides the checkpoint's end-of-sequence tokens
+    ignore_eos: continue after end-of-sequence tokens
+    max_tokens: the largest number of new tokens; None: limited by the model's positions only
+    min_tokens: the number of new tokens before an end-of-sequence token, a stop token or a stop string can end the text
+    logprobs, prompt_logprobs: return the log probability of each generated token, or of each prompt token, and of this
+        number of best tokens at its position (0: none, -1: all). These are the model's log probabilities, before
+        penalties, biases, filters and temperature
+    detokenize: return texts; False returns token ids only
     skip_special_tokens: leave special tokens out of the text
-    include_stop_str_in_output: cut the text after the stop string, not before it
-    logit_bias: token id -> number that is added to its logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
-        written as strings, as they are in JSON
-    allowed_token_ids: no other tokens are drawn
-    bad_words: texts that are not generated: the token that would complete one is not drawn
-    logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, one after another, after
-        logit_bias and before the penalties. They need the last token on the host, so they cost the lookahead
+    include_stop_str_in_output: cut the text after the stop string instead of before it
+    logit_bias: token id -> number added to the token's logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
+        strings, as in JSON
+    allowed_token_ids: only these tokens are sampled
+    bad_words: texts that are never generated: the token that would complete one is not sampled
+    logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
+        between logit_bias and the penalties. They need the last token on the host, so the engine cannot look ahead
 
     Raises ValueError, one sentence, for a value out of range.
     """
@@ -71,10 +71,10 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: list[Callable] | None = None
-    structured_outputs: None = None  # vLLM's, refused
+    structured_outputs: None = None  # vLLM's options; any value is refused
     guided_decoding: None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _read_number(self, "n", Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
         for name in ("presence_penalty", "frequency_penalty"):
             _read_number(self, name, Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
@@ -95,11 +95,11 @@ class SamplingParams:
         self._check_lists()
         for name in ("structured_outputs", "guided_decoding"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} is given, and nanopaged cannot constrain what is generated yet; leave it out")
+                raise ValueError(f"{name} is given, and nanopaged cannot constrain generated text yet; leave it out")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are looked for in the text, so stop cannot be given with detokenize=False")
+            raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
 
-    def _check_lengths(self):
+    def _check_lengths(self) -> None:
         if self.max_tokens is not None:
             _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1, or None")
         _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_MIN_TOKENS,
@@ -108,8 +108,10 @@ class SamplingParams:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
 
-    def _check_lists(self):
-        are_texts = lambda texts: all(isinstance(text, str) and text for text in texts)
+    def _check_lists(self) -> None:
+        def are_texts(texts: Iterable[Any]) -> bool:
+            return all(isinstance(text, str) and text for text in texts)
+
         if self.stop is not None:
             check_number("stop", self.stop, (str, list, tuple), lambda x: x if isinstance(x, str) else are_texts(x),
                          "a string that is not empty, or a list of them")
@@ -127,19 +129,19 @@ class SamplingParams:
                          "a list of functions (token_ids, logits) -> logits")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError if logit_bias or allowed_token_ids names a token that the model does not have."""
+        """Raise ValueError if logit_bias or allowed_token_ids names a token outside of the model's vocabulary."""
         for name in ("logit_bias", "allowed_token_ids"):
-            token = max(getattr(self, name) or (), default=0)
+            token: int = max(getattr(self, name) or (), default=0)
             if token >= vocab_size:
                 raise ValueError(f"{name} has token id {token}; the model's ids are 0 to {vocab_size - 1}")
 
     @classmethod
-    def from_generation_config(cls, config: dict, **given) -> "SamplingParams":
-        """What a checkpoint's generation_config.json recommends, with `given` settings before it.
+    def from_generation_config(cls, config: dict[str, Any], **given: Any) -> "SamplingParams":
+        """The settings that a checkpoint's generation_config.json recommends. `given` settings take precedence.
 
-        The keys read are vLLM's: repetition_penalty, temperature, top_k, top_p, min_p and max_new_tokens. Beyond them,
-        "do_sample": false is greedy decoding unless a temperature is given, as it is in transformers; where do_sample
-        is missing it is taken for true, as in vLLM.
+        As in vLLM, the keys repetition_penalty, temperature, top_k, top_p, min_p and max_new_tokens are read. As in
+        transformers, "do_sample": false means greedy decoding unless a temperature is given. A missing do_sample means
+        true, as in vLLM.
         """
         keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
         read = {key: config[key] for key in keys if config.get(key) is not None}
@@ -164,7 +166,7 @@ class SamplingParams:
 
     @property
     def has_filter(self) -> bool:
-        """Some tokens are never drawn: top_k, top_p or min_p is set."""
+        """Whether top_k, top_p or min_p is set, so that some tokens cannot be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -173,12 +175,12 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """The logits are changed before sampling, logits processors aside (nanopaged/device/logits.py)."""
+        """Whether nanopaged/device/logits.py changes the logits before sampling; logits processors do not count."""
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
-def _read_number(settings, name: str, kind, in_range: Callable, expected: str) -> None:
-    """Check a number among the settings, and make it one of Python's."""
+def _read_number(settings: Any, name: str, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
+    """Check a number among the settings, and convert it to a number of Python's own."""
     given = getattr(settings, name)
     check_kind(name, given, kind, expected)
     number = _as_python(given)
@@ -186,27 +188,27 @@ def _read_number(settings, name: str, kind, in_range: Callable, expected: str) -
     setattr(settings, name, number)
 
 
-def _as_python(number):
-    """NumPy's numbers have few bits, also in comparisons and sums: uint8(200) + 57 is 1."""
+def _as_python(number: Any) -> Any:
+    """The number as an int or a float. NumPy's numbers overflow in comparisons and sums: uint8(200) + 57 is 1."""
     try:
         return int(number) if isinstance(number, Integral) else float(number)
-    except OverflowError:  # a fraction, which no range has
+    except OverflowError:  # a huge fraction, which is outside of every range
         return number
 
 
-def _read_token_ids(name: str, tokens, expected: str, smallest: int = 0) -> list[int]:
-    """The token ids of a collection. ValueError unless there are `smallest` of them or more."""
+def _read_token_ids(name: str, tokens: Any, expected: str, smallest: int = 0) -> list[int]:
+    """The token ids of a collection. Raises ValueError for fewer than `smallest` ids."""
     check_number(name, tokens, (list, tuple, set, frozenset), lambda x: len(x) >= smallest, expected)
     for token in tokens:
         check_number(name, token, Integral, lambda x: x >= 0, expected)
     return list(map(int, tokens))
 
 
-def _read_bias(bias: dict) -> dict[int, float]:
+def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
     expected = "a dict from token ids to numbers"
     check_kind("logit_bias", bias, dict, expected)
-    result = {}
+    result: dict[int, float] = {}
     for token, value in bias.items():
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
         check_number("logit_bias", token, Integral, lambda x: x >= 0, expected)
@@ -217,16 +219,18 @@ def _read_bias(bias: dict) -> dict[int, float]:
 
 @dataclass
 class BeamSearchParams:
-    """Settings of a beam search; nanopaged/api/beam.py says how it goes. Names are vLLM's; early_stopping is transformers'.
+    """Settings of a beam search, which nanopaged/api/beam.py explains. The names are vLLM's; early_stopping is that of
+    transformers.
 
-    beam_width: beams that are followed at once, and results; 1 is greedy decoding
-    max_tokens: new tokens at most
-    length_penalty: results are ranked by cumulative log probability / length ** length_penalty, the length being that
-        of the generated tokens, end-of-sequence token included. Above 0 it favours longer texts, below 0 shorter ones
-    ignore_eos: go on after end-of-sequence tokens; then all results have max_tokens tokens
+    beam_width: the number of beams followed at once, and the number of results; 1 is greedy decoding
+    max_tokens: the largest number of new tokens
+    length_penalty: results are ranked by cumulative log probability / length ** length_penalty. The length is the
+        number of generated tokens, the end-of-sequence token included. A penalty above 0 favours longer texts, one
+        below 0 shorter texts
+    ignore_eos: continue after end-of-sequence tokens; then all results have max_tokens tokens
     temperature: 0, as in vLLM's examples
-    early_stopping: the search ends, once beam_width texts have ended, at once (True), when the best text under way does
-        not score higher as it stands (False), or when no text under way can score higher any more ("never")
+    early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
+        False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
 
     Raises ValueError, one sentence, for a value out of range.
     """
@@ -237,21 +241,21 @@ class BeamSearchParams:
     early_stopping: bool | str = False
     temperature: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _read_number(self, "beam_width", Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
                      f"an integer from 1 to {MOST_SEQUENCES}")
         _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1")
         _read_number(self, "length_penalty", Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
-        _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which draws nothing")
+        _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which does not sample")
         if self.early_stopping != "never":
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 
 
 class SequenceSampling(NamedTuple):
-    """What the runner knows of a sequence's sampling; the scheduler does not look at it."""
+    """The sampling settings of a sequence, for the runner; the scheduler does not read them."""
     params: SamplingParams
-    seed: int = 0  # sample j of a request with seed s: s + j
+    seed: int = 0  # sample j of a request with seed s has seed s + j
     bad_words: list[list[int]] = []  # as token ids
-    num_logprobs: int | None = None  # give the log probability of each sampled token and of this many of the best; -1: all
-    num_prompt_logprobs: int | None = None  # likewise of each prompt token
+    num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
+    num_prompt_logprobs: int | None = None  # the same for each prompt token

@@ -17,9 +17,9 @@ from nanopaged.outputs import RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import (
-    eos_token_ids, find_checkpoint, read_config, read_generation_config, read_tensors)
+from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config, read_tensors
 from nanopaged.weights.families import read_model_config
+from nanopaged.weights.find import find_checkpoint
 
 PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens that a step computes of a sequence that wants the logits of all of them,
 PROMPT_LOGPROBS_VALUES = 2**23  # and how many log probabilities these may be

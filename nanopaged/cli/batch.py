@@ -1,73 +1,80 @@
-"""Many prompts: a file of them in, a file of results out (`--prompts FILE --output FILE.jsonl`).
+"""Prompt files: a file of prompts in, a file of results out (`--prompts FILE --output FILE.jsonl`).
 
-FILE.txt has a prompt on each line. FILE.jsonl has an object, whose sampling settings win over the command line's:
+FILE.txt has a prompt on each line. FILE.jsonl has a JSON object on each line. The object's sampling settings take
+precedence over those of the command line:
 
     {"prompt": "ROMEO:", "temperature": 0.2, "n": 2}
-    {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}         "tools" may come with them
+    {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}         "tools" may accompany "messages"
     {"prompt_token_ids": [5, 6, 7], "priority": -1}
 
-"-" is stdin, read as .jsonl if it begins with "{". A result is appended when its line is finished, so in any order:
+"-" means stdin, which is read as .jsonl if it begins with "{". Each result is appended when its request has finished,
+so results are not in the order of the lines:
 
     {"line": 2, "hash": "5d3a..", "messages": [..], "num_prompt_tokens": 9, "num_cached_tokens": 0,
      "outputs": [{"index": 0, "text": "Good morrow", "token_ids": [..], "num_tokens": 4, "finish_reason": "stop"}]}
     {"line": 3, "hash": "90c1..", "error": "temperature must be a number from 0 to 1e6, not 'hot'"}
 
-An object's "id" or "custom_id" may be anything, and comes back in its result.
+An object's "id" or "custom_id" may have any value, which is copied to the result.
 
-**A bad line** does not end the rest: it is reported on stderr, has such a result, and makes the exit code 1. **After an
-interruption** the same command goes on: lines with a result are passed over, a result that was half written is cut off.
-The hash, of the line and of the settings from the command line, tells when a result belongs to something else; then
-nothing runs. To have a line run again, take its result out of the file. A run locks its results, so a second run that
-is to write to the same file is refused.
+**A bad line** does not stop the other lines. It is reported on stderr, gets a result with "error", and makes the exit
+code 1. **After an interruption** the same command continues: lines with a result are skipped, and a half-written result
+is cut off. The hash covers the line and the command line's settings. A result whose hash differs belongs to another
+line or other settings, and then the run is refused. To run a line again, remove its result from the file. A run locks
+the output file, so a second run with the same output file is refused.
 
-Lines are read as the engine takes them up, some ahead, so there may be millions: of those that are done only the hash
-is kept. Without --output each text is printed under its line's number and prompt.
+A file may have millions of lines: only a few lines are read ahead of the engine, and only the hash of a finished line
+is kept. Without --output each text is printed under the number and the prompt of its line.
 """
 import json
 import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from numbers import Integral
+from typing import IO, Any
 
 from nanopaged.inputs import check_kind
-from nanopaged.outputs import RequestOutput
-from nanopaged.sampling_params import SamplingParams
+from nanopaged.outputs import CompletionOutput, RequestOutput
 from nanopaged.progress import ProgressBar
+from nanopaged.sampling_params import SamplingParams
 
 try:
     import fcntl
 except ImportError:  # Windows: results are not locked
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 PROMPT_KEYS = {"prompt": (str, "a string"), "prompt_token_ids": (list, "a list of token ids"),
                "messages": (list, "a list of messages")}
-LABELS = "id", "custom_id"  # come back with the result
-SETTINGS = {field.name for field in fields(SamplingParams)} - {"logits_processors"}  # these are functions
+LABELS = "id", "custom_id"  # copied to the result
+SETTINGS = {field.name for field in fields(SamplingParams)} - {"logits_processors"}  # JSON has no functions
 
 
-def open_file(option: str, path: str, mode: str):
+def open_file(option: str, path: str, mode: str) -> IO[Any]:
+    """The open file. ValueError in one sentence, which names the command line's option, if that fails."""
     try:
         return open(path, mode)
     except OSError as error:
         raise ValueError(f"{option} {path!r} cannot be opened: {error.strerror or error}") from None
 
 
-class Meter:
-    """Makes the steps of an engine and measures what the status line tells. `on_step` is called after each step."""
+class Progress:
+    """Runs the steps of an engine and measures the progress for the status line. Each step ends with `on_step`."""
 
-    def __init__(self, llm, on_step: Callable = lambda: None):
-        self.llm, self.pool, self.on_step = llm, llm.scheduler.block_manager, on_step
-        self.started, self.first = time.perf_counter(), None
+    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
+        self.llm = llm
+        self.pool = llm.scheduler.block_manager
+        self.on_step = on_step
+        self.started = time.perf_counter()
+        self.first: float | None = None  # the time of the first output
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
         self.saved_before = self.pool.num_saved_blocks
         self.num_new_tokens = self.blocks_in_use = self.most_blocks = self.num_finished = 0
         self.num_cut = 0  # texts that ended because the pool was full
-        self.counts: dict[str, int] = {}  # request under way -> its tokens so far
+        self.counts: dict[str, int] = {}  # id of an unfinished request -> the number of its tokens so far
 
     def step(self) -> list[RequestOutput]:
         outputs = self.llm.step()
@@ -85,8 +92,8 @@ class Meter:
         self.on_step()
         return outputs
 
-    def _is_cut(self, output: RequestOutput, sample) -> bool:
-        """The text is as long as the pool, and the model could go on."""
+    def _is_cut(self, output: RequestOutput, sample: CompletionOutput) -> bool:
+        """Whether the text fills the whole pool and is shorter than the model allows."""
         num_tokens = len(output.prompt_token_ids) + len(sample.token_ids)
         pool_size = self.pool.num_blocks * self.pool.block_size
         return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
@@ -97,7 +104,7 @@ class Meter:
         return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
 
     def rate(self, after_first: bool = False) -> float:
-        """New tokens per second; of one text best after_first token, the time before it being that of the prompt."""
+        """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
         start = self.first if after_first and self.first else self.started
         return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
 
@@ -116,24 +123,26 @@ class Meter:
         return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
 
 
-def run_all(llm, requests: Iterable[tuple], meter: Meter, refuse: Callable) -> Iterator[tuple]:
-    """Run requests, (key, prompt, sampling parameters, priority) each, and yield (key, output) as they finish.
+def run_all(llm: Any, requests: Iterable[tuple], progress: Progress,
+            refuse: Callable[[Any, ValueError], object]) -> Generator[tuple[Any, RequestOutput], None, None]:
+    """Run requests, each (key, prompt, sampling parameters, priority), and yield (key, output) as they finish.
 
-    They are taken up as there is room: beside those that run, as many wait as one step can compute. One that can never
-    run goes to refuse(key, error). Closing this generator aborts what is under way.
+    At most max_num_seqs requests wait in the scheduler besides those that run; the others are read later. A request
+    that can never run goes to refuse(key, error). Closing this generator aborts the unfinished requests.
     """
-    requests, keys = iter(requests), {}
+    unread = iter(requests)
+    keys: dict[str, Any] = {}  # request id -> key
     try:
         while True:
-            while len(llm.scheduler.waiting) < llm.scheduler.max_num_seqs and (request := next(requests, None)):
-                key, *request = request
+            while len(llm.scheduler.waiting) < llm.scheduler.max_num_seqs and (request := next(unread, None)):
+                key, *arguments = request
                 try:
-                    keys[llm.add_request(*request)] = key
+                    keys[llm.add_request(*arguments)] = key
                 except ValueError as error:
                     refuse(key, error)
             if not keys:
                 return
-            for output in meter.step():
+            for output in progress.step():
                 if output.finished and output.request_id in keys:
                     yield keys.pop(output.request_id), output
     finally:
@@ -141,35 +150,42 @@ def run_all(llm, requests: Iterable[tuple], meter: Meter, refuse: Callable) -> I
             llm.abort_request(request_id)
 
 
-class Batch:
-    """A run over a file of prompts. `settings`: what its results depend on beside the lines.
+class PromptFile:
+    """A run over a file of prompts.
 
-    Raises ValueError if a file cannot be used, before any model has to be loaded.
+    source, target: the paths of --prompts and --output
+    settings: the settings, besides the lines, that the results depend on
+
+    The constructor reads both files and raises ValueError if one cannot be used, before a model is loaded.
     """
 
     def __init__(self, source: str, target: str | None = None, settings: str = ""):
-        self.source, self.target, self.settings = source, target, settings.encode("utf-8", "backslashreplace") + b"\n"
-        self.num_done = self.num_bad = 0  # lines with a result; of these, bad ones
-        self.num_lines = None  # how many there are, if that is known
-        self.hashes = array("Q")  # of the line of each result: that of line 1 first, 0 for none
+        self.source = source
+        self.target = target
+        self.settings = settings.encode("utf-8", "backslashreplace") + b"\n"
+        self.num_done = self.num_bad = 0  # lines with a result, and the bad lines among them
+        self.num_lines: int | None = None  # None: unknown
+        self.hashes = array("Q")  # for each line, the hash of its result; 0: the line has no result
         if source != "-" and not source.endswith((".txt", ".jsonl")):
             raise ValueError(f"--prompts takes FILE.txt, FILE.jsonl or - for stdin, not {source!r}")
-        self.is_json = None if source == "-" else source.endswith(".jsonl")
-        self.lines = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
+        self.is_json = None if source == "-" else source.endswith(".jsonl")  # None: the first line will tell
+        self.lines: IO[bytes] = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
         if target is not None and source != "-" and os.path.exists(target) and os.path.samefile(source, target):
             raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
-        self.results = None if target is None else self._open_results()
-        if self.lines.seekable():  # count the lines, and see whether they are those of the results
+        self.results = None if target is None else self._open_results(target)
+        if self.lines.seekable():  # count the lines, and compare them with the hashes of the results
             start = self.lines.tell()
             self.num_lines = sum(1 for _ in self._read_lines())
             self.lines.seek(start)
 
-    def _open_results(self):
-        """The output file, open for appending: its results are taken down, half a result at its end is cut off."""
-        if os.path.exists(self.target) and not os.path.isfile(self.target):
-            raise ValueError(f"--output {self.target!r} is a directory, a device or a pipe, and results need a file in "
-                             "which earlier ones can be found; give one, or leave --output out to have the texts printed")
-        file, end, start = open_file("--output", self.target, "a+b"), 0, b'{"line": '
+    def _open_results(self, target: str) -> IO[bytes]:
+        """The output file, open for appending. Notes its results' hashes, and cuts off half a result at its end."""
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise ValueError(f"--output {target!r} is a directory, a device or a pipe, and results need a regular "
+                             "file, which a later run can read; give one, or leave --output out to print the texts")
+        file = open_file("--output", target, "a+b")
+        end = 0
+        start = b'{"line": '
         self._lock(file)
         file.seek(0)
         for number, raw in enumerate(file, 1):
@@ -177,33 +193,35 @@ class Batch:
                 break
             try:
                 result = json.loads(raw)
-                index, digest = result["line"] - 1, int(result["hash"], 16)
+                index = result["line"] - 1
+                digest = int(result["hash"], 16)
                 if index < 0:
                     raise ValueError
                 self.hashes.extend([0] * (index + 1 - len(self.hashes)))
                 self.hashes[index] = digest
             except (ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError):
-                raise ValueError(f"--output {self.target!r} exists, and its line {number} is no result of a batch; "
+                raise ValueError(f"--output {target!r} exists, and its line {number} is not the result of a prompt; "
                                  "give another file") from None
             end += len(raw)
             self.num_bad += "error" in result
         file.truncate(end)
         self.num_done = len(self.hashes) - self.hashes.count(0)
-        return file.detach()  # without a buffer: what a full disk did not take is not tried once more when it is closed
+        # Without a buffer, because closing a buffered file would write again the bytes that a full disk has refused.
+        return file.detach()  # type: ignore[attr-defined]
 
-    def _lock(self, file) -> None:
-        """Until the file is closed. Not every file system has locks, and results do not depend on them."""
+    def _lock(self, file: IO[bytes]) -> None:
+        """Lock the file until it is closed. A file system without locks is accepted: results do not need the lock."""
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run is writing to --output {self.target!r}; wait until it has ended, or give "
-                             "another file") from None
+            raise ValueError(f"another run is writing to --output {self.target!r}; wait for its end, or give another "
+                             "file") from None
         except OSError:
             pass
 
     def _read_lines(self) -> Iterator[tuple[int, bytes, int]]:
-        """Number, content and hash of each line, the hash being 0 if it has a result already."""
+        """The number, the content and the hash of each line. The hash is 0 if the line already has a result."""
         number = 0
         for number, raw in enumerate(self.lines, 1):
             raw = raw.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf" if number == 1 else b"")  # Windows editors' mark
@@ -212,23 +230,27 @@ class Batch:
             digest = int.from_bytes(blake2b(self.settings + raw, digest_size=8).digest(), "big") or 1
             known = self.hashes[number - 1] if number <= len(self.hashes) else 0
             if known not in (0, digest):
-                raise ValueError(f"--output {self.target!r} has a result for line {number} that is of another line or "
-                                 "made with other settings; bring these back, or give another file")
+                raise ValueError(f"--output {self.target!r} has a result for line {number} that belongs to another "
+                                 "line or to other settings; restore these, or give another file")
             yield number, raw, 0 if known else digest
         if number < len(self.hashes):
             raise ValueError(f"--output {self.target!r} has a result for line {len(self.hashes)}, and --prompts "
                              f"{self.source!r} has {number} lines; give another file")
 
-    def run(self, llm, params: SamplingParams, render: Callable, show_progress: bool = True) -> int:
-        """The exit code, 1 if there are bad lines. `render`(messages, tools) makes a prompt of a conversation."""
+    def run(self, llm: Any, params: SamplingParams, render: Callable[[list, list | None], Any],
+            show_progress: bool = True) -> int:
+        """Run all lines without a result. Returns the exit code, 1 if the file has bad lines.
+
+        render: a function of (messages, tools) that returns the prompt of a conversation
+        """
         num_earlier = self.num_done
         self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
-        self.meter = Meter(llm, self._draw)
+        self.progress = Progress(llm, self._draw)
 
-        def requests():
+        def requests() -> Iterator[tuple]:
             for number, raw, digest in self._read_lines():
                 if digest:
-                    labels = {}
+                    labels: dict[str, Any] = {}
                     try:
                         line = _parse_line(raw, self.is_json)
                         labels = {key: line.pop(key) for key in LABELS if key in line}
@@ -239,7 +261,7 @@ class Batch:
                         yield (number, digest, labels, given), *request
 
         try:
-            with closing(run_all(llm, requests(), self.meter, self._refuse)) as finished:
+            with closing(run_all(llm, requests(), self.progress, self._refuse)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
@@ -253,10 +275,11 @@ class Batch:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        print(f"{self.num_done} lines{earlier}{bad}, {self.meter.report_all()}", file=sys.stderr, flush=True)
+        print(f"{self.num_done} lines{earlier}{bad}, {self.progress.report_all()}", file=sys.stderr, flush=True)
         return 1 if self.num_bad else 0
 
     def _finish(self, key: tuple, output: RequestOutput) -> None:
+        """Write or print the result of a line."""
         number, digest, labels, (name, prompt) = key
         if failed := [sample for sample in output.outputs if sample.finish_reason == "error"]:
             return self._refuse(key, failed[0].stop_reason)
@@ -269,39 +292,44 @@ class Batch:
             print(f"=== line {number}: {shown!r}" + (f" [{sample.index}]" if len(output.outputs) > 1 else ""))
             print(f"{sample.text}\n", flush=True)
 
-    def _refuse(self, key: tuple, error) -> None:
+    def _refuse(self, key: tuple, error: Any) -> None:
+        """Report a bad line."""
         number, digest, labels, _ = key
-        self.num_done, self.num_bad = self.num_done + 1, self.num_bad + 1
+        self.num_done += 1
+        self.num_bad += 1
         self.bar.clear()
         print(f"line {number}: {error}", file=sys.stderr, flush=True)
-        if self.results:
-            self._write(number, digest, labels | {"error": str(error)})
+        self._write(number, digest, labels | {"error": str(error)})
 
-    def _write(self, number: int, digest: int, result: dict) -> None:
+    def _write(self, number: int, digest: int, result: dict[str, Any]) -> None:
+        """Append a result to the output file, if the run has one."""
+        if self.results is None:
+            return
         text = json.dumps({"line": number, "hash": f"{digest:016x}"} | result, ensure_ascii=False, default=asdict)
         raw = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             while raw:
                 raw = raw[self.results.write(raw):]
         except OSError as error:
-            raise OSError(f"--output {self.target!r} cannot be written: {error.strerror or error}; once there is room, the "
+            raise OSError(f"--output {self.target!r} cannot be written: {error.strerror or error}; make room, and the "
                           "same command goes on where it stopped") from None
 
     def _draw(self) -> None:
         if self.bar.due:
             bad = f"{self.num_bad} bad, " * (self.num_bad > 0)
-            blocks = f"{self.meter.blocks_in_use}/{self.meter.pool.num_blocks} blocks"
-            self.bar.update(self.num_done, self.meter.num_new_tokens, bad + blocks)
+            blocks = f"{self.progress.blocks_in_use}/{self.progress.pool.num_blocks} blocks"
+            self.bar.update(self.num_done, self.progress.num_new_tokens, bad + blocks)
 
 
-def _parse_line(raw: bytes, is_json: bool) -> dict:
-    """A line as an object. ValueError for a bad one, here and in `_read_request`."""
+def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
+    """A line as a dict. This function and `_read_request` raise ValueError for a bad line."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1}, {raw[error.start]:#x}, is not UTF-8; save the file so") from None
+        raise ValueError(f"byte {error.start + 1}, {raw[error.start]:#x}, is not UTF-8; save the file as "
+                         "UTF-8") from None
     if not text or is_json and not text.strip():
-        raise ValueError("the line is empty; write a prompt on it, or take it out")
+        raise ValueError("the line is empty; write a prompt on it, or remove the line")
     if not is_json:
         return {"prompt": text}
     try:
@@ -316,21 +344,23 @@ def _parse_line(raw: bytes, is_json: bool) -> dict:
     return line
 
 
-def _read_request(line: dict, params: SamplingParams, render: Callable) -> tuple:
-    """An object as ((key, what is given under it), prompt, sampling parameters, priority)."""
+def _read_request(line: dict[str, Any], params: SamplingParams, render: Callable[[list, list | None], Any]) -> tuple:
+    """A line's dict as ((key of PROMPT_KEYS, its value), prompt, sampling parameters, priority)."""
     name = next(key for key in PROMPT_KEYS if key in line)
-    given, priority = line.pop(name), line.pop("priority", 0)
+    given = line.pop(name)
+    priority = line.pop("priority", 0)
     tools = line.pop("tools", None) if name == "messages" else None
     if unknown := [key for key in line if key not in SETTINGS]:
-        raise ValueError(f'{unknown[0]!r} is no setting that a line with "{name}" can have; "max_tokens" is one')
+        raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
     kind, expected = PROMPT_KEYS[name]
     check_kind(name, given, kind, expected)
     check_kind("priority", priority, Integral, "an integer")
-    return (name, given), render(given, tools) if name == "messages" else given, replace(params, **line), priority
+    prompt = render(given, tools) if name == "messages" else given
+    return (name, given), prompt, replace(params, **line), priority
 
 
-def _result(output: RequestOutput) -> dict:
-    """What is told of an output: all that there is of it, and how many tokens that are."""
+def _result(output: RequestOutput) -> dict[str, Any]:
+    """The result of a request: the fields of its output that are not None, and the number of tokens of each sample."""
     samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
     result = {"num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
               "outputs": [{key: value for key, value in sample.items() if value is not None} for sample in samples]}

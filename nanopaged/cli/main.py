@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanopaged.cli.batch import Batch, Meter, open_file, run_all
+from nanopaged.cli.batch import Progress, PromptFile, open_file, run_all
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 from nanopaged.progress import ProgressBar
 
@@ -98,7 +98,7 @@ def _run(args, llm_class) -> int:
         template = _read_template(args.chat_template)
     if is_batch:
         settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
-        batch = Batch(args.prompts, args.output, repr(settings))
+        prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     llm = _load(args, llm_class)
     params = _sampling_params(args, llm)
 
@@ -109,7 +109,7 @@ def _run(args, llm_class) -> int:
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
     if is_batch:
-        return batch.run(llm, params, render, show_progress=not args.trace)
+        return prompt_file.run(llm, params, render, show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, system, params, render)
@@ -117,20 +117,20 @@ def _run(args, llm_class) -> int:
     if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
         return _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
     if beams:
-        meter = Meter(llm)
-        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), meter)
+        progress = Progress(llm)
+        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), progress)
     return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not args.trace))
 
 
-def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Meter]:
+def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Progress]:
     bar = ProgressBar(len(prompts), show_progress)
-    meter = Meter(llm, lambda: bar.due and bar.update(meter.num_finished, meter.num_new_tokens))
+    progress = Progress(llm, lambda: bar.due and bar.update(progress.num_finished, progress.num_new_tokens))
     requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
     try:
-        outputs = dict(run_all(llm, requests, meter, _raise))
+        outputs = dict(run_all(llm, requests, progress, _raise))
     finally:
         bar.clear()
-    return [outputs[i] for i in range(len(prompts))], meter
+    return [outputs[i] for i in range(len(prompts))], progress
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
@@ -167,12 +167,12 @@ def _load(args, llm_class):
 def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> int:
     """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
     interruption."""
-    meter, length, output = Meter(llm), 0, None
+    progress, length, output = Progress(llm), 0, None
     request_id = llm.add_request(prompt, params)
     try:
         print(echo, end="", flush=True)
         while output is None or not output.finished:
-            for output in (output for output in meter.step() if output.request_id == request_id):
+            for output in (output for output in progress.step() if output.request_id == request_id):
                 said.append(output.outputs[0].text[length:])
                 length += len(said[-1])
                 print(said[-1], end="", flush=True)
@@ -181,12 +181,12 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
         print(flush=True)
     sample = output.outputs[0]
     went_wrong = sample.finish_reason == "error"
-    why = f": {sample.stop_reason}" if went_wrong else f": {meter.pool_is_limit}" if meter.num_cut else ""
-    _say(f"{meter.report(after_first=True)}, finished by {sample.finish_reason}{why}")
+    why = f": {sample.stop_reason}" if went_wrong else f": {progress.pool_is_limit}" if progress.num_cut else ""
+    _say(f"{progress.report(after_first=True)}, finished by {sample.finish_reason}{why}")
     return int(went_wrong)
 
 
-def _print_all(titles: list[str], outputs: list, meter: Meter) -> int:
+def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
     """Several texts, each under its prompt; the exit code."""
     samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
     for title, sample in samples:
@@ -195,8 +195,8 @@ def _print_all(titles: list[str], outputs: list, meter: Meter) -> int:
         print(f"=== {title!r}{number}{score}\n{sample.text}\n")
         if sample.finish_reason == "error":
             _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
-    meter.num_new_tokens = sum(len(sample.token_ids) for _, sample in samples)  # the steps of beams are not its own
-    _say(f"{len(titles)} prompts, {meter.report_all()}")
+    progress.num_new_tokens = sum(len(sample.token_ids) for _, sample in samples)  # the steps of beams are not its own
+    _say(f"{len(titles)} prompts, {progress.report_all()}")
     return int(any(sample.finish_reason == "error" for _, sample in samples))
 
 

@@ -1,8 +1,8 @@
-"""What `--trace` prints: every step of the engine, for a reader who wants to watch the pool being paged.
+"""The output of `--trace`: every step of the engine, for a reader who wants to watch the pool being paged.
 
-A `Trace` is an observer. It wraps a few methods of one engine's scheduler, takes down the books before each call (block
-tables, ref_counts, what is cached), and prints what the call has changed. The engine knows nothing of it, so it costs
-nothing when it is off. A step of two prompts with a common beginning:
+A `Trace` is an observer. It wraps a few methods of one engine's scheduler. Before each call it copies the scheduler's
+state (block tables, prefix cache, numbers of tokens), and after the call it prints the changes. The engine contains no
+code for the trace, so the trace costs nothing when it is off. A step of two prompts with a common beginning:
 
     step 3: 2 of at most 8192 tokens, for 2 of 2 running sequences
       A           decode 13 -> 14 [0* 1* 2 4]
@@ -11,50 +11,58 @@ nothing when it is off. A step of two prompts with a common beginning:
       taken       B 5
       sampled     A ' me', B ';'
 
-Sequences are called A, B, C in the order of arrival, samples of one prompt and beams A0, A1, A2. No line has more than
-100 columns; of many sequences or blocks the first are shown and the others counted.
+Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2. A line has
+at most 100 columns: the first of many sequences or blocks are shown, and the others are counted.
 """
 import itertools
 import sys
 import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
-from nanopaged import engine, kernel
+from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.arithmetic import cdiv
-from nanopaged import tiles
 
-WIDTH, LABEL = 100, 14  # columns of a line, and of what stands before its text
+WIDTH = 100  # columns of a line
+LABEL = 14  # columns of a line's label
 MOST = 10  # lines of a kind in one step
 NULL = engine.NULL
+NO_SPLIT = "in one piece (V1)"
+Holders = dict[int, list[engine.Sequence]]  # held block -> the sequences whose tables list it
 
 
-class Books(NamedTuple):
-    """What the scheduler and the block manager had written down before a call."""
-    keys: dict[int, tuple]  # block -> its key in the prefix cache
-    tables: dict  # running sequence -> its block table
-    num_known: dict  # running or waiting sequence -> how many of its tokens are known
-    host_tables: dict  # waiting sequence -> its blocks on the host
+class State(NamedTuple):
+    """The state of the scheduler and the block manager before a call."""
+    keys: dict[int, Any]  # block -> its key in the prefix cache
+    tables: dict[engine.Sequence, list[int]]  # running sequence -> its block table
+    num_known: dict[engine.Sequence, int]  # running or waiting sequence -> the number of its known tokens
+    host_tables: dict[engine.Sequence, list[int]]  # waiting sequence -> its blocks on the host
 
 
 class Trace:
-    """Prints every step of an LLM from now on, until close().
+    """Prints every step of an LLM until close().
 
-    write: takes each line, without its end (default: to stderr)
+    write: a function that takes each line without its line end (default: print to stderr)
     """
 
-    def __init__(self, llm, write: Callable[[str], None] | None = None):
-        self.llm, self.scheduler, self.manager = llm, llm.scheduler, llm.scheduler.block_manager
+    def __init__(self, llm: Any, write: Callable[[str], object] | None = None):
+        self.llm = llm
+        self.scheduler: engine.Scheduler = llm.scheduler
+        self.manager: engine.BlockManager = llm.scheduler.block_manager
         self.write = write or (lambda line: print(line, file=sys.stderr, flush=True))
         self.letters: dict[int, str] = {}  # arrival -> the request's name
-        self.numbers: dict = {}  # launched step -> its number
-        self.counter, self.last = itertools.count(), None  # the number of the step that was scheduled last
-        self.num_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens that were ever computed of it
-        self.attention: dict[tuple, str] = {}  # order of a sequence -> how its attention was computed last
-        self.is_inside, self.originals = False, []
-        for name, show in dict(schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone,
-                               undo=self._undone).items():
+        self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
+        self.counter = itertools.count()
+        self.last: int | None = None  # the number of the step scheduled last
+        self.num_computed: dict[tuple, int] = {}  # order of a sequence -> the largest number of tokens computed for it
+        self.attention: dict[tuple, str] = {}  # order of a sequence -> the splits of its last decode step
+        self.is_inside = False
+        self.originals: list[tuple[Any, str, Any]] = []
+        shows: dict[str, Callable[..., None]] = dict(schedule=self._step, update=self._tokens, finish=self._gone,
+                                                     release=self._gone, undo=self._undone)
+        for name, show in shows.items():
             self._watch(self.scheduler, name, show)
         self._watch(llm, "_branch", self._beams)
         self.write(f"a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
@@ -66,19 +74,24 @@ class Trace:
         self._say("", ".: free but still cached, for whoever comes with the same tokens, _: free and empty")
 
     def close(self) -> None:
-        """Leave scheduler and LLM as they were."""
+        """Restore the methods of the scheduler and the LLM."""
         while self.originals:
             watched, name, original = self.originals.pop()
-            setattr(watched, name, original) if original else delattr(watched, name)
+            if original:
+                setattr(watched, name, original)
+            else:
+                delattr(watched, name)
 
-    def _watch(self, holder: Any, name: str, show: Callable) -> None:
-        method, scheduler = getattr(holder, name), self.scheduler
+    def _watch(self, holder: Any, name: str, show: Callable[..., None]) -> None:
+        """Replace a method by one that calls show(state before the call, result, *arguments) after each call."""
+        method = getattr(holder, name)
+        scheduler = self.scheduler
 
         @wraps(method)
-        def watched(*args, **kwargs):
-            if self.is_inside:  # the scheduler calls itself: part of what the outer call does
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self.is_inside:  # the scheduler calls its own method: the outer call prints the changes of both
                 return method(*args, **kwargs)
-            before = Books(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
+            before = State(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
                            {seq: len(seq.token_ids) for seq in scheduler.running + scheduler.waiting},
                            {seq: list(seq.host_table) for seq in scheduler.waiting})
             self.is_inside = True
@@ -94,14 +107,17 @@ class Trace:
 
     # ---- a step, when it is scheduled
 
-    def _step(self, before: Books, step) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        budget, spent = self.scheduler.max_num_batched_tokens, sum(step.num_tokens)
+    def _step(self, before: State, step: engine.SchedulerOutput) -> None:
+        running = self.scheduler.running
+        waiting = self.scheduler.waiting
+        budget = self.scheduler.max_num_batched_tokens
+        spent = sum(step.num_tokens)
         self.write("")
         self._arrivals([seq for seq in before.num_known if seq.order[1] not in self.letters])
         self.last = None
         if not step.seqs:
-            return self.write("no step: nothing can be computed now")
+            self.write("no step: nothing can be computed now")
+            return
         self.last = self.numbers[step] = next(self.counter)
         num_tokens = dict(zip(step.seqs, step.num_tokens))
         self.write(f"step {self.last}: {spent} of at most {budget} tokens, "
@@ -120,22 +136,25 @@ class Trace:
         for seq in step.seqs:
             self.num_computed[seq.order] = max(seq.num_computed_tokens, self.num_computed.get(seq.order, 0))
 
-    def _arrivals(self, seqs: list) -> None:
-        requests: dict[int, list] = {}
+    def _arrivals(self, seqs: list[engine.Sequence]) -> None:
+        requests: dict[int, list[engine.Sequence]] = {}
         for seq in sorted(seqs, key=lambda seq: seq.order[1:]):
             requests.setdefault(seq.order[1], []).append(seq)
         lines = []
         for arrival, samples in requests.items():
             self.letters[arrival] = _letters(len(self.letters))
-            prompt, priority = samples[0].token_ids[:samples[0].num_prompt_tokens], samples[0].order[0]
+            prompt = samples[0].token_ids[:samples[0].num_prompt_tokens]
+            priority = samples[0].order[0]
             lines.append(("arrives", self._names(samples) + f", priority {priority}" * (priority != 0)
                           + f", {len(prompt)} prompt tokens: {self._text(prompt)}"))
         self._lines(lines)
 
-    def _work(self, seq, num_tokens: int, step) -> str:
-        end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
+    def _work(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput) -> str:
+        """The tokens that a sequence computes in this step."""
+        end = seq.num_computed_tokens
+        num_prompt_tokens = seq.num_prompt_tokens
         start = end - num_tokens
-        if start < seq.num_hit_tokens:  # its K and V are there, and are not written again
+        if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             text = f"token {start} again, for its logits"
         elif num_tokens == 1 and start >= num_prompt_tokens:
             text = f"decode {start}"
@@ -145,37 +164,42 @@ class Trace:
             text = f"prompt {start}..{end - 1} of {num_prompt_tokens}"
         return text + f" -> {end}" * (seq in step.sampled)
 
-    def _pause(self, seq, is_spent: bool) -> str:
-        """Why a running sequence computes nothing."""
+    def _pause(self, seq: engine.Sequence, is_spent: bool) -> str:
+        """The reason why a running sequence computes no token in this step."""
         if self._candidates(seq):
             return "waits for the other beams"
         if seq.num_new_tokens <= 0:
             return "waits for its token"
         return "waits: the token budget is spent" if is_spent else "waits"
 
-    def _why_not(self, seq, step, is_spent: bool) -> str:
-        """Why the first waiting sequence was not admitted. Nobody overtakes it."""
-        num_free, seats = self.manager.num_free_blocks, self.scheduler.max_num_seqs
+    def _why_not(self, seq: engine.Sequence, step: engine.SchedulerOutput, is_spent: bool) -> str:
+        """The reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
+        num_free = self.manager.num_free_blocks
+        max_num_seqs = self.scheduler.max_num_seqs
         if seq in step.preempted:
             why = "it was preempted in this step"
-        elif len(self.scheduler.running) >= seats:
-            why = f"no seat is free, max_num_seqs is {seats}"
+        elif len(self.scheduler.running) >= max_num_seqs:
+            why = f"no seat is free, max_num_seqs is {max_num_seqs}"
         elif seq.min_free_blocks > num_free:
             why = f"free blocks needed {seq.min_free_blocks}, there are {num_free}"
         else:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
-    def _moves(self, before: Books, step) -> None:
-        """What happened to blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        holders, taken, slid = self._holders(), [], []
+    def _moves(self, before: State, step: engine.SchedulerOutput) -> None:
+        """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
+        holders = self._holders()
+        taken: list[str] = []
+        slid: list[str] = []
         came = dict(step.swaps_in)  # host block -> block
         for seq in self.scheduler.running:
-            old, table, name = before.tables.get(seq), seq.block_table, self._name(seq)
+            old = before.tables.get(seq)
+            table = seq.block_table
+            name = self._name(seq)
             hosts = [host for host in before.host_tables.get(seq, ()) if host in came]
             moved = {NULL, *(came[host] for host in hosts)}
             num_old = len(old) if old is not None else cdiv(seq.num_hit_tokens, self.manager.block_size)
-            if old is None:  # it was admitted in this step
+            if old is None:  # the sequence was admitted in this step
                 self._found(seq, [block for block in table[:num_old] if block not in moved], holders)
             if hosts:
                 self._say("swapped in", f"{name}: host {_blocks(hosts)} to {_blocks([came[host] for host in hosts])}")
@@ -184,7 +208,7 @@ class Trace:
             taken += [f"{name} {_blocks(new)}"] if new else []
         self._items("slid out", slid, "of the window: ")
         self._items("taken", taken)
-        # A key that has gone, but for a block that stays where it is: that one was only cached anew.
+        # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
         stays = {old for seq, table in before.tables.items() for old, now in zip(table, seq.block_table) if old == now}
         evicted = [f"{block}" for block, key in before.keys.items()
                    if self.manager.key_of_block.get(block) is not key and block not in stays]
@@ -200,42 +224,57 @@ class Trace:
             back = f"gives back {_blocks(_real(before.tables.get(seq, ())))}, its tokens will be computed again"
             self._say("preempted", f"{self._name(seq)}: {out if hosts else back}")
 
-    def _found(self, seq, blocks: list[int], holders: dict) -> None:
-        """The blocks of an admitted sequence that were there already."""
-        shared, cached = ([block for block in blocks if (len(holders[block]) > 1) is want] for want in (True, False))
+    def _found(self, seq: engine.Sequence, blocks: list[int], holders: Holders) -> None:
+        """The blocks that an admitted sequence found in the prefix cache."""
+        shared = [block for block in blocks if len(holders[block]) > 1]
+        cached = [block for block in blocks if len(holders[block]) == 1]
         others = dict.fromkeys(other for block in shared for other in holders[block] if other is not seq)
         where = [f"{_blocks(shared)} (shared with {self._names(others)})"] if shared else []
         where += [f"{_blocks(cached)} (free, but still cached)"] if cached else []
         num_tokens = min(seq.num_hit_tokens, len(blocks) * self.manager.block_size)
         self._items("found", where, f"{self._name(seq)} {num_tokens} tokens in ")
 
-    def _attention(self, step) -> None:
-        """Where the kernel begins to cut a decoding sequence's context into splits: side by side (vLLM's V2), or in
-        turn in one program (V1, as without splits)."""
-        runner, decodes = self.llm.runner, [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1]
-        size, longest = len(decodes), max(seq.num_computed_tokens for seq in step.seqs)
+    def _attention(self, step: engine.SchedulerOutput) -> None:
+        """The kernel's splits of a decoding sequence's context, printed at the first decode and whenever they change.
+
+        Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
+        without splits). If torch computes attention, a context without splits is not mentioned.
+        """
+        runner = self.llm.runner
+        is_triton = runner.kernels is kernel.TRITON
+        decodes = [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1]
+        size = len(decodes)
+        longest = max(seq.num_computed_tokens for seq in step.seqs)
         shape = None
         if runner.fused:
             shape = runner.graph_shape(step.num_tokens, [seq.num_computed_tokens for seq in step.seqs])
-        if shape:  # recorded for sequences of any length
-            size, longest = shape.num_seqs, runner.max_model_len
-        num_contexts, changed = size * self.llm.config.num_kv_heads, []
+        if shape:  # a CUDA graph is recorded for sequences of any length
+            size = shape.num_seqs
+            longest = runner.max_model_len
+        num_contexts = size * self.llm.config.num_kv_heads
+        whole: list[str] = []
+        split: list[str] = []
         for seq in decodes:
             num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
-            how = "in one piece (V1)"
+            how = NO_SPLIT
             if num_splits > 1:
                 is_v2 = tiles.programs_per_context(num_contexts, tiles.split_bound(longest)) > 1
                 how = f"in {num_splits} splits of {length}" + (" (V2)" if is_v2 else " in turn (V1)")
-            if how != self.attention.get(seq.order, "in one piece (V1)"):
-                changed.append(f"{self._name(seq)} {seq.num_computed_tokens} tokens {how}")
+            if how != self.attention.get(seq.order, None if is_triton else NO_SPLIT):
+                if num_splits > 1:
+                    split.append(f"{self._name(seq)} {seq.num_computed_tokens} tokens {how}")
+                else:
+                    whole.append(self._name(seq))
             self.attention[seq.order] = how
-        where = "" if runner.kernels is kernel.TRITON else "on a GPU (torch does not split): "
-        self._items("attention", changed, where)
+        if whole:
+            self._say("attention", f"{_listing(whole, ' ', 40)} {NO_SPLIT}")
+        self._items("attention", split, "" if is_triton else "on a GPU (torch does not split): ")
 
-    # ---- what comes of it
+    # ---- the results of a step
 
-    def _tokens(self, before: Books, _, step, *__) -> None:
-        number, sampled = self.numbers.pop(step, None), []
+    def _tokens(self, before: State, _: Any, step: engine.SchedulerOutput, *__: Any) -> None:
+        number = self.numbers.pop(step, None)
+        sampled: list[str] = []
         for seq in step.sampled:
             new = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):]
             what = self._text(new) if new else "nothing" if seq in before.num_known else "dropped, it had ended"
@@ -250,7 +289,7 @@ class Trace:
         if ended:
             self._pool()
 
-    def _beams(self, before: Books, branches: list[tuple], search: BeamSearch) -> None:
+    def _beams(self, before: State, branches: list[tuple], search: BeamSearch) -> None:
         dead = [seq for seq in before.num_known if self._is_beam_of(seq, search) and seq not in search.beams]
         self._lines([("beam ends", self._name(beam) + self._freed(beam, before, dead[i + 1:]))
                      for i, beam in enumerate(dead)])
@@ -259,28 +298,30 @@ class Trace:
             self._say("beam", f"{self._name(child)} goes on with {self._text([token])}"
                       + f", as a fork of {self._name(parent)}: {fork}" * (child is not parent))
 
-    def _gone(self, before: Books, _, seq, *reason) -> None:
-        if seq in before.num_known:  # else it had gone already
+    def _gone(self, before: State, _: Any, seq: engine.Sequence, *reason: Any) -> None:
+        if seq in before.num_known:  # otherwise the sequence had ended before this call
             is_finished = seq.finish_reason and not seq.request_id.startswith("beam")
             self._say("finished" if is_finished else "retired", self._end(seq) + self._freed(seq, before))
 
-    def _undone(self, before: Books, _, step) -> None:
+    def _undone(self, before: State, _: Any, step: engine.SchedulerOutput) -> None:
         number = self.numbers.pop(step, None)
         if step.seqs or step.preempted:
             what = "nothing can be computed" if number is None else f"step {number} failed"
             self._say("undone", f"{what}, {self._names(step.seqs + step.preempted)} will start over")
 
-    def _end(self, seq) -> str:
+    def _end(self, seq: engine.Sequence) -> str:
+        """The name of a sequence that has ended, and the reason."""
         reason = "" if seq.stop_reason is None else f": {_fit(repr(seq.stop_reason), 20)}"
         is_named = seq.finish_reason and not seq.request_id.startswith("beam")
         return self._name(seq) + (f" ({seq.finish_reason}{reason})" if is_named else "")
 
-    def _freed(self, seq, before: Books, later=()) -> str:
-        """What became of the blocks of a sequence that has gone, and the `later` ones after it."""
+    def _freed(self, seq: engine.Sequence, before: State, later: Sequence[engine.Sequence] = ()) -> str:
+        """The blocks that an ended sequence frees, and those that others hold. The sequences `later` end after it."""
         held_later = {block for other in later for block in before.tables.get(other, ())}
         blocks = _real(before.tables.get(seq, ()))[::-1]
         free = [block for block in blocks if not self.manager.ref_counts[block] and block not in held_later]
-        held, lost = [b for b in blocks if b not in free], [b for b in free if b not in self.manager.key_of_block]
+        held = [block for block in blocks if block not in free]
+        lost = [block for block in free if block not in self.manager.key_of_block]
         cached = f"all but {_blocks(lost)}" if lost else "all"
         return (f", frees {_blocks(free)} ({cached if len(lost) < len(free) else 'none'} cached)" * bool(free)
                 + f", others hold {_blocks(held)}" * bool(held))
@@ -288,57 +329,61 @@ class Trace:
     # ---- pictures and words
 
     def _pool(self) -> None:
-        """A character for each block. Of a large pool, rows that nobody holds a block of are left out."""
-        holders, count, row = self._holders(), self.manager.num_blocks, 70
+        """A character for each block. A large pool's rows without a held block are left out."""
+        holders = self._holders()
+        count = self.manager.num_blocks
+        row = 70  # blocks of a line
         cells = "".join(self._cell(block, holders.get(block)) for block in range(count))
         num_shared = sum(len(seqs) > 1 for seqs in holders.values())
-        num_cached, num_empty = cells.count("."), cells.count("_")
+        num_cached = cells.count(".")
+        num_empty = cells.count("_")
         counts = f"{len(holders)} held ({num_shared} shared), {num_cached} free but cached, {num_empty} empty"
         self._say("pool", f"{_tens(cells)}  {counts}" if count <= 30 else counts)
         if count > 30:
             self._lines([(f"{start:>10}", _tens(cells[start:start + row])) for start in range(0, count, row)
                          if count <= row or cells[start:start + row].strip("._")], most=4)
 
-    def _cell(self, block: int, seqs: list | None) -> str:
+    def _cell(self, block: int, seqs: list[engine.Sequence] | None) -> str:
         if not seqs:
             return "." if block in self.manager.key_of_block else "_"
         name, *others = {self.letters[seq.order[1]] for seq in seqs}
         return "*" if others else name[-1] if len(seqs) == 1 else name[-1].lower()
 
-    def _table(self, seq, step, columns: int) -> str:
-        copies, ref_counts = {copy for _, copy in step.copies}, self.manager.ref_counts
+    def _table(self, seq: engine.Sequence, step: engine.SchedulerOutput, columns: int) -> str:
+        """The block table in at most `columns` columns."""
+        copies = {copy for _, copy in step.copies}
+        ref_counts = self.manager.ref_counts
         marks = ["-" if block == NULL else f"{block}" + "c" * (block in copies) + "*" * (ref_counts[block] > 1)
                  for block in seq.block_table]
-        if len(" ".join(marks)) > columns - 2:  # leave some out: what is new is at the end
+        if len(" ".join(marks)) > columns - 2:  # leave out blocks in the middle: new blocks are at the end
             marks[2:3] = [".."]
             while len(marks) > 3 and len(" ".join(marks)) > columns - 2:
                 del marks[3]
         return f"[{' '.join(marks)}]"
 
-    def _holders(self) -> dict[int, list]:
-        """Held block -> the sequences whose tables list it."""
-        holders: dict[int, list] = {}
+    def _holders(self) -> Holders:
+        holders: Holders = {}
         for seq in self.scheduler.running:
             for block in _real(seq.block_table):
                 holders.setdefault(block, []).append(seq)
         return holders
 
-    def _name(self, seq) -> str:
+    def _name(self, seq: engine.Sequence) -> str:
         is_one_of_several = seq.sampling.params.n > 1 or seq.request_id.startswith("beam")
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * is_one_of_several
 
-    def _candidates(self, seq) -> list[tuple] | None:
+    def _candidates(self, seq: engine.Sequence) -> list[tuple] | None:
         """A paused beam's best next tokens, (token, log probability)."""
         return seq.listener.candidates.get(seq) if isinstance(seq.listener, BeamSearch) else None
 
-    def _is_beam_of(self, seq, search: BeamSearch) -> bool:
+    def _is_beam_of(self, seq: engine.Sequence, search: BeamSearch) -> bool:
         return seq.request_id == f"beam {search.arrival}"
 
-    def _names(self, seqs) -> str:
+    def _names(self, seqs: Iterable[engine.Sequence]) -> str:
         return _listing([self._name(seq) for seq in seqs], " ", 40)
 
     def _text(self, token_ids: list[int]) -> str:
-        """Tokens as text in quotes, without a tokenizer as numbers."""
+        """Tokens as text in quotes, or as numbers if the LLM has no tokenizer."""
         text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:WIDTH], skip_special_tokens=False)
         return _fit(repr(text) if text else " ".join(map(str, token_ids)), 60)
 
@@ -354,17 +399,20 @@ class Trace:
             self._say(label, text)
 
 
-def splits_of(llm, seq_len: int) -> tuple[int, int]:
-    """How many splits the kernel cuts a context of so many tokens into, and their length: kernel.split_length in Python."""
-    c, runner = llm.config, llm.runner
-    tile = tiles.tile_config("decode", c.num_heads // c.num_kv_heads, c.head_dim, runner.dtype.itemsize,
-                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
-    sixteenth, least = cdiv(seq_len, 16 * tile) * tile, cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
+def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
+    """The number of splits of a context of seq_len tokens, and their length: kernel.split_length in Python."""
+    config = llm.config
+    runner = llm.runner
+    tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
+                             tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
+    sixteenth = cdiv(seq_len, 16 * tile) * tile
+    least = cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
     length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
-    return cdiv(seq_len, length) - (max(seq_len - c.window, 0) // length if c.window else 0), length
+    num_outside = max(seq_len - config.window, 0) // length if config.window else 0  # splits that the window hides
+    return cdiv(seq_len, length) - num_outside, length
 
 
-def _real(table) -> list[int]:
+def _real(table: Iterable[int]) -> list[int]:
     return [block for block in table if block != NULL]
 
 
@@ -382,7 +430,7 @@ def _blocks(blocks: list[int]) -> str:
 
 
 def _listing(items: list[str], separator: str, columns: int) -> str:
-    """As many items as fit, at least one, and how many do not."""
+    """The items that fit, at least one of them, and the number of the others."""
     ends = list(itertools.accumulate(_columns(item) + len(separator) for item in items))
     if len(items) <= 1 or ends[-1] <= columns + len(separator):
         return separator.join(items)
@@ -391,7 +439,7 @@ def _listing(items: list[str], separator: str, columns: int) -> str:
 
 
 def _columns(text: str) -> int:
-    """Columns of a terminal: East Asian characters and most emoji take two."""
+    """The width of a text in a terminal's columns: East Asian characters and most emoji take two columns."""
     return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 

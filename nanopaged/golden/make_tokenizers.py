@@ -5,7 +5,7 @@
 Needs the package `tokenizers` (written with 0.23). Each OUTPUT_DIRECTORY/<name>/ gets a tokenizer in that family's files
 and an expected.json: `texts` are [text, ids, ids without special tokens, decoded, decoded with special tokens], `random`
 are [ids, decoded, decoded with special tokens] for ids drawn at random, which are rarely valid UTF-8 and not always
-tokens. nanopaged/tests/test_tokenizer.py holds nanopaged/text/tokenizer.py to them.
+tokens. nanopaged/tests/test_tokenizer.py holds the tokenizers of nanopaged/text to them.
 """
 
 import json

@@ -11,7 +11,7 @@ import pytest
 from nanopaged import LLM
 from nanopaged import SamplingParams
 from nanopaged.cli import batch
-from nanopaged.cli.batch import Batch, Meter, run_all
+from nanopaged.cli.batch import Progress, PromptFile, run_all
 from nanopaged.progress import ProgressBar
 from nanopaged.device.runner import Runner
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, load, nothing_left, run
@@ -393,7 +393,7 @@ def test_two_runs_do_not_write_to_one_file(capsys, folder):
     """The second one is refused before anything is loaded. When the first has ended, another may go on."""
     pytest.importorskip("fcntl")
     argv = ["--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL]
-    first = Batch("in.txt", "out.jsonl")
+    first = PromptFile("in.txt", "out.jsonl")
     assert run(*argv, llm_class=None) == 2
     assert_refused(capsys.readouterr(), "another run", "--output 'out.jsonl'")
     first.results.close()
@@ -458,7 +458,7 @@ def test_requests_are_taken_up_as_there_is_room(folder):
         for taken in range(1, 61):
             yield taken, f"{taken} {ROMEO}", SamplingParams(max_tokens=1 + taken % 3, n=1 + taken % 2), 0
 
-    for key, output in run_all(llm, requests(), Meter(llm), pytest.fail):
+    for key, output in run_all(llm, requests(), Progress(llm), pytest.fail):
         finished.append(key)
         assert output.finished and len(output.outputs) == 1 + key % 2
         most = max(most, taken - len(finished))
@@ -468,7 +468,7 @@ def test_requests_are_taken_up_as_there_is_room(folder):
 def test_what_is_under_way_is_aborted_with_the_generator():
     llm = load(num_blocks=128)
     requests = ((i, ROMEO, SamplingParams(max_tokens=2 + 90 * i), 0) for i in range(3))
-    running = run_all(llm, requests, Meter(llm), pytest.fail)
+    running = run_all(llm, requests, Progress(llm), pytest.fail)
     assert next(running)[0] == 0 and not nothing_left(llm)
     running.close()
     assert nothing_left(llm)
@@ -478,7 +478,7 @@ def test_requests_of_others_are_theirs():
     """What an engine computes beside is neither waited for nor given out."""
     llm = load(num_blocks=128)
     stranger = llm.add_request(JULIET, SamplingParams(max_tokens=2)), llm.add_request(JULIET, SamplingParams(max_tokens=50))
-    [(key, output)] = run_all(llm, [("mine", ROMEO, SamplingParams(max_tokens=5), 0)], Meter(llm), pytest.fail)
+    [(key, output)] = run_all(llm, [("mine", ROMEO, SamplingParams(max_tokens=5), 0)], Progress(llm), pytest.fail)
     assert key == "mine" and output.prompt == ROMEO and llm.has_unfinished_requests()
     for request_id in stranger:
         llm.abort_request(request_id)
@@ -488,8 +488,8 @@ def test_requests_of_others_are_theirs():
 def test_lines_that_are_done_take_eight_bytes_each(folder):
     (folder / "in.txt").write_text("y\n" * 5000)
     write_lines(folder / "out.jsonl", *({"line": number, "hash": f"{digest:016x}", "prompt": "y" * 300}
-                                        for number, _, digest in Batch("in.txt")._read_lines()))
-    run = Batch("in.txt", "out.jsonl")
+                                        for number, _, digest in PromptFile("in.txt")._read_lines()))
+    run = PromptFile("in.txt", "out.jsonl")
     assert run.num_done == run.num_lines == 5000 and run.hashes.itemsize * len(run.hashes) == 40_000
 
 

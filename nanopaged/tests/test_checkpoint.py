@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.weights import checkpoint
-from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, find_checkpoint, read_config, read_safetensors, read_tensors
+from nanopaged.weights import checkpoint, find
+from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, read_config, read_safetensors, read_tensors
+from nanopaged.weights.find import find_checkpoint
 
 ROOT = Path(checkpoint.__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
@@ -65,12 +66,12 @@ def test_finds_a_directory(tmp_path):
 
 def test_finds_the_bundled_model(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(checkpoint.BUNDLED, "shakespeare", tmp_path)
+    monkeypatch.setitem(find.BUNDLED, "shakespeare", tmp_path)
     assert find_checkpoint("shakespeare") == tmp_path
 
 
 def test_bundled_model_lies_in_the_package():
-    assert checkpoint.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
+    assert find.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
 
 
 def test_a_directory_without_config_is_an_error(tmp_path):
@@ -302,9 +303,9 @@ def test_truncated_data(tmp_path):
     write_safetensors(file, SAMPLE)
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-5])
-    assert f"is truncated: expected {size} bytes by its header, found {size - 5}" in read_error(tmp_path)
+    assert f"is truncated: expected {size} bytes according to its header, found {size - 5}" in read_error(tmp_path)
     file.write_bytes(file.read_bytes() + b"12345678")
-    assert f"stray bytes at its end: expected {size} bytes by its header, found {size + 3}" in read_error(tmp_path)
+    assert f"stray bytes at its end: expected {size} bytes according to its header, found {size + 3}" in read_error(tmp_path)
 
 
 def test_truncated_header(tmp_path):
@@ -312,14 +313,14 @@ def test_truncated_header(tmp_path):
     write_safetensors(file, SAMPLE)
     for size in (5, 0):
         file.write_bytes(file.read_bytes()[:size])
-        assert f"({size} bytes) is no safetensors file" in read_error(tmp_path)
+        assert f"({size} bytes) is not a safetensors file" in read_error(tmp_path)
     write_safetensors(file, SAMPLE)
     file.write_bytes(file.read_bytes()[:20])
     assert "truncated: its header takes" in read_error(tmp_path)
 
 
 @pytest.mark.parametrize("contents, problem", [
-    (b"<!DOCTYPE html><html>not found</html>", "is no safetensors file"),
+    (b"<!DOCTYPE html><html>not found</html>", "is not a safetensors file"),
     ((5).to_bytes(8, "little") + b"{'a':", "header is not JSON"),
     ((2).to_bytes(8, "little") + b"\xff\xfe", "header is not JSON"),
     pytest.param((100_000).to_bytes(8, "little") + b"[" * 100_000, "header is not JSON", id="deep"),
@@ -362,7 +363,7 @@ def test_missing_shard(tmp_path):
 def test_tensor_missing_from_its_shard(tmp_path):
     write_safetensors(tmp_path / "1.safetensors", {"a": SAMPLE["a"]})
     write_index(tmp_path / "model.safetensors.index.json", {"a": "1.safetensors", "b": "1.safetensors"})
-    assert "1.safetensors: lacks 'b', which model.safetensors.index.json says it holds" in read_error(tmp_path)
+    assert "1.safetensors lacks 'b', which model.safetensors.index.json places there" in read_error(tmp_path)
 
 
 def test_shard_that_is_a_git_lfs_pointer(tmp_path):

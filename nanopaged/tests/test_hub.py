@@ -19,7 +19,8 @@ import pytest
 from nanopaged import LLM
 from nanopaged.weights import hub
 from nanopaged.text.chat import load_chat_template
-from nanopaged.weights.checkpoint import BUNDLED, find_checkpoint, read_config, read_tensors
+from nanopaged.weights.checkpoint import read_config, read_tensors
+from nanopaged.weights.find import BUNDLED, find_checkpoint
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 WEIGHTS = bytes(range(256)) * 1200    # several chunks of a download
@@ -463,7 +464,7 @@ def test_goes_on_as_long_as_bytes_come(fake):
 
 def test_gives_up_and_keeps_what_came(fake, folder, capsys):
     fake.cuts = [100_000] + [0] * 3
-    refusal(ConnectionError, "model.safetensors", "broke after 65,536 bytes", "start again: what came is kept")
+    refusal(ConnectionError, "model.safetensors", "broke after 65,536 bytes", "start again: the part received so far is kept")
     assert capsys.readouterr().err.count("trying again") == 3
     assert partial_of(folder).read_bytes() == WEIGHTS[:65_536]
     assert not (folder / "refs").exists()    # so that nobody takes it for whole
@@ -573,7 +574,7 @@ sys.stdin.read()
 def test_a_wrong_checksum(fake, folder, name):
     wrong = fake.tampered[name] = bytes([FILES[name][0] ^ 1]) + FILES[name][1:]
     etag = etag_of(name, FILES[name])
-    refusal(ValueError, "came damaged", etag, etag_of(name, wrong), "start again", name)
+    refusal(ValueError, "arrived damaged", etag, etag_of(name, wrong), "start again", name)
     assert not list(folder.glob("blobs/*.incomplete")) and not (folder / "blobs" / etag).exists()
     fake.tampered.clear()
     assert contents(find_checkpoint("org/model")) == FILES
@@ -583,7 +584,7 @@ def test_a_wrong_checksum(fake, folder, name):
 def test_a_wrong_size(fake, folder, told):
     headers = {"X-Linked-Etag": sha256(WEIGHTS), "X-Linked-Size": told, "Location": fake.cdn}
     fake.answers["/model.safetensors"] = [(302, headers)]
-    refusal(ValueError, "came damaged", f"expected {told} bytes", f"received {len(WEIGHTS)}")
+    refusal(ValueError, "arrived damaged", f"expected {told} bytes", f"received {len(WEIGHTS)}")
     assert not partial_of(folder).exists()
 
 
@@ -668,7 +669,7 @@ def test_gated(fake, monkeypatch, status, token):
     monkeypatch.setenv("HF_TOKEN", token)
     fake.answers["/resolve/"] = [(status, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})]
     refusal(PermissionError, "'org/model' is gated", f"accept its terms at {fake.url}/org/model", "HF_TOKEN",
-            "yours is not" if token else "a token of that account")
+            "the present token belongs to another" if token else "a token of that account")
 
 
 def test_refused(fake):
@@ -725,7 +726,7 @@ def test_offline(fake, folder, monkeypatch, value):
     (snapshot / "tokenizer.json").unlink()
     assert find_checkpoint("org/model") == snapshot
     (snapshot / "model.safetensors").unlink()
-    refusal(FileNotFoundError, "not wholly")
+    refusal(FileNotFoundError, "incomplete there")
     assert fake.requests == []
 
 

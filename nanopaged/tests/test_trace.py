@@ -420,11 +420,25 @@ def test_where_the_kernel_splits_a_context():
     llm = load(num_blocks=300)
     llm.runner.kernels = kernel.TRITON
     section = decode_once(llm, 128, 20, 300)
-    assert texts(section, "attention") == ["A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]
+    assert texts(section, "attention") == ["B in one piece (V1)",
+                                           "A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]
     llm = load(num_blocks=5000, max_num_batched_tokens=20000)
     llm.runner.kernels = kernel.TRITON  # 128 sequences and 2 kv heads keep the device busy without splits
     [text] = texts(decode_once(llm, *[130] * 128), "attention")
     assert text == "A 131 tokens in 2 splits of 128 in turn (V1) and 127 more"
+
+
+def test_a_gpus_trace_says_at_the_first_decode_that_a_context_is_not_split():
+    llm = load(num_blocks=300)
+    llm.runner.kernels = kernel.TRITON
+    lines = traced(llm)
+    for length in (20, 126, 5):
+        llm.add_request([length + i for i in range(length)], greedy(5))
+    for _ in range(4):
+        step = llm.scheduler.schedule()
+        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    assert [texts(section, "attention") for section in sections(lines)] == [
+        [], ["A B C in one piece (V1)"], [], ["B 129 tokens in 2 splits of 128 (V2)"]]
 
 
 def test_splits_follow_the_kernels_own_rule():

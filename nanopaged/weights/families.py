@@ -1,8 +1,8 @@
-"""Model families: what a checkpoint's config.json means, and how its tensors are called.
+"""Model families: the meaning of a checkpoint's config.json, and the names of its tensors.
 
 `read_model_config` turns a config.json into a `ModelConfig`, the switches of the one decoder in model.py. Each family
-has a function here that knows its keys, its defaults and its tensor names. A setting that the decoder does not
-implement raises a ValueError, and so does a value that no model can have.
+has one function here, which knows the family's keys, defaults and tensor names. A setting that the decoder does not
+implement raises a ValueError, and so does an impossible value.
 """
 import math
 from typing import Any, Callable
@@ -12,7 +12,7 @@ import torch
 from nanopaged import model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that it needs beside rope_theta
+ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -22,19 +22,18 @@ SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
 
 
 def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
-    """The model.ModelConfig of a config.json. ValueError: the architecture or a setting is not supported."""
+    """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     if (quantization := hf.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"the checkpoint is quantised ({method}); "
-                         "use one with float32, float16 or bfloat16 weights")
+        raise ValueError(f"the checkpoint is quantised ({method}); use one with float32, float16 or bfloat16 weights")
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    if architecture not in list(FAMILIES):  # a list, because config.json may hold what no dict can look up
+    if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
         raise ValueError(f"unknown architecture {architecture!r:.80}; known are {', '.join(FAMILIES)}")
     try:
         config = FAMILIES[architecture](hf)
     except KeyError as missing:
-        raise ValueError(f"config.json of a {architecture} must have {missing}, and has not") from None
+        raise ValueError(f"config.json of a {architecture} must have {missing}, which is missing here") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
     check_config(config)
@@ -46,7 +45,7 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def check_config(config: model.ModelConfig) -> None:
-    """ValueError unless this can be a model: a config.json may hold anything."""
+    """Raise ValueError for a setting that no model can have, because a config.json may hold anything."""
     for name in SIZES:
         if type(value := getattr(config, name)) is not int or value < 1:
             raise ValueError(f"config.json: {name} must be an integer of at least 1, not {value!r:.80}")
@@ -58,8 +57,8 @@ def check_config(config: model.ModelConfig) -> None:
             raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
     windows = config.sliding_windows
     if len(windows) not in (0, config.num_layers) or any(type(window) is not int or window < 0 for window in windows):
-        raise ValueError("config.json: a sliding window must be a number of tokens, and there must be a kind for each "
-                         f"of the {config.num_layers} layers, not windows of {windows!r:.80}")
+        raise ValueError("config.json: a sliding window must be a number of tokens, given for "
+                         f"each of the {config.num_layers} layers, not windows of {windows!r:.80}")
     if config.activation not in list(model.ACTIVATIONS):
         raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(model.ACTIVATIONS)}")
     if config.num_heads % config.num_kv_heads:
@@ -71,7 +70,7 @@ def check_config(config: model.ModelConfig) -> None:
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
     """rope_theta, rope_type and the numbers of that type.
 
-    There are two spellings: rope_theta beside rope_scaling, and the newer rope_parameters, which holds everything.
+    config.json has two spellings: rope_theta besides rope_scaling, and the newer rope_parameters, which holds both.
     """
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -117,7 +116,7 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
     for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
                                layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
         if hf.get(key, supported) != supported:
-            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the one that has it)")
+            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the only OPT with it)")
     heads = hf["num_attention_heads"]
     return model.ModelConfig(
         vocab_size=hf["vocab_size"],
@@ -162,7 +161,7 @@ def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
-    window = hf.get("sliding_window", 4096) or 0  # absent means 4096, null means none
+    window = hf.get("sliding_window", 4096) or 0  # absent: 4096 tokens; null: no window
     windows = [window] * hf["num_hidden_layers"]
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows)
 
@@ -176,7 +175,7 @@ def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def qwen_windows(hf: dict[str, Any]) -> list[int]:
-    """The layers from max_window_layers on have a window, if use_sliding_window is true."""
+    """The window of each layer. If use_sliding_window is true, the layers from max_window_layers on have a window."""
     window = hf.get("sliding_window") or 0
     if not hf.get("use_sliding_window", False):
         window = 0

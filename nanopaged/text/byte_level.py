@@ -1,0 +1,251 @@
+r"""Byte-level BPE on tiktoken, with the token ids of Hugging Face `tokenizers`.
+
+Byte-level BPE is the tokenizer of GPT-2, OPT, Llama 3, SmolLM2 and Qwen. Encoding takes four steps:
+
+    "Hi<|end|> there"   the added tokens are cut out        "Hi"  <|end|>  " there"
+    text segments       are normalized (not at all, or NFC) and cut into pieces by a regex
+    a piece             becomes one symbol per UTF-8 byte; listed pairs of symbols are merged (nanopaged/text/bpe.py)
+    a symbol            is a token id
+
+tiktoken cuts and merges fast. `bpe.merge` replaces it for the rare vocabulary that tiktoken cannot express, and for
+bytes that are not in the vocabulary. A tokenizer of another kind raises NotByteLevel.
+"""
+import codecs
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import regex
+import tiktoken
+
+from nanopaged.text import bpe
+
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# GPT-2's split of the text between digits. It sees each stretch alone, so a digit ends the text for `\s+(?!\S)`.
+_DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+# Unicode White_Space. Python's \s and str.strip() include U+001C..1F, which the regexes of tokenizers do not.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+_MAX_TIKTOKEN_TEXT = 400_000  # characters: tiktoken's regex panics on somewhat less than a million spaces in a row
+
+
+class NotByteLevel(Exception):
+    """The reason why tiktoken cannot express a tokenizer.json, as the end of a sentence that starts with "it has"."""
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer; `load_tokenizer` in nanopaged/text/tokenizer.py makes it from a checkpoint.
+
+    spec, config: the contents of tokenizer.json and of tokenizer_config.json
+    vocab_size: all ids are below it, those of added tokens too
+    bos_token_id, eos_token_id: None if the tokenizer has no such token
+    """
+
+    def __init__(self, spec: dict[str, Any], config: dict[str, Any]):
+        self._read_tokens(spec, config)
+        _check_byte_level(spec)
+        self._nfc = bool(spec.get("normalizer"))
+        self._split, self._add_prefix_space = _split_pattern(spec.get("pre_tokenizer"))
+        self._before, self._after = _template_ids(spec.get("post_processor"))
+        # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
+        added = spec.get("added_tokens", [])
+        self._added_passes = [_AddedTokens({t["content"]: t for t in added if not t["normalized"]}),
+                              _AddedTokens({self._normalize(t["content"]): t for t in added if t["normalized"]})]
+        self._token_bytes = {i: bpe.bytes_of(token) for token, i in self._tokens.items()}
+        self._token_bytes |= {t["id"]: bpe.bytes_of(self._normalize(t["content"])) for t in added if t["normalized"]}
+        special = {token["id"] for token in added if token["special"]}
+        self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
+        self._prepare_bpe(spec["model"])
+
+    def _read_tokens(self, spec: dict[str, Any], config: dict[str, Any]) -> None:
+        vocab = spec["model"]["vocab"]
+        if not isinstance(vocab, dict):
+            vocab = {token: i for i, (token, _) in enumerate(vocab)}
+        self._tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        self.vocab_size = max(self._tokens.values(), default=-1) + 1
+        # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
+        default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES else None
+        bos: Any = config.get("bos_token", default)
+        eos: Any = config.get("eos_token", default)
+        self.bos_token_id = self._tokens.get(bos)
+        self.eos_token_id = self._tokens.get(eos)
+
+    def _prepare_bpe(self, model: dict[str, Any]) -> None:
+        self._vocab: dict[str, int] = model["vocab"]
+        self._ignore_merges = bool(model.get("ignore_merges"))
+        pairs: Any = (tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"])
+        self._merges: bpe.Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
+        self._missing_bytes = {b for b, char in bpe.CHAR_OF.items() if char not in self._vocab}
+        if model.get("unk_token") is not None and not self._missing_bytes <= _NEVER_IN_UTF8:
+            raise NotByteLevel("an unknown token in place of missing bytes")
+        self._encoding = None
+        if ranks := bpe.tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
+            self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
+            byte_ranks = {bpe.bytes_of(token): rank for token, rank in ranks.items()}
+            try:
+                self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
+                                                   special_tokens={})
+            except ValueError as error:
+                raise NotByteLevel("a split regex that it cannot parse") from error
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`. Added tokens in the text are recognised.
+
+        add_special_tokens: also add the tokens that the model expects around a text (Llama 3's BOS)
+
+        Raises ValueError for a lone surrogate, which is half a character.
+        """
+        check_text(text)
+        ids = []
+        for segment in self._added_passes[0].cut(text):
+            if isinstance(segment, int):
+                ids.append(segment)
+                continue
+            for part in self._added_passes[1].cut(self._normalize(segment)):
+                ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
+        return self._before + ids + self._after if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`. Bytes that form no character become U+FFFD; unknown ids become nothing."""
+        token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
+        return b"".join(token_bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        """A stream from ids to text for one sequence. It yields the text that the ids add to the prompt's text."""
+        detokenizer = Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+        # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
+        detokenizer.add(prompt_token_ids[-3:])
+        return detokenizer
+
+    def _normalize(self, text: str) -> str:
+        return unicodedata.normalize("NFC", text) if self._nfc else text
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        """The ids of a segment without added tokens."""
+        if self._add_prefix_space and not text.startswith(" "):
+            text = " " + text
+        if self._encoding and len(text) < _MAX_TIKTOKEN_TEXT and self._missing_bytes.isdisjoint(text.encode()):
+            return self._ids(self._encoding.encode_ordinary(text))
+        # tiktoken does not expose its pieces. `regex` cuts in the same way, except at characters that only its newer
+        # Unicode tables know.
+        pattern = self._split.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
+        pieces = regex.findall(pattern, text)
+        known = {piece: self._encode_piece(piece) for piece in set(pieces)}
+        return [i for piece in pieces for i in known[piece]]
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        """The ids of one piece. Bytes outside of the vocabulary (SmolLM2 lacks some) are dropped before the merges."""
+        if self._encoding and self._missing_bytes.isdisjoint(piece.encode()):
+            return self._ids(self._encoding._encode_single_piece(piece))
+        chars = "".join(bpe.CHAR_OF[b] for b in piece.encode())
+        if self._ignore_merges and chars in self._vocab:
+            return [self._vocab[chars]]
+        symbols, _ = bpe.merge([char for char in chars if char in self._vocab], self._merges)
+        return [self._vocab[symbol] for symbol in symbols]
+
+    def _ids(self, ranks: list[int]) -> list[int]:
+        id_of_rank = self._id_of_rank
+        return [id_of_rank[rank] for rank in ranks]
+
+
+class Detokenizer:
+    """A stream from ids to text. The deltas join to the text that `decode` adds after the prompt; none ends inside a
+    character."""
+
+    def __init__(self, token_bytes: dict[int, bytes]):
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete. Bytes of an incomplete character wait for the next call."""
+        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids))
+
+    def finish(self) -> str:
+        """The rest of the text: U+FFFD for bytes of a character that was never completed."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _AddedTokens:
+    """Finds added tokens in a text: the leftmost one, and of those that start at the same place the longest."""
+
+    def __init__(self, tokens: dict[str, dict[str, Any]]):
+        self._tokens = {text: (token["id"], token["lstrip"], token["rstrip"]) for text, token in tokens.items()}
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
+
+    def cut(self, text: str) -> Iterator[str | int]:
+        """The parts of `text` in order: the ids of added tokens, and the text between them."""
+        end = 0
+        for match in self._pattern.finditer(text):
+            token_id, lstrip, rstrip = self._tokens[match[0]]
+            between = text[end:match.start()]
+            if lstrip:
+                between = between.rstrip(_WHITE_SPACE)
+            if between:
+                yield between
+            yield token_id
+            end = match.end()
+            if rstrip:
+                end = len(text) - len(text[end:].lstrip(_WHITE_SPACE))
+        if end < len(text):
+            yield text[end:]
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError if the text has a lone surrogate, which no encoding of UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text has a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}, half "
+                         "of a character; decode its source with errors='replace'") from None
+
+
+def _check_byte_level(spec: dict[str, Any]) -> None:
+    model, normalizer, decoder = (spec.get(key) or {} for key in ("model", "normalizer", "decoder"))
+    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise NotByteLevel(f"a {model.get('type')} model")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            raise NotByteLevel(f"a BPE model with {key}")
+    if decoder.get("type") != "ByteLevel":
+        raise NotByteLevel(f"a {decoder.get('type')} decoder")
+    if normalizer and normalizer["type"] != "NFC":
+        raise NotByteLevel(f"a {normalizer['type']} normalizer")
+    if any(token["single_word"] for token in spec.get("added_tokens", [])):
+        raise NotByteLevel("an added token with single_word")
+
+
+def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> tuple[str, bool]:
+    """The regex whose matches are the pieces, and whether a segment gets a leading space if it has none."""
+    stages = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    kinds = [stage.get("type") for stage in stages]
+    first, last = stages[0], stages[-1]
+    prefix = last.get("add_prefix_space", False)
+    use_regex = last.get("use_regex", True)
+    if kinds == ["ByteLevel"]:
+        return (_GPT2_SPLIT if use_regex else r"[\s\S]+"), prefix
+    if kinds == ["Digits", "ByteLevel"] and use_regex and not prefix:
+        return _DIGITS_SPLIT.replace("DIGITS", r"\p{N}" if first["individual_digits"] else r"\p{N}+"), False
+    if kinds == ["Split", "ByteLevel"] and not use_regex and not prefix:
+        if first["behavior"] == "Isolated" and not first.get("invert"):
+            pattern = first["pattern"].get("Regex") or re.escape(first["pattern"]["String"])
+            return rf"{pattern}|(?:(?!{pattern})[\s\S])+", False  # the text between two matches is a piece too
+    raise NotByteLevel(f"a pre-tokenizer of another form ({', '.join(map(str, kinds))})")
+
+
+def _template_ids(post_processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
+    """The ids that the model expects in front of a text, and those behind it."""
+    before: list[int] = []
+    after: list[int] = []
+    for stage in (post_processor or {}).get("processors", [post_processor] if post_processor else []):
+        if stage["type"] == "TemplateProcessing":
+            parts = [part.get("SpecialToken", {}).get("id") for part in stage["single"]]  # None: the text itself
+            middle = parts.index(None)
+            tokens = stage["special_tokens"]
+            before = [i for part in parts[:middle] for i in tokens[part]["ids"]] + before
+            after = after + [i for part in parts[middle + 1:] for i in tokens[part]["ids"]]
+        elif stage["type"] != "ByteLevel":  # ByteLevel moves offsets only
+            raise NotByteLevel(f"a {stage['type']} post-processor")
+    return before, after
