@@ -1,5 +1,6 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
 from collections import Counter
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,14 +25,26 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(60, 75))
 
 
-def load(model="shakespeare", *, lookahead=None, **options) -> LLM:
-    """An engine in float32, where outputs do not depend on batch and chunk sizes. model: a golden checkpoint, or whatever LLM
-    takes; lookahead: None leaves it to the runner."""
-    if (GOLDEN / model).is_dir():
-        model = str(GOLDEN / model)
-    llm = LLM(model, **dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16)) | options)
+def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
+    """An engine in float32, where outputs do not depend on batch and chunk sizes.
+
+    model: a golden checkpoint, or whatever LLM takes
+    graphs: on a GPU, with CUDA graphs and compiled functions. They take 5 to 20 seconds to make, so only tests whose subject
+        they are ask for them. On a CPU there are none.
+    lookahead: None leaves it to the runner
+    """
+    path = GOLDEN / model
+    defaults = dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16),
+                    enforce_eager=not graphs)
+    llm = LLM(str(path) if path.is_dir() else model, **defaults | options)
     llm.engine.lookahead = llm.engine.lookahead if lookahead is None else lookahead
     return llm
+
+
+@cache
+def shared(model="shakespeare", **options) -> LLM:
+    """An engine that `load` made once, for tests that leave it as it was."""
+    return load(model, **options)
 
 
 def expectations(variant):

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from nanopaged.weights import checkpoint
-from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, find_checkpoint, read_config, read_safetensors, read_tensors
+from nanopaged.weights.checkpoint import (
+    DTYPES,
+    eos_token_ids,
+    find_checkpoint,
+    read_config,
+    read_safetensors,
+    read_tensors,
+)
 
 ROOT = Path(checkpoint.__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"

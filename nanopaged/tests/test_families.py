@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from model import rope_frequencies
-from nanopaged import LLM
-from nanopaged.tests.helpers import GOLDEN, GREEDY, expectations, rewritten, tokens_of
+from nanopaged.tests.helpers import GOLDEN, GREEDY, expectations, load, rewritten, tokens_of
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -72,10 +71,10 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     path = rewritten(tmp_path, "llama3", lambda tensors: {k: v for k, v in tensors.items() if k != name})
     with pytest.raises(ValueError, match=r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"):
-        LLM(path, num_blocks=64)
+        load(path, num_blocks=64)
     path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name][:3]})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"):
-        LLM(path, num_blocks=64)
+        load(path, num_blocks=64)
 
 
 @pytest.mark.parametrize("variant, embedding", [("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
@@ -84,7 +83,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant
     prompts, continuations, _ = expectations(variant)
 
     def assert_loads(change):
-        llm = LLM(rewritten(tmp_path, variant, change), dtype="float32", num_blocks=64)
+        llm = load(rewritten(tmp_path, variant, change), num_blocks=64)
         assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
 
     assert_loads(lambda tensors: {"lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
@@ -93,12 +92,12 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant
     assert_loads(lambda tensors: tensors | other)
     neither = rewritten(tmp_path, variant, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
     with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
-        LLM(neither, num_blocks=64)
+        load(neither, num_blocks=64)
 
 
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
     prompts, continuations, _ = expectations(variant)
-    llm = LLM(path, dtype="float32", num_blocks=64)
+    llm = load(path, num_blocks=64)
     assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]

@@ -6,6 +6,7 @@ import torch
 
 from model import activate
 from nanopaged import LLM, SamplingParams
+from nanopaged.device import fused as fused_module
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
 from nanopaged.device.sampler import pick
 from nanopaged.tests.helpers import CUDA, GOLDEN, needs_gpu
@@ -19,8 +20,7 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
         hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
     prompts, params = [[1, 2, 3], [4, 5], [7] * 300], SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     cut = []  # numbers of rows
-    monkeypatch.setattr("nanopaged.device.fused.partial_products",
-                        lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
+    monkeypatch.setattr(fused_module, "partial_products", lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
     if not CUDA:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 

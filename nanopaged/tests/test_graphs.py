@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams
+from nanopaged.device import graphs
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
-from nanopaged.tests.helpers import CUDA, GREEDY, expectations, load, tokens_of
+from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, expectations, load, tokens_of
 
 
 class PretendedGraph:
@@ -59,15 +60,18 @@ def record_graphs(llm, monkeypatch):
     return replayed
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "mistral", "qwen3"])
-@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_batched_tokens=20),
-                                     dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)], ids=str)
+SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_batched_tokens=20),
+             dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)]
+
+
+@pytest.mark.parametrize("variant, options", [*(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}),
+                                              ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1])], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """Steps with prompts and without, padded and full, whose sequences all sample or not."""
-    monkeypatch.setattr("nanopaged.device.graphs.TOKEN_SIZES", [4, 16, 32])
-    monkeypatch.setattr("nanopaged.device.graphs.DECODE_SIZES", [1, 2, 4])
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2, 4])
     prompts, continuations, _ = expectations(variant)
-    llm = load(variant, **dict(max_num_batched_tokens=100) | options)
+    llm = load(variant, graphs=True, **dict(max_num_batched_tokens=100) | options)
     replayed = record_graphs(llm, monkeypatch)
     monkeypatch.setattr(Runner, "_compute", None)  # nothing is launched kernel by kernel
     prompts = [prompt.tolist() for prompt in prompts] * 2
@@ -80,8 +84,22 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     assert seen == [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
 
 
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+def test_replayed_steps_over_an_fp8_cache(monkeypatch):
+    """They give the tokens of the same steps launched kernel by kernel."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1])
+    llm = load(graphs=True, kv_cache_dtype="fp8", max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False)
+    replayed = record_graphs(llm, monkeypatch)
+    seen = tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY))
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    monkeypatch.setattr(llm.runner, "graphs", {})
+    replayed.clear()
+    assert tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY)) == seen and not replayed
+
+
 def test_which_steps_are_replayed(monkeypatch):
-    llm = load(max_num_batched_tokens=8192, max_num_seqs=128)
+    llm = load(graphs=True, max_num_batched_tokens=8192, max_num_seqs=128)
     if not CUDA:  # they are not replayed here
         monkeypatch.setattr(GraphRunner, "_static_step", lambda self, shape: (torch.empty(0), torch.empty(0)))
     record_graphs(llm, monkeypatch)

@@ -8,7 +8,7 @@ import pytest
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.api import llm as llm_module
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, tokens_of
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, shared, tokens_of
 
 # --------------------------------------------------------------------------------------------------
 # Requests
@@ -98,7 +98,7 @@ def test_streamed_pieces_join_to_the_text():
 
 
 def test_prompts_come_as_text_ids_or_dicts():
-    llm = load()
+    llm = shared()
     ids = llm.get_tokenizer().encode("ROMEO:")
     outputs = llm.generate(["ROMEO:", ids, {"prompt": "ROMEO:"}, {"prompt_token_ids": ids}], GREEDY)
     assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 1
@@ -108,19 +108,19 @@ def test_prompts_come_as_text_ids_or_dicts():
 
 def test_a_seed_may_come_from_numpy():
     numpy = pytest.importorskip("numpy", reason="seeds of numpy's types")
-    outputs = [load().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in (2**62, numpy.int64(2**62))]
+    outputs = [shared().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in (2**62, numpy.int64(2**62))]
     assert [[o.token_ids for o in output.outputs] for output in outputs][0] == [o.token_ids for o in outputs[1].outputs]
 
 
 def test_requests_without_settings_follow_the_checkpoint(tmp_path):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(do_sample=False, max_new_tokens=7, eos_token_id=0)))
-    llm = LLM(str(tmp_path / "model"), num_blocks=64)
+    llm = load(tmp_path / "model", num_blocks=64)
     assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
     assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
     assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
     assert len(llm.generate(PROMPT, SamplingParams())[0].outputs[0].token_ids) > 7  # these are settings
-    plain = LLM(str(tmp_path / "model"), num_blocks=64, generation_config="vllm")
+    plain = load(tmp_path / "model", num_blocks=64, generation_config="vllm")
     assert plain.get_default_sampling_params() == SamplingParams()
     assert len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
 
@@ -138,12 +138,12 @@ def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeyp
 
 def test_dummy_weights_need_a_config_alone(tmp_path):
     (tmp_path / "config.json").write_text((GOLDEN / "qwen3" / "config.json").read_text())
-    llm = LLM(str(tmp_path), load_format="dummy", num_blocks=64)
+    llm = load(tmp_path, load_format="dummy", num_blocks=64)
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids) == 24
     with pytest.raises(ValueError, match="token ids"):
         llm.generate("text", GREEDY)
     with pytest.raises(FileNotFoundError):
-        LLM(str(tmp_path), num_blocks=64)
+        load(tmp_path, num_blocks=64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     ({"prompt": 5}, "a string, not 5"), ({"prompt": "a", "multi_modal_data": 1}, "leave 'multi_modal_data' out"), ([None], "not None"), ("a" * 5000, "max_model_len"),
 ])
 def test_bad_prompts_get_a_sentence(prompt, message):
-    llm = load()
+    llm = shared()
     with pytest.raises(ValueError, match=message):
         llm.generate([prompt] if prompt == [] else prompt, GREEDY)
     assert not llm.has_unfinished_requests()
@@ -181,7 +181,7 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
 ])
 def test_calls_with_the_wrong_things_get_a_sentence(call, message):
-    llm = load()
+    llm = shared()
     with pytest.raises(ValueError, match=message):
         call(llm)
     for request_id in list(llm.requests):
@@ -212,4 +212,4 @@ def test_a_priority_is_an_integer():
 ])
 def test_bad_engine_options_get_a_sentence(options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        LLM(**dict(block_size=16) | options)
+        LLM(**dict(block_size=16, enforce_eager=True) | options)

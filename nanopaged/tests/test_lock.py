@@ -4,6 +4,7 @@ Steps are counted, not seconds, where the `engine` is asked for: its runner is a
 takes a millisecond, as a GPU would, in which other threads can run.
 """
 import gc
+import os
 import signal
 import threading
 import time
@@ -12,8 +13,8 @@ from itertools import count
 import pytest
 
 from engine import Sampled
-from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, tokens_of
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, shared, tokens_of
 
 
 def tokens(count: int, **settings) -> SamplingParams:
@@ -23,7 +24,7 @@ def tokens(count: int, **settings) -> SamplingParams:
 @pytest.fixture
 def engine():
     """An LLM with a fake runner; engine.steps holds the sequences that sampled in each step."""
-    llm = LLM(dtype="float32", num_blocks=4096, max_num_seqs=512)
+    llm = load(num_blocks=4096, max_num_seqs=512)
     llm.steps = []
 
     def launch(step):
@@ -191,7 +192,7 @@ def test_requests_come_from_many_threads():
     lambda llm: llm.add_request([9]), lambda llm: llm.beam_search([[9]], BeamSearchParams(2, max_tokens=2))],
     ids=["generate", "stream", "step", "add_request", "beam_search"])
 def test_a_call_from_within_a_step_is_refused(call):
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     expected = llm.generate(["ROMEO:", "JULIET:"], tokens(8, temperature=0))
 
     def process(token_ids, logits):
@@ -238,7 +239,7 @@ def test_a_tokenizer_that_fails_ends_its_request_and_no_other(engine):
 @pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(when):
     params, calls = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), count(1)
-    expected = tokens_of(load().generate(PROMPT, params))
+    expected = tokens_of(shared().generate(PROMPT, params))
     llm = load()
     gc.disable()  # it comes when it is called
     ring = [llm.stream([9, 8, 7], SamplingParams(max_tokens=40))]
@@ -269,7 +270,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
 @pytest.mark.parametrize("method", ["allocate", "cache_full_blocks", "begin_step"])
 def test_an_interrupt_waits_until_the_books_are_written(method):
     """Ctrl-C while a step is planned: that step is still computed, and the requests of others go on as if nothing had been."""
-    expected = tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
+    expected = tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
     llm, calls = load("llama2"), count()
     rid, original, output = llm.add_request([5, 6, 7], GREEDY), getattr(llm.scheduler.block_manager, method), None
 
@@ -300,10 +301,12 @@ def test_an_interrupt_comes_to_who_waits_for_another_thread():
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    interrupt = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    # As a terminal does it: the signal comes to the process, and so to the main thread, which waits for the lock.
+    interrupt = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7]], GREEDY)
+    assert thread.is_alive()  # it still has the lock
     done.set()
     thread.join()
     assert len(llm.generate([[5, 6, 7]], GREEDY)) == 1 and not llm.requests
@@ -326,7 +329,7 @@ def test_an_interrupt_while_a_step_is_computed_comes_at_once():
         llm.generate([[5, 6, 7]], GREEDY)
     assert seen == ["step"] * 3 + ["before"]
     check_books(llm.scheduler)
-    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))
+    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
 def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
@@ -354,4 +357,4 @@ def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
                 pass
         except KeyboardInterrupt:
             check_books(llm.scheduler)
-    assert not interrupts and output.outputs[0].token_ids == tokens_of(load("llama2").generate([[5, 6, 7]], GREEDY))[0]
+    assert not interrupts and output.outputs[0].token_ids == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))[0]

@@ -19,6 +19,7 @@ from nanopaged.tests.helpers import (
     load,
     needs_gpu,
     needs_kernel,
+    shared,
     tokens_of,
 )
 
@@ -89,7 +90,7 @@ def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | dict(vocab_size=2**40)))
     with pytest.raises(ValueError, match=r"the weights take (262144|131072).\d GiB, and (cpu|cuda:0) has .*; use a smaller model"):
         LLM(str(tmp_path), load_format="dummy")
-    assert load().generate(PROMPT, GREEDY)[0].finished
+    assert shared().generate(PROMPT, GREEDY)[0].finished
 
 
 @needs_gpu
@@ -99,7 +100,7 @@ def test_the_pool_takes_the_cards_memory():
     blocks, size = llm.scheduler.block_manager.num_blocks, llm.runner.block_bytes
     assert 0.3 * total < blocks * size < 0.5 * total
     with pytest.raises(ValueError, match="no memory is left for the KV pool"):
-        LLM("shakespeare", gpu_memory_utilization=0.001)
+        LLM("shakespeare", gpu_memory_utilization=0.001, enforce_eager=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; on one, and on a CPU, any thread computes steps in other tests")
