@@ -29,8 +29,8 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
     """An engine in float32, where outputs do not depend on batch and chunk sizes.
 
     model: a golden checkpoint, or whatever LLM takes
-    graphs: on a GPU, with CUDA graphs and compiled functions. They take 5 to 20 seconds to make, so only tests whose subject
-        they are ask for them. On a CPU there are none.
+    graphs: on a GPU, with CUDA graphs and compiled functions. Making them takes 5 to 20 seconds, so only tests of these
+        ask for them. A CPU has none.
     lookahead: None leaves it to the runner
     """
     path = GOLDEN / model
@@ -49,7 +49,8 @@ def shared(model="shakespeare", **options) -> LLM:
 
 def expectations(variant):
     """prompts, continuations, logits: what transformers computed."""
-    expected = dict(read_safetensors((BUNDLED if variant == "shakespeare" else GOLDEN / variant) / "expected.safetensors"))
+    folder = BUNDLED if variant == "shakespeare" else GOLDEN / variant
+    expected = dict(read_safetensors(folder / "expected.safetensors"))
     indices = range(sum(name.startswith("prompt.") for name in expected))
     return tuple([expected[f"{kind}.{i}"] for i in indices] for kind in ("prompt", "continuation", "logits"))
 

@@ -1,4 +1,4 @@
-"""bench.py, the program; its figures are no test's matter."""
+"""bench.py, the program. No test depends on its figures."""
 import sys
 
 import pytest

@@ -64,8 +64,9 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
              dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)]
 
 
-@pytest.mark.parametrize("variant, options", [*(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}),
-                                              ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1])], ids=str)
+@pytest.mark.parametrize("variant, options", [
+    *(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}), ("gpt2", SHORTAGES[3]),
+    ("mistral", SHORTAGES[1])], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """Steps with prompts and without, padded and full, whose sequences all sample or not."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
@@ -89,7 +90,8 @@ def test_replayed_steps_over_an_fp8_cache(monkeypatch):
     """They give the tokens of the same steps launched kernel by kernel."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1])
-    llm = load(graphs=True, kv_cache_dtype="fp8", max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False)
+    llm = load(graphs=True, kv_cache_dtype="fp8", max_num_seqs=2, max_num_batched_tokens=32,
+               enable_prefix_caching=False)
     replayed = record_graphs(llm, monkeypatch)
     seen = tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY))
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}

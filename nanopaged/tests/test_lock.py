@@ -1,7 +1,7 @@
 """The engine's lock: threads that call one engine, calls from within a step, and Ctrl-C.
 
-Steps are counted, not seconds, where the `engine` is asked for: its runner is a fake that gives every sequence token 5 and
-takes a millisecond, as a GPU would, in which other threads can run.
+Tests with the fixture `engine` count steps, not seconds: its runner is a fake that gives every sequence token 5 and takes
+a millisecond, as a GPU would, in which other threads can run.
 """
 import gc
 import os

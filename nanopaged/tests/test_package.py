@@ -18,7 +18,8 @@ CHAPTERS = ("kernel", "model", "engine")
 def python(*argv, cwd=ROOT, path=ROOT) -> subprocess.CompletedProcess:
     """A Python process, with PYTHONPATH."""
     environment = os.environ | dict(PYTHONPATH=str(path), PYTHONIOENCODING="utf-8")
-    return subprocess.run([sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, encoding="utf-8", timeout=300)
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, encoding="utf-8",
+                          timeout=300)
 
 
 @pytest.fixture
@@ -53,8 +54,9 @@ def test_each_chapter_is_one_module():
 # What an import costs
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("statement", ["import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
-                                       "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"])
+@pytest.mark.parametrize("statement", [
+    "import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
+    "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"])
 def test_importing_nanopaged_does_not_import_torch(statement):
     code = f"import sys; {statement}; print(*sys.modules.keys() & {{'torch', 'triton', 'numpy', 'tiktoken', 'engine'}})"
     done = python("-c", code)
@@ -103,6 +105,7 @@ def test_a_users_modules_stay_his(users_folder, before):
 
 def test_the_program_runs_from_anywhere(users_folder):
     """Also from where a user has modules of these names, and on his PYTHONPATH."""
-    done = python(str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8", cwd=users_folder, path=users_folder)
+    argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8"]
+    done = python(*argv, cwd=users_folder, path=users_folder)
     assert (done.returncode, done.stdout[:6], done.stdout[-1]) == (0, "ROMEO:", "\n"), done.stderr
     assert "8 new tokens" in done.stderr and "Traceback" not in done.stderr
