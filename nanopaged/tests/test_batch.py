@@ -8,19 +8,19 @@ from collections import Counter
 
 import pytest
 
-from nanopaged import LLM
-from nanopaged import SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.cli import batch
 from nanopaged.cli.batch import Progress, PromptFile, run_all
 from nanopaged.progress import ProgressBar
 from nanopaged.device.runner import Runner
-from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, load, nothing_left, run
+from nanopaged.progress import ProgressBar
+from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, nothing_left, run, shared_llm
 
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]
 
 
 def generate(prompt, **params):
-    return load(num_blocks=128).generate(prompt, SamplingParams(**dict(max_tokens=5, temperature=0) | params))[0]
+    return shared_llm(num_blocks=128).generate(prompt, SamplingParams(**dict(max_tokens=5, temperature=0) | params))[0]
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_bad_lines_do_not_end_the_rest(capsys, folder):
         assert word in told and ". " not in told and len(told) < 300, bad
         assert found[2 * i + 1] == {"error": told.split(": ", 1)[1]}
         assert found[2 * i + 2]["outputs"][0]["text"] == expected
-    assert nothing_left(load(num_blocks=128))
+    assert nothing_left(shared_llm(num_blocks=128))
 
 
 def test_bad_lines_of_text(capsys, folder):
@@ -277,7 +277,7 @@ def test_an_interrupted_run_goes_on(capsys, folder, monkeypatch, more):
         found = comparable(results())
         captured = capsys.readouterr()
         assert all(whole[line] == result for line, result in found.items()) and len(found) >= numbers[-1]
-        assert nothing_left(load(num_blocks=128, **{"max_num_seqs": 1} if more else {}))
+        assert nothing_left(shared_llm(num_blocks=128, **{"max_num_seqs": 1} if more else {}))
         assert "Traceback" not in captured.err
         if code != 130:
             break
@@ -439,7 +439,7 @@ def test_a_full_disk(capsys, folder, monkeypatch):
         assert run(*argv, "out.jsonl") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: --output 'out.jsonl' cannot be written: No space left on device; ") and ". " not in error
-    assert "goes on where it stopped" in error and nothing_left(load(num_blocks=128))
+    assert "goes on where it stopped" in error and nothing_left(shared_llm(num_blocks=128))
     assert (folder / "out.jsonl").stat().st_size == 300
     assert run(*argv, "out.jsonl") == 0 and comparable(results()) == whole
 
@@ -450,7 +450,7 @@ def test_a_full_disk(capsys, folder, monkeypatch):
 
 def test_requests_are_taken_up_as_there_is_room(folder):
     """At most one step's worth of sequences runs and about as many wait, however many requests there are."""
-    llm = load(num_blocks=128, max_num_seqs=4)
+    llm = shared_llm(num_blocks=128, max_num_seqs=4)
     taken, finished, most = 0, [], 0
 
     def requests():
@@ -466,7 +466,7 @@ def test_requests_are_taken_up_as_there_is_room(folder):
 
 
 def test_what_is_under_way_is_aborted_with_the_generator():
-    llm = load(num_blocks=128)
+    llm = shared_llm(num_blocks=128)
     requests = ((i, ROMEO, SamplingParams(max_tokens=2 + 90 * i), 0) for i in range(3))
     running = run_all(llm, requests, Progress(llm), pytest.fail)
     assert next(running)[0] == 0 and not nothing_left(llm)
@@ -476,7 +476,7 @@ def test_what_is_under_way_is_aborted_with_the_generator():
 
 def test_requests_of_others_are_theirs():
     """What an engine computes beside is neither waited for nor given out."""
-    llm = load(num_blocks=128)
+    llm = shared_llm(num_blocks=128)
     stranger = llm.add_request(JULIET, SamplingParams(max_tokens=2)), llm.add_request(JULIET, SamplingParams(max_tokens=50))
     [(key, output)] = run_all(llm, [("mine", ROMEO, SamplingParams(max_tokens=5), 0)], Progress(llm), pytest.fail)
     assert key == "mine" and output.prompt == ROMEO and llm.has_unfinished_requests()

@@ -21,6 +21,7 @@ from nanopaged.api.beam import BeamGroup
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.find import find_checkpoint
 from nanopaged.sampling_params import BeamSearchParams
+from nanopaged.weights.checkpoint import find_checkpoint, read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -55,7 +56,8 @@ def summary(beams: BeamGroup) -> list[tuple]:
 # --------------------------------------------------------------------------------------------------
 
 @lru_cache
-def load(name: str):
+def plain_model(name: str):
+    """The decoder by itself."""
     path = find_checkpoint(name if name == "shakespeare" else str(GOLDEN / name))
     config = read_model_config(read_config(path))
     return build_model(config, read_tensors(path), torch.float32, "cpu", MAX_LENGTH)
@@ -83,7 +85,7 @@ def case_id(case: dict) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_results_equal_transformers(case):
-    model, prompt = load(case["model"]), case["prompt_token_ids"]
+    model, prompt = plain_model(case["model"]), case["prompt_token_ids"]
 
     def next_tokens(texts, count):
         best = log_probs(model, [prompt + text for text in texts]).topk(count)

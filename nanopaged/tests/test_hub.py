@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from nanopaged import LLM
-from nanopaged.weights import hub
 from nanopaged.text.chat import load_chat_template
+from nanopaged.weights import hub
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.find import BUNDLED, find_checkpoint
 

@@ -1,15 +1,20 @@
-"""Threads that call one engine: nobody waits while others compute, and nothing changes beneath a step.
+"""The engine's lock: threads that call one engine, calls from within a step, and Ctrl-C.
 
-Steps are counted, not seconds: the runner is a fake that gives every sequence token 5 and takes a millisecond, as a GPU
-would, in which other threads can run.
+Tests with the fixture `engine` count steps, not seconds: its runner is a fake that gives every sequence token 5 and takes
+a millisecond, as a GPU would, in which other threads can run.
 """
+import gc
+import os
+import signal
 import threading
 import time
+from itertools import count
 
 import pytest
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
 from engine import Sampled
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, shared, tokens_of
 
 
 def tokens(count: int, **settings) -> SamplingParams:
@@ -19,7 +24,7 @@ def tokens(count: int, **settings) -> SamplingParams:
 @pytest.fixture
 def engine():
     """An LLM with a fake runner; engine.steps holds the sequences that sampled in each step."""
-    llm = LLM(dtype="float32", num_blocks=4096, max_num_seqs=512)
+    llm = load(num_blocks=4096, max_num_seqs=512)
     llm.steps = []
 
     def launch(step):
@@ -52,6 +57,10 @@ def busy(engine):
         thread.join()
     engine.scheduler.block_manager.check_idle()
 
+
+# --------------------------------------------------------------------------------------------------
+# Threads: nobody waits while others compute
+# --------------------------------------------------------------------------------------------------
 
 def test_a_short_request_returns_with_its_last_token(busy):
     for _ in range(10):
@@ -119,12 +128,71 @@ def test_threads_share_their_steps(engine):
     assert len(engine.steps) <= 64 * 40 / 10  # one alone takes 40 steps, and some begin later
 
 
+def test_who_adds_or_aborts_does_not_wait_for_a_loop_of_steps():
+    llm, steps, waited = load(), [], []
+    launch = llm.runner.launch
+
+    def slowly(step):
+        steps.append(time.sleep(0.003))  # while a GPU computes, other threads can run
+        return launch(step)
+
+    def arrive():
+        for _ in range(5):
+            time.sleep(0.01)
+            before = len(steps)
+            request_id = llm.add_request(PROMPT, SamplingParams(max_tokens=50))
+            waited.append(len(steps) - before)
+            before = len(steps)
+            llm.abort_request(request_id)
+            waited.append(len(steps) - before)
+
+    llm.runner.launch = slowly
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    llm.generate([PROMPT], SamplingParams(max_tokens=80, ignore_eos=True))
+    thread.join()
+    assert len(waited) == 10 and max(waited) <= 5  # a few, where the threads themselves are kept waiting; else one or two
+
+
+def test_requests_come_from_many_threads():
+    llm = load()
+    expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+    texts, failures = {}, []
+
+    def work(i):
+        try:
+            if i % 3 == 0:
+                texts[i] = "".join(llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=12)))
+            elif i % 3 == 1:
+                texts[i] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+            else:
+                llm.abort_request(llm.add_request(PROMPT, SamplingParams(max_tokens=500)))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    request_id, done = llm.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=30)), None
+    for thread in threads:
+        thread.start()
+    while llm.has_unfinished_requests():  # what others' steps compute of it is reported here
+        for output in llm.step():
+            done = output if output.request_id == request_id else done
+    for thread in threads:
+        thread.join()
+    assert not failures and done.finished and len(done.outputs[0].token_ids) == 30
+    assert texts == {i: expected for i in range(12) if i % 3 < 2}
+
+
+# --------------------------------------------------------------------------------------------------
+# From within a step: nothing changes beneath it
+# --------------------------------------------------------------------------------------------------
+
 @pytest.mark.parametrize("call", [
     lambda llm: llm.generate([[9]], tokens(2)), lambda llm: next(llm.stream([9], tokens(2))), lambda llm: llm.step(),
     lambda llm: llm.add_request([9]), lambda llm: llm.beam_search([[9]], BeamSearchParams(2, max_tokens=2))],
     ids=["generate", "stream", "step", "add_request", "beam_search"])
 def test_a_call_from_within_a_step_is_refused(call):
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     expected = llm.generate(["ROMEO:", "JULIET:"], tokens(8, temperature=0))
 
     def process(token_ids, logits):
@@ -166,3 +234,127 @@ def test_a_tokenizer_that_fails_ends_its_request_and_no_other(engine):
         results |= {output.request_id: output.outputs[0] for output in engine.step()}
     assert results[ids[0]].finish_reason == "error" and "a broken vocabulary" in results[ids[0]].stop_reason
     assert results[ids[1]].finish_reason == "length"
+
+
+@pytest.mark.parametrize("when", [1, 2, 4])
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(when):
+    params, calls = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), count(1)
+    expected = tokens_of(shared().generate(PROMPT, params))
+    llm = load()
+    gc.disable()  # it comes when it is called
+    ring = [llm.stream([9, 8, 7], SamplingParams(max_tokens=40))]
+    next(ring[0])
+    ring.append(ring)
+    rid, register, output = llm.add_request(PROMPT, params), llm.scheduler.block_manager.cache_full_blocks, None
+    llm.step()
+    ring = None
+
+    def collecting(seq):
+        register(seq)
+        if next(calls) == when:
+            gc.collect()
+
+    llm.scheduler.block_manager.cache_full_blocks = collecting
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            pass
+    gc.enable()
+    assert output.request_id == rid and tokens_of([output]) == expected
+    llm.scheduler.block_manager.check_idle()
+
+
+# --------------------------------------------------------------------------------------------------
+# Ctrl-C
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("method", ["allocate", "cache_full_blocks", "begin_step"])
+def test_an_interrupt_waits_until_the_books_are_written(method):
+    """Ctrl-C while a step is planned: that step is still computed, and the requests of others go on as if nothing had been."""
+    expected = tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
+    llm, calls = load("llama2"), count()
+    rid, original, output = llm.add_request([5, 6, 7], GREEDY), getattr(llm.scheduler.block_manager, method), None
+
+    def interrupted(*args):
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    setattr(llm.scheduler.block_manager, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[8] * 40, [9] * 20], GREEDY)
+    assert list(llm.requests) == [rid]
+    check_books(llm.scheduler)
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            pass
+    assert tokens_of([output]) == expected and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_comes_to_who_waits_for_another_thread():
+    llm, held, done = load("llama2"), threading.Event(), threading.Event()
+
+    def hold():
+        with llm.lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    # As a terminal does it: the signal comes to the process, and so to the main thread, which waits for the lock.
+    interrupt = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY)
+    assert thread.is_alive()  # it still has the lock
+    done.set()
+    thread.join()
+    assert len(llm.generate([[5, 6, 7]], GREEDY)) == 1 and not llm.requests
+
+
+def test_an_interrupt_while_a_step_is_computed_comes_at_once():
+    llm = load("llama2", enforce_eager=True)
+    forward, seen = llm.runner.model.forward, []
+
+    def interrupted(*args, **kwargs):
+        if len(seen) == 3:
+            seen.append("before")
+            signal.raise_signal(signal.SIGINT)
+            seen.append("after")
+        seen.append("step")
+        return forward(*args, **kwargs)
+
+    llm.runner.model.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY)
+    assert seen == ["step"] * 3 + ["before"]
+    check_books(llm.scheduler)
+    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
+
+
+def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
+    llm = load("llama2")
+    llm.engine.lookahead = 1
+    rid = llm.add_request([5, 6, 7], GREEDY)
+    launch, interrupts = llm.runner.launch, [3, 5]
+
+    def interrupted(step):
+        read = launch(step)
+
+        def reader():
+            if interrupts and len(llm.requests[rid].sequences[0].token_ids) == interrupts[0]:
+                interrupts.pop(0)
+                raise KeyboardInterrupt
+            return read()
+
+        return reader
+
+    llm.runner.launch = interrupted
+    output = None
+    while llm.has_unfinished_requests():
+        try:
+            for output in llm.step():
+                pass
+        except KeyboardInterrupt:
+            check_books(llm.scheduler)
+    assert not interrupts and output.outputs[0].token_ids == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))[0]

@@ -103,7 +103,10 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
     """Each setting with some probability, few tokens so that they repeat; every fourth sequence has no settings."""
     def maybe(value, chance=0.35):
         return value if rng.random() < chance else None
-    tokens = lambda k: rng.choices(range(VOCAB), k=k)
+
+    def tokens(k):
+        return rng.choices(range(VOCAB), k=k)
+
     settings = dict(
         presence_penalty=maybe(rng.uniform(-2, 2)), frequency_penalty=maybe(rng.uniform(-2, 2)),
         repetition_penalty=maybe(rng.uniform(0.3, 3)), min_tokens=maybe(rng.randint(1, 12)),
@@ -269,7 +272,10 @@ def test_without_an_editor_no_sequence_edits():
 def test_tables_hold_the_rows_that_need_them(device):
     """Room for twice as many at most, and never for more rows than the engine has."""
     editor = editor_for(device, num_rows=10, vocab_size=1000)
-    size = lambda: num_entries(editor)
+
+    def size():
+        return num_entries(editor)
+
     for num_rows in (1, 3, 5, 9, 10):
         for _ in range(5):  # starting over needs no more
             editor.start([Start(row, SamplingParams(logit_bias={1: 1.0}), [1], [], (), []) for row in range(num_rows)])

@@ -5,11 +5,13 @@ import weakref
 import pytest
 import torch
 
-from nanopaged import LLM, SamplingParams, outputs
-from nanopaged.api.request import _Sample
+from nanopaged import SamplingParams, outputs
 from nanopaged.api.beam import BeamGroup
+from nanopaged.api.request import _Sample
+from nanopaged.device import results
 from nanopaged.outputs import token_logprobs
 from nanopaged.sampling_params import BeamSearchParams
+from nanopaged.tests.helpers import load
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def run(llm, *request):
 
 
 def test_log_probabilities_are_converted_once(converted):
-    llm = LLM(dtype="float32", num_blocks=64, max_num_batched_tokens=64)
+    llm = load(num_blocks=64, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, prompt_logprobs=2)
     output = run(llm, "ROMEO: " * 20, params)
     entries = [entry for entry in output.prompt_logprobs[1:] + output.outputs[0].logprobs]
@@ -37,21 +39,21 @@ def test_log_probabilities_are_converted_once(converted):
 
 
 def test_a_stream_converts_no_log_probabilities(converted):
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     assert "".join(llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=20, logprobs=1))) and not converted
 
 
 def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
     made, original = [], _Sample.output
     monkeypatch.setattr(_Sample, "output", lambda self: made.append(self.index) or original(self))
-    llm = LLM(dtype="float32", num_blocks=256, max_num_seqs=4)
+    llm = load(num_blocks=256, max_num_seqs=4)
     output = run(llm, "ROMEO:", SamplingParams(n=40, seed=1, max_tokens=5, ignore_eos=True))
     assert len(made) == 40 + 40 * 5 - 4  # all at first, four of them with a token; then one for each token
     assert [sample.index for sample in output.outputs] == list(range(40)) and all(sample.finish_reason for sample in output.outputs)
 
 
 def test_an_earlier_output_does_not_change():
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0))
     seen = []
     while llm.has_unfinished_requests():
@@ -63,8 +65,8 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
     """Beside one that wants all of them, and whether rows stay tensors or not."""
     kept = {}
     for many in (1024, 2):
-        monkeypatch.setattr("nanopaged.device.results.MANY_LOGPROBS", many)
-        llm = LLM(dtype="float32", num_blocks=64)
+        monkeypatch.setattr(results, "MANY_LOGPROBS", many)
+        llm = load(num_blocks=64)
         ids = [llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n)) for n in (1, -1, 0)]
         requests = [llm.requests[request_id] for request_id in ids]
         with llm._steps_until(lambda: not llm.requests):
@@ -89,7 +91,7 @@ def test_very_many_log_probabilities_are_made_when_they_are_looked_up(converted)
 
 
 def test_the_engine_forgets_what_has_finished():
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     for params in (SamplingParams(max_tokens=3, logprobs=5), SamplingParams(max_tokens=3, repetition_penalty=1.2)):
         request_id = llm.add_request("ROMEO:", params)
         seq = weakref.ref(llm.requests[request_id].sequences[0])

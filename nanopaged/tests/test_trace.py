@@ -11,21 +11,19 @@ import torch
 
 import kernel
 from engine import NULL, Sampled
-from nanopaged import LLM
 from kernel import cdiv
-from nanopaged import BeamSearchParams, SamplingParams, tiles
+from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
 from nanopaged.cli.trace import Trace, _blocks, _fit, _letters, _listing, splits_of
+from nanopaged.tests.helpers import load
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 GOLDEN = Path(__file__).parents[1] / "golden"
 LEGEND = 5  # lines before the first step
 
 
-def load(model="shakespeare", *, lookahead=0, text=False, **options) -> LLM:
-    """Without `text` there is no tokenizer, and the trace shows token ids, which can be read back."""
-    path = model if model == "shakespeare" else str(GOLDEN / model)
-    llm = LLM(path, device="cpu", **dict(num_blocks=24, block_size=4) | options)
-    llm.engine.lookahead = lookahead
+def small(model="shakespeare", *, lookahead=0, text=False, **options) -> LLM:
+    """An engine with few blocks. Without `text` there is no tokenizer, and the trace shows token ids, which can be read back."""
+    llm = load(model, device="cpu", lookahead=lookahead, **dict(num_blocks=24, block_size=4, max_num_seqs=256) | options)
     llm.tokenizer = llm.tokenizer if text else None
     return llm
 
@@ -218,7 +216,7 @@ CASES = {  # engine options, prompts, sampling; and events that must come up
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_printed_is_so(case):
     options, prompts, params, *events = CASES[case]
-    llm = load(**options)
+    llm = small(**options)
     witness, lines = Witness(llm), traced(llm)
     llm.generate(prompts + prompts[:1], params)
     assert_true(lines, witness)
@@ -229,7 +227,7 @@ def test_what_is_printed_is_so(case):
 def test_beam_search():
     printed = []
     for options in dict(), dict(num_blocks=14), dict(num_blocks=14, swap_space=0.01, max_num_seqs=2):
-        llm = load(**options)
+        llm = small(**options)
         witness, lines = Witness(llm), traced(llm)
         llm.beam_search([COMMON + [1, 2, 3], COMMON], BeamSearchParams(beam_width=3, max_tokens=8))
         assert_true(lines, witness)
@@ -247,7 +245,7 @@ def test_beam_search():
 # --------------------------------------------------------------------------------------------------
 
 def test_a_common_beginning_is_found():
-    lines = traced(llm := load(num_blocks=30))
+    lines = traced(llm := small(num_blocks=30))
     llm.generate(TWO, greedy(2))
     assert "  found       B 8 tokens in 0 1 (shared with A)" in lines
     assert "  B           prompt 8..11 of 12 -> 12 [0* 1* 4]" in lines
@@ -256,14 +254,14 @@ def test_a_common_beginning_is_found():
 
 
 def test_a_wholly_cached_prompt_computes_its_last_token_again():
-    lines = traced(llm := load())
+    lines = traced(llm := small())
     llm.generate(COMMON[:8], greedy(2))
     llm.generate(COMMON[:8], greedy(2))
     assert "  B           token 7 again, for its logits -> 8 [0 1]" in lines
 
 
 def test_samples_share_the_prompt_and_copy_what_they_write():
-    lines = traced(llm := load())
+    lines = traced(llm := small())
     llm.generate([COMMON], SamplingParams(n=3, seed=0, max_tokens=3))
     assert "  arrives     A0 A1 A2, 10 prompt tokens: 200 201 202 203 204 205 206 207 208 209" in lines
     first, second = sections(lines)[:2]
@@ -274,7 +272,7 @@ def test_samples_share_the_prompt_and_copy_what_they_write():
 
 
 def test_preemption_and_return():
-    lines = traced(llm := load(num_blocks=8))
+    lines = traced(llm := small(num_blocks=8))
     llm.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], greedy(15))
     text = "\n".join(lines)
     assert re.search(r"preempted   B: gives back \d \d \d( \d)?, its tokens will be computed again", text)
@@ -284,7 +282,7 @@ def test_preemption_and_return():
 
 
 def test_swapping_out_and_in():
-    lines = traced(llm := load(num_blocks=8, swap_space=0.001))
+    lines = traced(llm := small(num_blocks=8, swap_space=0.001))
     assert re.fullmatch(r"a pool of 8 blocks of 4 tokens, \d+ more on the host", lines[0])
     llm.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], greedy(15))
     text = "\n".join(lines)
@@ -294,11 +292,11 @@ def test_swapping_out_and_in():
 
 
 def test_why_others_wait():
-    lines = traced(llm := load(max_num_seqs=1))
+    lines = traced(llm := small(max_num_seqs=1))
     llm.generate([[1, 2], [3, 4], [5, 6], [7]], greedy(2))
     assert "  B           waits: no seat is free, max_num_seqs is 1" in lines
     assert "              behind it: C D" in lines
-    lines = traced(llm := load(max_num_batched_tokens=4))
+    lines = traced(llm := small(max_num_batched_tokens=4))
     llm.generate([list(range(10, 20)), [1, 2, 3]], greedy(2))
     first, second, third = sections(lines)[:3]
     assert "  B           waits: the token budget is spent" in first and "  A           prompt 0..3 of 10 [0]" in first
@@ -308,7 +306,7 @@ def test_why_others_wait():
 
 
 def test_priorities():
-    lines = traced(llm := load(scheduling_policy="priority", max_num_seqs=1))
+    lines = traced(llm := small(scheduling_policy="priority", max_num_seqs=1))
     llm.add_request([1, 2, 3], greedy(4), priority=5)
     llm.step()
     llm.add_request([4, 5, 6], greedy(4), priority=-1)
@@ -323,7 +321,7 @@ def test_priorities():
 
 def test_a_prompt_that_is_computed_again_is_told_from_one_that_goes_on():
     options = dict(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=4, enable_prefix_caching=False)
-    lines = traced(llm := load(**options))
+    lines = traced(llm := small(**options))
     llm.add_request(list(range(10)), greedy(2), priority=1)
     llm.step()
     llm.add_request([4], greedy(1), priority=0)
@@ -335,7 +333,7 @@ def test_a_prompt_that_is_computed_again_is_told_from_one_that_goes_on():
 
 
 def test_aborts_of_running_and_waiting_requests():
-    lines = traced(llm := load(max_num_seqs=1))
+    lines = traced(llm := small(max_num_seqs=1))
     a, b = llm.add_request(COMMON, greedy()), llm.add_request([1, 2], greedy())
     llm.step()
     llm.abort_request(b)
@@ -345,7 +343,7 @@ def test_aborts_of_running_and_waiting_requests():
 
 
 def test_why_a_sequence_finished():
-    lines = traced(llm := load(text=True))
+    lines = traced(llm := small(text=True))
     params = [SamplingParams(temperature=0, max_tokens=9, stop=" are"), SamplingParams(temperature=0, max_tokens=2),
               SamplingParams(temperature=0, max_tokens=9, stop_token_ids=list(range(1000)))]
     llm.generate(["ROMEO: But soft, what light"] * 3, params)
@@ -357,7 +355,7 @@ def test_why_a_sequence_finished():
 
 
 def test_a_token_sampled_for_nothing_is_said_to_be_dropped():
-    lines = traced(llm := load(lookahead=1))
+    lines = traced(llm := small(lookahead=1))
     a = llm.add_request([1, 2], greedy())
     llm.step()
     llm.abort_request(a)
@@ -367,7 +365,7 @@ def test_a_token_sampled_for_nothing_is_said_to_be_dropped():
 
 
 def test_lookahead_names_the_step_that_sampled():
-    lines = traced(llm := load(lookahead=1))
+    lines = traced(llm := small(lookahead=1))
     llm.generate([1, 2, 3], greedy(3))
     sampled = [line[14:].split(":")[0] for line in lines if line.startswith("  sampled")]
     assert sampled == [f"in step {i}, read only now" for i in range(3)]
@@ -377,7 +375,7 @@ def test_lookahead_names_the_step_that_sampled():
 
 
 def test_a_failed_step_is_undone():
-    lines = traced(llm := load())
+    lines = traced(llm := small())
     launch, llm.runner.launch = llm.runner.launch, lambda step: 1 / 0
     llm.add_request([1, 2, 3], greedy(2))
     with pytest.raises(ZeroDivisionError):
@@ -390,7 +388,7 @@ def test_a_failed_step_is_undone():
 
 
 def test_what_slides_out_of_a_window():
-    lines = traced(llm := load("mistral", num_blocks=7))
+    lines = traced(llm := small("mistral", num_blocks=7))
     assert lines[0] == "a pool of 7 blocks of 4 tokens, attention sees 8 tokens"
     llm.generate([list(range(20))], greedy(6))
     assert any(line.startswith("  slid out    of the window: A ") for line in lines)
@@ -413,16 +411,16 @@ def decode_once(llm: LLM, *lengths: int) -> list[str]:
 
 
 def test_where_the_kernel_splits_a_context():
-    assert decode_once(load(num_blocks=300), 127) and not texts(decode_once(load(num_blocks=300), 127), "attention")
-    section = decode_once(load(num_blocks=300), 128, 20, 300)
+    assert decode_once(small(num_blocks=300), 127) and not texts(decode_once(small(num_blocks=300), 127), "attention")
+    section = decode_once(small(num_blocks=300), 128, 20, 300)
     assert texts(section, "attention") == [
         "on a GPU (torch does not split): A 129 tokens in 2 splits of 128 (V2) and 1 more"]
-    llm = load(num_blocks=300)
+    llm = small(num_blocks=300)
     llm.runner.kernels = kernel.TRITON
     section = decode_once(llm, 128, 20, 300)
     assert texts(section, "attention") == ["B in one piece (V1)",
                                            "A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]
-    llm = load(num_blocks=5000, max_num_batched_tokens=20000)
+    llm = small(num_blocks=5000, max_num_batched_tokens=20000)
     llm.runner.kernels = kernel.TRITON  # 128 sequences and 2 kv heads keep the device busy without splits
     [text] = texts(decode_once(llm, *[130] * 128), "attention")
     assert text == "A 131 tokens in 2 splits of 128 in turn (V1) and 127 more"
@@ -445,7 +443,7 @@ def test_splits_follow_the_kernels_own_rule():
     function = getattr(kernel.split_length, "fn", kernel.split_length)
     names = dict(MIN_SPLIT=tiles.MIN_SPLIT, MID_SPLIT=tiles.MID_SPLIT, MAX_SPLITS=tiles.MAX_SPLITS)
     split_length = FunctionType(function.__code__, dict(tl=SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min), **names))
-    llm = load(num_blocks=8)
+    llm = small(num_blocks=8)
     for seq_len in (*range(1, 1100), *range(1100, 40_000, 97)):
         length = split_length(seq_len, 64)
         assert splits_of(llm, seq_len) == (cdiv(seq_len, length), length)
@@ -462,7 +460,7 @@ def test_splits_follow_the_kernels_own_rule():
 
 def test_no_line_is_longer_than_100_columns():
     """Large pools, many sequences, long tables, and prompts that a terminal would not like."""
-    llm = load(text=True, num_blocks=5000, block_size=2, max_num_seqs=200, max_num_batched_tokens=2000)
+    llm = small(text=True, num_blocks=5000, block_size=2, max_num_seqs=200, max_num_batched_tokens=2000)
     lines = traced(llm)
     prompts = ["\x00\x1b[31m\r\n\t\u202eABC" * 5, "\u4f60\u597d\uff0c\u4e16\u754c" * 12,
                "\U0001f600e\u0301\u2600\ufe0f" * 9, "x" * 400]
@@ -477,7 +475,7 @@ def test_no_line_is_longer_than_100_columns():
 
 
 def test_a_large_pool_shows_the_rows_that_are_held():
-    lines = traced(llm := load(num_blocks=5000))
+    lines = traced(llm := small(num_blocks=5000))
     llm.generate([list(range(300)), [5, 6]], greedy(2))
     section = sections(lines)[0]
     assert texts(section, "pool")[0] == "76 held (0 shared), 0 free but cached, 4924 empty"
@@ -552,7 +550,7 @@ step 3: 4 of at most 8192 tokens, for 1 of 1 running sequences
 
 def test_a_whole_trace():
     """So that a change of the layout is seen. The bundled model, greedy, in float32."""
-    llm = load(text=True, num_blocks=6, dtype="float32")
+    llm = small(text=True, num_blocks=6, dtype="float32")
     lines = traced(llm)
     llm.generate(["ROMEO: But soft, what light", "ROMEO: But soft, what man"], [greedy(3, n=2), greedy(3)])
     assert lines == GOLDEN_TRACE.strip("\n").splitlines()
@@ -565,13 +563,13 @@ def test_a_whole_trace():
 def test_outputs_are_the_same_with_and_without():
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=20)
     options = dict(num_blocks=12, swap_space=0.001, text=True)
-    plain = load(**options).generate(MANY, params)
-    lines = traced(llm := load(**options))
+    plain = small(**options).generate(MANY, params)
+    lines = traced(llm := small(**options))
     assert llm.generate(MANY, params) == plain and any("preempted" in line for line in lines)
 
 
 def test_close_leaves_the_scheduler_as_it_was(capsys):
-    llm = load()
+    llm = small()
     before = dict(vars(llm.scheduler))
     outer, inner = [], []
     first = Trace(llm, outer.append)
@@ -590,7 +588,7 @@ def test_close_leaves_the_scheduler_as_it_was(capsys):
 
 
 def test_lines_go_to_stderr(capsys):
-    trace = Trace(llm := load())
+    trace = Trace(llm := small())
     llm.generate([1, 2, 3], greedy(1))
     trace.close()
     captured = capsys.readouterr()

@@ -1,0 +1,113 @@
+"""What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel
+from engine import NULL, Status
+from nanopaged import LLM, SamplingParams
+from nanopaged.weights.checkpoint import read_safetensors, read_tensors
+
+torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "nanopaged" / "golden"
+BUNDLED = ROOT / "nanopaged" / "shakespeare"
+needs_kernel = pytest.mark.skipif(kernel.triton is None or not (CUDA or find_spec("numpy")),
+                                  reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter")
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU; the same behaviour is tested in the interpreter")
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = list(range(60, 75))
+
+
+def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
+    """An engine in float32, where outputs do not depend on batch and chunk sizes.
+
+    model: a golden checkpoint, or whatever LLM takes
+    graphs: on a GPU, with CUDA graphs and compiled functions. Making them takes 5 to 20 seconds, so only tests of these
+        ask for them. A CPU has none.
+    lookahead: None leaves it to the runner
+    """
+    path = GOLDEN / model
+    defaults = dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16),
+                    enforce_eager=not graphs)
+    llm = LLM(str(path) if path.is_dir() else model, **defaults | options)
+    llm.engine.lookahead = llm.engine.lookahead if lookahead is None else lookahead
+    return llm
+
+
+@cache
+def shared(model="shakespeare", **options) -> LLM:
+    """An engine that `load` made once, for tests that leave it as it was."""
+    return load(model, **options)
+
+
+def expectations(variant):
+    """prompts, continuations, logits: what transformers computed."""
+    folder = BUNDLED if variant == "shakespeare" else GOLDEN / variant
+    expected = dict(read_safetensors(folder / "expected.safetensors"))
+    indices = range(sum(name.startswith("prompt.") for name in expected))
+    return tuple([expected[f"{kind}.{i}"] for i in indices] for kind in ("prompt", "continuation", "logits"))
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def prompt_logits(llm, prompt):
+    """Logits of every position of a prompt: each of its beginnings is a prompt of its own."""
+    captured, runner = [], llm.runner
+
+    def capturing(compute):
+        def call(*args):
+            tokens, logits = compute(*args)
+            captured.append(logits.clone())
+            return tokens, logits
+        return call
+
+    compute, runner._compute = runner._compute, capturing(runner._compute)
+    llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
+    runner._compute = compute
+    return torch.cat(captured)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def check_books(scheduler):
+    """What the block manager promises, after every step."""
+    manager, num_holders = scheduler.block_manager, Counter()
+    host_blocks = list(manager.free_host_blocks) + [host_block for host_block, _ in manager.step.swaps_in]
+    for seq in scheduler.running + scheduler.waiting:
+        held = [block for block in seq.block_table if block != NULL]
+        assert len(set(held)) == len(held) and len(held) <= manager.max_blocks_per_seq
+        assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL
+        assert not held or seq.status is Status.RUNNING
+        assert bool(seq.host_table) == (seq.status is Status.SWAPPED)
+        num_holders.update(held)
+        host_blocks += [block for block in seq.host_table if block != NULL]
+    assert sorted(host_blocks) == list(range(manager.num_host_blocks))
+    for block in range(manager.num_blocks):
+        assert manager.ref_counts[block] == num_holders[block]
+        assert (block in manager.free_queue) == (manager.ref_counts[block] == 0)
+    for key, (block, _) in manager.prefix_cache.items():
+        assert manager.key_of_block[block] == key
+    assert len(manager.prefix_cache) == len(manager.key_of_block)
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
+    for queue in (scheduler.running, scheduler.waiting):
+        assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+
+
+def rewritten(tmp_path, variant, change):
+    """A copy of a golden checkpoint as a .bin file, its tensors changed."""
+    (tmp_path / "config.json").write_text((GOLDEN / variant / "config.json").read_text())
+    torch.save(change({name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}),
+               tmp_path / "pytorch_model.bin")
+    return str(tmp_path)

@@ -1,0 +1,103 @@
+"""Model families: configurations that cannot be run, and the weights of checkpoints that differ from their family's."""
+import math
+
+import pytest
+import torch
+
+from model import rope_frequencies
+from nanopaged.tests.helpers import GOLDEN, GREEDY, expectations, load, rewritten, tokens_of
+from nanopaged.weights.checkpoint import read_tensors
+from nanopaged.weights.families import read_model_config
+
+# --------------------------------------------------------------------------------------------------
+# Configurations
+# --------------------------------------------------------------------------------------------------
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, num_hidden_layers=1,
+             num_attention_heads=4, intermediate_size=64, max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(architectures=["MambaForCausalLM"]), "unknown architecture 'MambaForCausalLM'; known are GPT2LMHeadModel, "),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantised .gptq."),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "rope type 'yarn' is not supported"),
+    (dict(rope_scaling={"rope_type": "linear"}), "needs factor"),
+    (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
+    (dict(hidden_act="mish"), "unknown activation 'mish'"),
+    (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
+    (dict(quantization_config="awq"), "quantised .awq."),
+    (dict(num_hidden_layers="2"), "num_layers must be an integer of at least 1, not '2'"),
+    (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
+    (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"), (dict(hidden_size=None), "no LlamaForCausalLM can have"),
+    (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"), (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
+    (dict(rope_theta=None), "rope_theta must be a number above 0, not None"), (dict(rope_theta=0), "rope_theta .* not 0"),
+    (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0, not 'x'"),
+    (dict(rms_norm_eps=-1), "epsilon must be a number above 0, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
+    (dict(architectures=True), "unknown architecture True"), (dict(architectures=[[]]), r"unknown architecture \[\]"),
+    (dict(hidden_act=[]), r"unknown activation \[\]"),
+    (dict(architectures=["MistralForCausalLM"], sliding_window=-1), r"windows of \[-1\]"),
+    (dict(architectures=["Qwen2ForCausalLM"], layer_types=["full_attention"] * 2), r"each of the 1 layers, not windows of \[0, 0\]"),
+])
+def test_unsupported_configurations_get_a_sentence(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_model_config(LLAMA | change)
+
+
+def test_a_key_that_is_null_is_no_quantization():
+    assert read_model_config(LLAMA | dict(quantization_config=None)) == read_model_config(LLAMA)
+
+
+def test_a_missing_key_of_the_configuration_is_named():
+    with pytest.raises(ValueError, match="must have 'intermediate_size'"):
+        read_model_config({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
+
+
+def test_both_spellings_of_rope_settings_mean_the_same():
+    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    old = LLAMA | dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **llama3))
+    new = LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **llama3))
+    oldest, newest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)), LLAMA | dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
+    frequencies = [rope_frequencies(read_model_config(config)) for config in (old, new, oldest, newest)]
+    assert torch.equal(frequencies[0], frequencies[1]) and torch.equal(frequencies[2], frequencies[3])
+    assert not torch.allclose(frequencies[0], rope_frequencies(read_model_config(LLAMA | dict(rope_theta=5e5))))
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+# --------------------------------------------------------------------------------------------------
+
+def test_missing_and_misshaped_tensors_are_named(tmp_path):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    path = rewritten(tmp_path, "llama3", lambda tensors: {k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"):
+        load(path, num_blocks=64)
+    path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name][:3]})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"):
+        load(path, num_blocks=64)
+
+
+@pytest.mark.parametrize("variant, embedding", [("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
+    """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
+    prompts, continuations, _ = expectations(variant)
+
+    def assert_loads(change):
+        llm = load(rewritten(tmp_path, variant, change), num_blocks=64)
+        assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+    assert_loads(lambda tensors: {"lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
+    other = {"lm_head.weight": torch.ones_like(dict(read_tensors(GOLDEN / variant))[embedding])}
+    assert_loads(lambda tensors: other | tensors)  # of two the embedding counts, in either order
+    assert_loads(lambda tensors: tensors | other)
+    neither = rewritten(tmp_path, variant, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
+        load(neither, num_blocks=64)
+
+
+@pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
+def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
+    path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
+    prompts, continuations, _ = expectations(variant)
+    llm = load(path, num_blocks=64)
+    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]

@@ -1,0 +1,177 @@
+"""What goes wrong in a step ends what it must and nothing else, and leaves a usable engine."""
+import math
+from itertools import count
+
+import pytest
+import torch
+
+import engine
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten, shared, tokens_of
+
+# --------------------------------------------------------------------------------------------------
+# Requests that fail
+# --------------------------------------------------------------------------------------------------
+
+def test_broken_logits_end_that_request_and_not_the_batch():
+    llm = load()
+    broken = dict(logits_processors=[lambda ids, logits: logits * math.nan if len(ids) == 3 else logits])
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **settings) for settings in ({}, broken, {})]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 3, params)]
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].token_ids == outputs[0].token_ids[:3] and "not a number" in outputs[1].stop_reason
+    assert outputs[0].token_ids == outputs[2].token_ids
+    llm.runner.model.norm.weight.fill_(math.nan)  # bad weights: every request ends so, and the engine goes on
+    assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, params[0])] == ["error"] * 3
+    beam = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
+    assert beam.finish_reason == "error" and "not a number" in beam.stop_reason
+    with pytest.raises(RuntimeError, match="not a number"):
+        list(llm.stream(PROMPT))
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_a_logits_processor_that_raises_ends_its_request_and_no_other():
+    llm = load()
+    def process(token_ids, logits):
+        if len(token_ids) == 3:
+            raise KeyError("oops")
+        return logits
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=hooks) for hooks in (None, [process])]
+    well, failed = (output.outputs[0] for output in llm.generate([PROMPT] * 2, params))
+    assert well.finish_reason == "length" and failed.finish_reason == "error"
+    assert "KeyError('oops')" in failed.stop_reason and failed.token_ids == well.token_ids[:3]
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_broken_weights_do_not_keep_an_fp8_engine_from_starting(tmp_path):
+    path = rewritten(tmp_path, "qwen3", lambda tensors: {name: tensor * math.nan for name, tensor in tensors.items()})
+    llm = load(path, kv_cache_dtype="fp8")
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "error"
+
+
+def test_a_token_that_was_not_drawn_has_no_probability():
+    def process(token_ids, logits):
+        return logits * math.nan if len(token_ids) == 2 else logits
+
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, logits_processors=[process], ignore_eos=True)
+    failed = shared().generate(PROMPT, params)[0].outputs[0]
+    assert failed.finish_reason == "error" and len(failed.token_ids) == len(failed.logprobs) == 2
+    assert failed.cumulative_logprob == pytest.approx(sum(e[t].logprob for e, t in zip(failed.logprobs, failed.token_ids)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps that fail
+# --------------------------------------------------------------------------------------------------
+
+def test_an_error_inside_a_step_leaves_a_usable_engine():
+    llm = load("llama2")
+    launch, calls = llm.runner.launch, []
+
+    def failing(step):
+        calls.append(step)
+        if len(calls) == 3:
+            raise RuntimeError("the device fell off")
+        return launch(step)
+
+    llm.runner.launch = failing
+    with pytest.raises(RuntimeError, match="fell off"):
+        llm.generate([[5, 6, 7], [8] * 40], GREEDY)
+    assert not llm.has_unfinished_requests()
+    check_books(llm.scheduler)
+    assert llm.scheduler.block_manager.num_free_blocks == 256
+    llm.runner.launch = launch
+    assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
+
+
+def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
+    """The token that nobody saw would count for the penalties."""
+    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0, frequency_penalty=1.0, ignore_eos=True)
+    expected = shared().generate(PROMPT, params)[0].outputs[0].token_ids
+    llm = load()
+    launch, fails = llm.runner.launch, [3, 7]
+
+    def fail(step):
+        read = launch(step)
+        if fails and len(step.seqs[0].token_ids) >= len(PROMPT) + fails[0]:
+            fails.pop(0)
+            raise torch.OutOfMemoryError("after everything was computed")
+        return read
+
+    llm.runner.launch = fail
+    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected and not fails
+
+
+@pytest.mark.parametrize("fails_at", [5, 7, 9])
+def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
+    """A sequence that waits out the failed step has a token that the host has not seen; penalties count it all the same."""
+    def run(fails_at, lookahead):
+        llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75)
+        launch, numbers, llm.engine.lookahead = llm.runner.launch, count(1), lookahead
+
+        def fail(step):
+            if next(numbers) == fails_at:
+                raise torch.OutOfMemoryError("for once")
+            return launch(step)
+
+        llm.runner.launch = fail
+        rid = llm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=2.0,
+                                                        allowed_token_ids=list(range(20, 26))))
+        for i in count():
+            if i == 4:  # it takes whole steps for itself
+                llm.add_request(list(range(60, 100)), SamplingParams(temperature=0, max_tokens=1), priority=-1)
+            for output in llm.step():
+                if output.request_id == rid and output.finished:
+                    return output.outputs[0].token_ids
+
+    assert run(fails_at, lookahead=1) == run(0, lookahead=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory and blocks
+# --------------------------------------------------------------------------------------------------
+
+def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
+    llm = load("llama2", max_num_batched_tokens=64)
+    expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
+    launch = llm.runner.launch
+
+    def small_card(step):
+        if sum(step.num_tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step)
+
+    llm.runner.launch = small_card
+    assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
+    llm = load("llama2", max_num_batched_tokens=64)
+    launch = llm.runner.launch
+
+    def small_card(step):
+        if sum(step.num_tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step)
+
+    llm.runner.launch = small_card
+    long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_REGROWTH + 10, ignore_eos=True)
+    llm.generate([PROMPT] * 5, GREEDY)
+    assert llm.scheduler.max_num_batched_tokens == 16
+    llm.runner.launch = launch
+    for _ in range(2):
+        llm.generate([PROMPT], long)
+    assert llm.scheduler.max_num_batched_tokens == 64
+
+
+def test_a_leak_is_noticed_whatever_ends_the_last_request():
+    for end in (lambda llm: llm.abort_request(llm.add_request(PROMPT)), lambda llm: llm.stream(PROMPT).close(),
+                lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))):
+        llm = load()
+        llm.engine.lookahead = 0  # else a step may be under way when a request ends, and the books are checked after it
+        stream = llm.stream(PROMPT)
+        llm.scheduler.block_manager.free_queue.popitem()
+        with pytest.raises(RuntimeError, match="1 blocks"):
+            end(llm)
+            next(stream), stream.close()

@@ -1,0 +1,92 @@
+"""The modules and functions that take the model's place on a GPU compute what its own do."""
+import json
+
+import pytest
+import torch
+
+from model import activate
+from nanopaged import LLM, SamplingParams
+from nanopaged.device import fused as fused_module
+from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
+from nanopaged.device.sampler import pick
+from nanopaged.tests.helpers import CUDA, GOLDEN, needs_gpu
+
+
+@pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
+def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
+    """With torch.compile on a GPU, where CUDA graphs record fused modules; on a CPU the same functions, not compiled."""
+    config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(
+        hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
+    prompts, params = [[1, 2, 3], [4, 5], [7] * 300], SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    cut = []  # numbers of rows
+    monkeypatch.setattr(fused_module, "partial_products", lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
+    if not CUDA:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+    def run(fused):
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4, enforce_eager=not fused)
+        if fused and not CUDA:
+            fuse(llm.runner.model)
+        outputs = llm.generate(prompts, params) + [llm.generate(prompts[0], params)[0]]  # together, and a single row
+        return [[next(iter(logprobs.items())) for logprobs in output.outputs[0].logprobs] for output in outputs]
+
+    plain = run(False)
+    assert not cut
+    for ours, theirs in zip(run(True), plain):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [x.logprob for _, x in ours] == pytest.approx([x.logprob for _, x in theirs], abs=1e-3)
+    assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
+
+
+def test_partial_products_add_up_to_the_product():
+    x, weight = torch.randn(7, 256), torch.randn(24, 256)
+    for num_parts in (1, 2, 4):
+        product = partial_products(x, weight, num_parts)
+        assert product.shape == (num_parts, 7, 24)
+        torch.testing.assert_close(product.sum(0), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+def test_which_products_are_split():
+    def num_parts(rows, size_in, size_out, dtype=torch.bfloat16):
+        x, weight = (torch.empty(n, size_in, dtype=dtype, device="meta") for n in (rows, size_out))
+        return num_partial_products(x, weight)
+
+    assert num_parts(8, 2048, 1024) == num_parts(256, 3072, 1024) == 4
+    assert num_parts(1, 20480, 4096) == num_parts(64, 4096, 4096) == 2
+    assert num_parts(257, 2048, 1024) == 1  # there are tiles enough
+    assert num_parts(1, 2048, 1024) == num_parts(1, 12288, 4096) == 1  # has a function of its own
+    assert num_parts(8, 2000, 1024) == 1  # four parts would not begin at multiples of 64
+    assert num_parts(8, 2048, 1024, torch.float16) == 1  # a part may be larger than the whole, and than float16's numbers
+
+
+@needs_gpu
+def test_partial_products_are_as_exact_as_the_product():
+    """In bfloat16 each of them is rounded, where otherwise the product is: the error is of the same size."""
+    x, weight = torch.randn(64, 3072, device="cuda"), torch.randn(1024, 3072, device="cuda")
+    x, weight = x.bfloat16(), weight.bfloat16()
+    exact = x.double() @ weight.double().T
+    whole = (x @ weight.T).double() - exact
+    parts = partial_products(x, weight, 4).double().sum(0) - exact
+    assert parts.norm() < 1.3 * whole.norm()
+
+
+def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
+    graphs, compile = [], torch.compile
+
+    def compiler(graph, _):
+        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape) for x in inputs if torch.is_tensor(x)})
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
+    for width, eps in ((64, 1e-6), (96, 1e-5)):
+        norm, activation, draw = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
+        for rows in (5, 9):  # as many rows as one likes
+            x, weight, whole = torch.randn(rows, width), torch.nn.Parameter(torch.ones(width)), torch.ones(rows, dtype=torch.int64)
+            norm(x, x + 1, weight, None, eps)
+            activation(x, "silu", True)
+            draw(x, whole.float(), whole, whole)
+        # Nothing but the number of rows varies. (eps would be a tensor, too, of shape ().)
+        assert graphs == [{("rows", width), (width,)}, {("rows", width)}, {("rows", width), ("rows",)}]
+        graphs.clear()

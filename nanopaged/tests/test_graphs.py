@@ -1,0 +1,119 @@
+"""CUDA graphs: which steps are replayed, and that their outputs are those of steps launched kernel by kernel.
+
+On a CPU a pretended graph does again what was done while it was recorded."""
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nanopaged import SamplingParams
+from nanopaged.device import graphs
+from nanopaged.device.graphs import GraphRunner
+from nanopaged.device.runner import Runner
+from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, expectations, load, tokens_of
+
+
+class PretendedGraph:
+    """In place of a CUDA graph on a CPU: does again what was done while it was recorded."""
+    recording = None
+
+    def __init__(self):
+        self.steps = []
+
+    def pool(self):
+        pass
+
+    def replay(self):
+        for step, (logits, tokens) in self.steps:
+            new_logits, new_tokens = step()
+            assert new_logits.data_ptr() == logits.data_ptr()
+            tokens.copy_(new_tokens)
+
+    @classmethod
+    @contextmanager
+    def record(cls, graph, pool=None, stream=None):
+        cls.recording = graph
+        yield
+        cls.recording = None
+
+
+def record_graphs(llm, monkeypatch):
+    """What the engine does at its start on a GPU, with pretended graphs on a CPU; returns the list of shapes replayed."""
+    runner, replayed = llm.runner, []
+    if not CUDA:
+        runner.__class__, runner.graphs = GraphRunner, {}
+        static_step = runner._static_step
+
+        def recorded(shape):
+            outputs = static_step(shape)
+            if PretendedGraph.recording:
+                PretendedGraph.recording.steps.append((lambda: static_step(shape), outputs))
+            return outputs
+
+        monkeypatch.setattr(runner, "_static_step", recorded)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+        monkeypatch.setattr(torch.cuda, "graph", PretendedGraph.record)
+        runner.record()
+        llm.engine.lookahead = 1
+    replay = runner._replay
+    monkeypatch.setattr(runner, "_replay", lambda shape, *args: replayed.append(shape) or replay(shape, *args))
+    return replayed
+
+
+SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_batched_tokens=20),
+             dict(num_blocks=9, block_size=8), dict(enable_prefix_caching=False)]
+
+
+@pytest.mark.parametrize("variant, options", [
+    *(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}), ("gpt2", SHORTAGES[3]),
+    ("mistral", SHORTAGES[1])], ids=str)
+def test_outputs_of_replayed_steps(monkeypatch, variant, options):
+    """Steps with prompts and without, padded and full, whose sequences all sample or not."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2, 4])
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant, graphs=True, **dict(max_num_batched_tokens=100) | options)
+    replayed = record_graphs(llm, monkeypatch)
+    monkeypatch.setattr(Runner, "_compute", None)  # nothing is launched kernel by kernel
+    prompts = [prompt.tolist() for prompt in prompts] * 2
+    assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    drawn = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=9, repetition_penalty=1.1, logprobs=2)
+    seen = [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+    monkeypatch.undo()
+    monkeypatch.setattr(llm.runner, "graphs", {})
+    assert seen == [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+
+
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+def test_replayed_steps_over_an_fp8_cache(monkeypatch):
+    """They give the tokens of the same steps launched kernel by kernel."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1])
+    llm = load(graphs=True, kv_cache_dtype="fp8", max_num_seqs=2, max_num_batched_tokens=32,
+               enable_prefix_caching=False)
+    replayed = record_graphs(llm, monkeypatch)
+    seen = tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY))
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    monkeypatch.setattr(llm.runner, "graphs", {})
+    replayed.clear()
+    assert tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY)) == seen and not replayed
+
+
+def test_which_steps_are_replayed(monkeypatch):
+    llm = load(graphs=True, max_num_batched_tokens=8192, max_num_seqs=128)
+    if not CUDA:  # they are not replayed here
+        monkeypatch.setattr(GraphRunner, "_static_step", lambda self, shape: (torch.empty(0), torch.empty(0)))
+    record_graphs(llm, monkeypatch)
+    shape = llm.runner.graph_shape
+    assert shape([1] * 5, [100] * 5) == (8, 8, 0) and shape([1] * 128, [20] * 128)[:2] == (128, 128)
+    assert shape([1] * 129, [20] * 129) is None
+    assert shape([1, 3], [100, 3])[:2] == (64, 16) and shape([65], [65])[:2] == (256, 16)
+    assert shape([1] * 16 + [3], [20] * 17)[:2] == (64, 64) and shape([1] * 100 + [30], [30] * 101)[:2] == (256, 128)
+    assert shape([1030], [1030])[:2] == (2048, 16)  # launching takes longer than computing so much padding
+    assert shape([2049], [2049]) is None and shape([3600], [3600])[:2] == (4096, 16)  # and so much, not
+    assert shape([8192], [8192])[:2] == (8192, 16)
+    # Few long contexts are cut among programs.
+    few, many = [1] * 15 + [20], [1] * 70 + [20]
+    assert shape(few, [5000] * 16)[:2] == (64, 16) and shape(many, [4096] * 71)[:2] == (256, 128)
+    assert shape(many, [5000] * 71) is None

@@ -1,0 +1,215 @@
+"""LLM: prompts and options in, outputs out."""
+import itertools
+import json
+import math
+import shutil
+
+import pytest
+
+from nanopaged import LLM, SamplingParams
+from nanopaged.api import llm as llm_module
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, shared, tokens_of
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+# --------------------------------------------------------------------------------------------------
+
+def test_eos_stop_tokens_and_lengths():
+    prompts, continuations, _ = expectations("qwen3")
+    prompt, continuation = prompts[0].tolist(), continuations[0].tolist()
+    llm = load("qwen3")
+    at = next(i for i in range(3, 24) if continuation.index(continuation[i]) == i)  # a token that is new there
+    llm.eos_token_ids = {continuation[at]}
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (continuation[:at + 1], "stop", None)
+    ignoring = llm.generate(prompt, GREEDY)[0].outputs[0]
+    assert (ignoring.token_ids, ignoring.finish_reason) == (continuation, "length")
+    stopped = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True,
+                                                  stop_token_ids=[continuation[at]]))[0].outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", continuation[at])
+    short = load("qwen3", max_model_len=len(prompt) + 4)
+    limited = short.generate(prompt, GREEDY)[0].outputs[0]
+    assert (limited.token_ids, limited.finish_reason) == (continuation[:4], "length")
+
+
+def test_every_eos_id_of_both_config_files_counts():
+    assert load("llama3").eos_token_ids == {2, 5, 7}
+
+
+def test_an_end_token_that_no_model_has_is_no_end_token():
+    """Some config.json have an eos_token_id of -1."""
+    params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
+    llm = load()
+    expected = tokens_of(llm.generate(PROMPT, params))
+    llm.eos_token_ids = {-1, *llm.eos_token_ids}
+    assert tokens_of(llm.generate(PROMPT, params)) == expected
+
+
+def test_step_by_step_with_aborts():
+    llm = load("llama2", num_blocks=16)
+    keep = llm.add_request([5, 6, 7], GREEDY)
+    drop = llm.add_request([5, 6, 8], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    waiting = llm.add_request(list(range(10, 60)), GREEDY)
+    outputs = llm.step() or llm.step()  # with lookahead the first step's tokens come with the second
+    assert {output.request_id for output in outputs} <= {keep, drop, waiting} and len(outputs) >= 2
+    assert all(len(output.outputs[0].token_ids) == 1 and not output.finished for output in outputs)
+    llm.abort_request(drop)
+    llm.abort_request(waiting)
+    llm.abort_request("no such request")
+    check_books(llm.scheduler)
+    last = None
+    while llm.has_unfinished_requests():
+        for last in llm.step():
+            assert last.request_id == keep
+        check_books(llm.scheduler)
+    assert last.finished and last.outputs[0].token_ids == tokens_of(llm.generate([5, 6, 7], GREEDY))[0]
+    assert llm.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_rest_go_on():
+    llm = load("llama2", num_blocks=4)
+    rid = llm.add_request([5, 6, 7], GREEDY)
+    with pytest.raises(ValueError, match="the prompt has 64 tokens.*max_model_len 64"):
+        llm.add_request([1] * 64, GREEDY)
+    with pytest.raises(ValueError):
+        llm.generate([[1, 2, 3], [1] * 64], GREEDY)
+    assert list(llm.requests) == [rid]
+    fills_the_pool = llm.generate([1] * 60, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))[0]
+    assert len(fills_the_pool.outputs[0].token_ids) == 4
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert llm.scheduler.block_manager.num_free_blocks == 4
+
+
+def test_streamed_pieces_join_to_the_text():
+    llm = load()
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
+    pieces = list(llm.stream("ROMEO:", params))
+    assert len(pieces) > 10
+    assert "".join(pieces) == llm.generate("ROMEO:", params)[0].outputs[0].text
+    whole = "".join(pieces)
+    streams = [llm.stream("ROMEO:", params) for _ in range(2)]  # in turns: either's steps finish the other, too
+    pieces = [*itertools.zip_longest(*streams, fillvalue="")]
+    assert ["".join(column) for column in zip(*pieces)] == [whole] * 2
+    stream = llm.stream("ROMEO:", params)
+    next(stream)
+    stream.close()  # a reader who leaves
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+
+
+def test_prompts_come_as_text_ids_or_dicts():
+    llm = shared()
+    ids = llm.get_tokenizer().encode("ROMEO:")
+    outputs = llm.generate(["ROMEO:", ids, {"prompt": "ROMEO:"}, {"prompt_token_ids": ids}], GREEDY)
+    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["ROMEO:", None, "ROMEO:", None]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_seed_may_come_from_numpy():
+    numpy = pytest.importorskip("numpy", reason="seeds of numpy's types")
+    outputs = [shared().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in (2**62, numpy.int64(2**62))]
+    assert [[o.token_ids for o in output.outputs] for output in outputs][0] == [o.token_ids for o in outputs[1].outputs]
+
+
+def test_requests_without_settings_follow_the_checkpoint(tmp_path):
+    shutil.copytree(BUNDLED, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(do_sample=False, max_new_tokens=7, eos_token_id=0)))
+    llm = load(tmp_path / "model", num_blocks=64)
+    assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
+    assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
+    assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
+    assert len(llm.generate(PROMPT, SamplingParams())[0].outputs[0].token_ids) > 7  # these are settings
+    plain = load(tmp_path / "model", num_blocks=64, generation_config="vllm")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    assert len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
+
+
+@pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
+def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeypatch, count, longest):
+    """Those of all tokens take as much memory as many steps."""
+    monkeypatch.setattr(llm_module, "PROMPT_LOGPROBS_VALUES", 30)
+    llm = load()
+    launch, seen = llm.runner.launch, []
+    llm.runner.launch = lambda step: seen.append(max(step.num_tokens)) or launch(step)
+    outputs = llm.generate([list(range(40))], SamplingParams(max_tokens=2, prompt_logprobs=count, temperature=0))
+    assert max(seen) == longest and len(outputs[0].prompt_logprobs) == 40
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text((GOLDEN / "qwen3" / "config.json").read_text())
+    llm = load(tmp_path, load_format="dummy", num_blocks=64)
+    assert len(llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids) == 24
+    with pytest.raises(ValueError, match="token ids"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path, num_blocks=64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad input
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("prompt, message", [
+    ("", "the prompt is empty"), ([], "the prompt is empty"), ([1, -1], "token id -1"), ([10**6], "token id 1000000"),
+    (5, "prompts are a string"), ([1.5], "a prompt is a string or a list of token ids"), ([[True]], "a list of token ids"),
+    ({"text": "a"}, "'prompt' or 'prompt_token_ids'"), ({"prompt_token_ids": "abc"}, "a list of token ids, not 'abc'"),
+    ({"prompt": 5}, "a string, not 5"), ({"prompt": "a", "multi_modal_data": 1}, "leave 'multi_modal_data' out"), ([None], "not None"), ("a" * 5000, "max_model_len"),
+])
+def test_bad_prompts_get_a_sentence(prompt, message):
+    llm = shared()
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt] if prompt == [] else prompt, GREEDY)
+    assert not llm.has_unfinished_requests()
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda llm: llm.generate("a", "x"), "sampling_params must be SamplingParams, not 'x'"),
+    (lambda llm: llm.generate("a", [{}]), "sampling_params must be SamplingParams, not {}"),
+    (lambda llm: llm.add_request("a", [GREEDY]), "must be SamplingParams"),
+    (lambda llm: llm.add_request("a", priority=5), "0, unless scheduling_policy is 'priority', not 5"),
+    (lambda llm: llm.generate("a", priority=3), "a list with one for each"),
+    (lambda llm: llm.generate(["a", "b"], priority=[0, "x"]), "priority must be"),
+    (lambda llm: llm.beam_search("a", None), "params must be BeamSearchParams, not None"),
+    (lambda llm: llm.beam_search("a", GREEDY), "params must be BeamSearchParams"),
+    (lambda llm: llm.chat({"role": "user", "content": "a"}), "a conversation is a list of messages"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=["x"]), r"chat_template must be a Jinja template, not \['x'\]"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="x", chat_template_kwargs="y"), "kwargs must be a dict .*, not 'y'"),
+    (lambda llm: llm.abort_request([llm.add_request("a", GREEDY)]), "request_id must be what add_request returned"),
+    (lambda llm: llm.generate("a", "x" * 1000), "^.{1,200}$"),  # a sentence, whatever was given
+    (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
+])
+def test_calls_with_the_wrong_things_get_a_sentence(call, message):
+    llm = shared()
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    for request_id in list(llm.requests):
+        llm.abort_request(request_id)
+    assert not llm.has_unfinished_requests() and len(llm.generate(PROMPT, GREEDY)) == 1
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_a_priority_is_an_integer():
+    llm = load(scheduling_policy="priority")
+    for priority in ("high", None, math.nan, 1.5):
+        with pytest.raises(ValueError, match="priority must be an integer"):
+            llm.add_request(PROMPT, GREEDY, priority=priority)
+    assert len(llm.generate([PROMPT] * 2, GREEDY, priority=[2, -1])) == 2
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(block_size=0), "block_size must be an integer of at least 1, not 0"), (dict(num_blocks=-1), "num_blocks"),
+    (dict(max_num_seqs=0), "max_num_seqs"), (dict(max_num_seqs=None), "max_num_seqs must be an integer"),
+    (dict(max_num_batched_tokens=None), "max_num_batched_tokens must be an integer"), (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
+    (dict(attention="flash"), "attention must be"), (dict(load_format="x"), "load_format must be"),
+    (dict(scheduling_policy="x"), "scheduling_policy must be"), (dict(max_model_len=10**6), "more than the"),
+    (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),
+    (dict(model="./no/such"), "neither a directory nor bundled"), (dict(model=5), "model must be a directory or a name"),
+    (dict(tokenizer=5), "tokenizer must be a directory or a name"), (dict(enforce_eager="x"), "enforce_eager must be True or"),
+    (dict(enable_prefix_caching="no"), "must be True or False"), (dict(max_num_seqs=10**12), "lower max_num_seqs"),
+    (dict(block_size=10**14), "or block_size"), (dict(num_blocks=9, num_gpu_blocks_override=8), "give one of them"),
+])
+def test_bad_engine_options_get_a_sentence(options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(**dict(block_size=16, enforce_eager=True) | options)

@@ -1,0 +1,111 @@
+"""Importing nanopaged: what it costs, and that a user's own kernel.py, model.py or engine.py stays his."""
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import engine
+import kernel
+import model
+import nanopaged
+from nanopaged.tests.helpers import GOLDEN, ROOT
+
+CHAPTERS = ("kernel", "model", "engine")
+
+
+def python(*argv, cwd=ROOT, path=ROOT) -> subprocess.CompletedProcess:
+    """A Python process, with PYTHONPATH."""
+    environment = os.environ | dict(PYTHONPATH=str(path), PYTHONIOENCODING="utf-8")
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, encoding="utf-8",
+                          timeout=300)
+
+
+@pytest.fixture
+def users_folder(tmp_path):
+    """A folder with modules of the chapters' names."""
+    for name in CHAPTERS:
+        (tmp_path / f"{name}.py").write_text("OWNER = 'user'\n")
+    return tmp_path
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
+
+def test_nanopaged_offers_what_it_says_and_names_what_it_lacks():
+    assert nanopaged.LLM.__name__ == "LLM" and nanopaged.SamplingParams.__name__ == "SamplingParams"
+    assert all(getattr(nanopaged, name) is not None for name in nanopaged.__all__)
+    with pytest.raises(AttributeError, match="Engine.*SamplingParams"):
+        nanopaged.Engine
+
+
+def test_the_version_is_one():
+    assert re.fullmatch(r"\d+\.\d+\.\d+\w*", nanopaged.__version__)
+
+
+def test_each_chapter_is_one_module():
+    for name, module in zip(CHAPTERS, (kernel, model, engine)):
+        assert getattr(nanopaged, name) is getattr(nanopaged, name) is module
+
+
+# --------------------------------------------------------------------------------------------------
+# What an import costs
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("statement", [
+    "import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
+    "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"])
+def test_importing_nanopaged_does_not_import_torch(statement):
+    code = f"import sys; {statement}; print(*sys.modules.keys() & {{'torch', 'triton', 'numpy', 'tiktoken', 'engine'}})"
+    done = python("-c", code)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("argv", [["-c", "import engine"], ["engine.py", "--help"]], ids=str)
+def test_the_scheduler_and_the_help_need_no_torch(tmp_path, argv):
+    for name in ("torch", "triton", "numpy", "tiktoken"):
+        (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
+    done = python(*argv, path=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's modules of the same names
+# --------------------------------------------------------------------------------------------------
+
+USERS_PROGRAM = """
+import sys
+from pathlib import Path
+{before}
+from nanopaged import LLM
+import nanopaged
+import kernel, model, engine
+assert kernel.OWNER == model.OWNER == engine.OWNER == "user"
+[output] = LLM({checkpoint!r}, device="cpu", num_blocks=8).generate([[1, 2, 3]])
+assert output.finished
+for name in ("kernel", "model", "engine"):
+    file = Path({root!r}) / (name + ".py")
+    loaded = {{id(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == str(file)}}
+    assert loaded == {{id(getattr(nanopaged, name))}}, name
+from nanopaged import kernel as ours
+from nanopaged import kernel as again
+assert ours is again and ours is not kernel and sys.modules["kernel"] is kernel
+"""
+
+
+@pytest.mark.parametrize("before", ["import kernel, model, engine", ""], ids=["imported before", "imported after"])
+def test_a_users_modules_stay_his(users_folder, before):
+    (users_folder / "program.py").write_text(
+        USERS_PROGRAM.format(before=before, checkpoint=str(GOLDEN / "qwen3"), root=str(ROOT)))
+    done = python("program.py", cwd=users_folder)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_program_runs_from_anywhere(users_folder):
+    """Also from where a user has modules of these names, and on his PYTHONPATH."""
+    argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8"]
+    done = python(*argv, cwd=users_folder, path=users_folder)
+    assert (done.returncode, done.stdout[:6], done.stdout[-1]) == (0, "ROMEO:", "\n"), done.stderr
+    assert "8 new tokens" in done.stderr and "Traceback" not in done.stderr
