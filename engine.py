@@ -185,6 +185,7 @@ class BlockManager:
         self.prefix_keys = itertools.count(ROOT + 1)
         self.step = SchedulerOutput()  # the step that is being scheduled
         self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = 0  # of all sequences admitted so far
+        self.most_blocks_held = 0  # at the end of any step so far
 
     @property
     def num_free_blocks(self) -> int:
@@ -457,6 +458,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
+        self.num_generated_tokens = 0  # of all sequences so far
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
@@ -482,6 +484,8 @@ class Scheduler:
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
+        manager = self.block_manager
+        manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
@@ -549,6 +553,7 @@ class Scheduler:
                     seq.finish("error", seq.stop_reason or NO_TOKEN)
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
+                    self.num_generated_tokens += 1
             if seq.status is Status.FINISHED:
                 self.release(seq)
 

@@ -52,6 +52,14 @@ class RequestOutput:
     sequences: list[BeamSearchSequence] | None = None  # of a beam search: the outputs again, in vLLM's form
 
 
+class RequestError(RuntimeError):
+    """A streamed request ended with finish_reason "error". output: as far as it got."""
+
+    def __init__(self, output: RequestOutput):
+        super().__init__(output.outputs[0].stop_reason)
+        self.output = output
+
+
 def token_logprobs(token: int, found: tuple[float, int, Any, Any], count: int,
                    tokenizer: Any) -> Mapping[int, Logprob]:
     """Token id -> Logprob, of the token itself first and then of the `count` best tokens (-1: of all tokens).

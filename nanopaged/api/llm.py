@@ -4,7 +4,7 @@ import random
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Generator, Iterator
 
 from nanopaged import engine, kernel
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
@@ -13,7 +13,7 @@ from nanopaged.api.request import Request
 from nanopaged.arithmetic import cdiv, wrap_int64
 from nanopaged.device.runner import Runner, pick_device, pick_kernels
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
-from nanopaged.outputs import RequestOutput
+from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
 from nanopaged.text.tokenizer import load_tokenizer
@@ -353,28 +353,34 @@ class LLM:
         text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[str]:
-        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it.
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[str, None, RequestOutput]:
+        """Run one prompt and yield its text in pieces, as they come; other requests under way go on beside it. The
+        generator's return value is the finished RequestOutput.
 
-        With the first piece: ValueError if it can never run, or for n above 1. At the end: RuntimeError if its
+        Raises ValueError if the prompt can never run, or for n above 1; at the end RequestError, a RuntimeError, if its
         finish_reason is "error".
         """
         if params is not None and getattr(params, "n", 1) > 1:
             raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
-        request, length = self._read_request(prompt, params), 0
+        return self._pieces(self._read_request(prompt, params))
+
+    def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
+        length = 0
         try:
             with self.lock:
                 self._add(request)
-            while request.changed or not request.finished:
-                with self._steps_until(lambda: bool(request.changed)):
+            while request.has_news or not request.finished:
+                with self._steps_until(lambda: request.has_news):
                     text = request.read_text()
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
         finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
             self.lock.defer(lambda: self._abort(request.request_id))
-        if request.sequences[0].finish_reason == "error":
-            raise RuntimeError(request.sequences[0].stop_reason)
+        output = request.output()
+        if output.outputs[0].finish_reason == "error":
+            raise RequestError(output)
+        return output
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:

@@ -33,6 +33,7 @@ class Request:
         self.running = {seq: j for j, seq in enumerate(sequences)}
         self.outputs: dict[int, CompletionOutput] = {}  # of each sample, from the last call of `output`
         self.changed = set(range(len(sequences)))  # samples that got a token or finished since that call
+        self.has_news = False  # likewise, since the last call of `read_text`
 
     @property
     def finished(self) -> bool:
@@ -45,6 +46,7 @@ class Request:
         if index is None:  # the step was launched before the sequence was known to be finished
             return None
         self.changed.add(index)
+        self.has_news = True
         end = None
         if self.params.stop and seq.finish_reason != "error":
             end = self._find_stop_string(self.samples[index])
@@ -65,10 +67,11 @@ class Request:
         """The request was aborted."""
         self.changed.update(self.running.values())
         self.running.clear()
+        self.has_news = True
 
     def read_text(self) -> str:
         """The first sample's text so far."""
-        self.changed.clear()
+        self.has_news = False
         self.samples[0].read()
         return self.samples[0].text
 

@@ -72,25 +72,38 @@ class Progress:
         self.first: float | None = None  # the time of the first output
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
         self.saved_before = self.pool.num_saved_blocks
-        self.num_new_tokens = self.blocks_in_use = self.most_blocks = self.num_finished = 0
+        self.generated_before = llm.scheduler.num_generated_tokens
+        self.pool.most_blocks_held = self.blocks_in_use
+        self.num_finished = 0
         self.num_cut = 0  # texts that ended because the pool was full
-        self.counts: dict[str, int] = {}  # id of an unfinished request -> the number of its tokens so far
 
     def step(self) -> list[RequestOutput]:
         outputs = self.llm.step()
-        self.blocks_in_use = self.pool.num_blocks - self.pool.num_free_blocks
-        self.most_blocks = max(self.most_blocks, self.blocks_in_use)
         for output in outputs:
-            self.first = self.first or time.perf_counter()
-            count = sum(len(sample.token_ids) for sample in output.outputs)
-            self.num_new_tokens += count - self.counts.pop(output.request_id, 0)
+            self.note_text()
             if output.finished:
-                self.num_finished += 1
-                self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
-            else:
-                self.counts[output.request_id] = count
+                self.note_end(output)
         self.on_step()
         return outputs
+
+    def note_text(self) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def note_end(self, output: RequestOutput) -> None:
+        self.num_finished += 1
+        self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
+
+    def count(self, num_new_tokens: int) -> None:
+        """Take these tokens for the new ones: the engine does not count those of beams."""
+        self.generated_before = self.llm.scheduler.num_generated_tokens - num_new_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.llm.scheduler.num_generated_tokens - self.generated_before
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.pool.num_blocks - self.pool.num_free_blocks
 
     def _is_cut(self, output: RequestOutput, sample: CompletionOutput) -> bool:
         """Whether the text fills the whole pool and is shorter than the model allows."""
@@ -109,6 +122,7 @@ class Progress:
         return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
 
     def report(self, after_first: bool = False) -> str:
+        most_blocks = self.pool.most_blocks_held
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
         num_saved = self.pool.num_saved_blocks - self.saved_before
@@ -116,7 +130,7 @@ class Progress:
                 + (f", {num_saved} blocks saved)" if num_saved else ")")
                 + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
                 + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
-                + (f", at most {self.most_blocks} of {self.pool.num_blocks} blocks in use" if self.most_blocks else ""))
+                + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
 
     def report_all(self) -> str:
         """The report on several texts."""

@@ -17,8 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+from nanopaged import __version__
 from nanopaged.cli.batch import Progress, PromptFile, open_file, run_all
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.outputs import RequestError
 from nanopaged.progress import ProgressBar
 
 HELP = """\
@@ -67,6 +69,7 @@ ENGINE
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace                      print each step: who computes what, in which blocks
+  --version                    print the version
 """
 
 
@@ -167,18 +170,22 @@ def _load(args, llm_class):
 def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> int:
     """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
     interruption."""
-    progress, length, output = Progress(llm), 0, None
-    request_id = llm.add_request(prompt, params)
+    progress = Progress(llm)
+    pieces = llm.stream(prompt, params)
     try:
         print(echo, end="", flush=True)
-        while output is None or not output.finished:
-            for output in (output for output in progress.step() if output.request_id == request_id):
-                said.append(output.outputs[0].text[length:])
-                length += len(said[-1])
-                print(said[-1], end="", flush=True)
+        while True:
+            said.append(next(pieces))
+            progress.note_text()
+            print(said[-1], end="", flush=True)
+    except StopIteration as end:
+        output = end.value
+    except RequestError as error:
+        output = error.output
     finally:
-        llm.abort_request(request_id)
+        pieces.close()
         print(flush=True)
+    progress.note_end(output)
     sample = output.outputs[0]
     went_wrong = sample.finish_reason == "error"
     why = f": {sample.stop_reason}" if went_wrong else f": {progress.pool_is_limit}" if progress.num_cut else ""
@@ -195,7 +202,7 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
         print(f"=== {title!r}{number}{score}\n{sample.text}\n")
         if sample.finish_reason == "error":
             _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
-    progress.num_new_tokens = sum(len(sample.token_ids) for _, sample in samples)  # the steps of beams are not its own
+    progress.count(sum(len(sample.token_ids) for _, sample in samples))
     _say(f"{len(titles)} prompts, {progress.report_all()}")
     return int(any(sample.finish_reason == "error" for _, sample in samples))
 
@@ -365,6 +372,7 @@ def _with_dashes(word: str) -> str:
 
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in (SAMPLING | ENGINE | OTHERS).items():
         how = dict(action="append") if kind is list else dict(type=kind)
         if isinstance(kind, bool):

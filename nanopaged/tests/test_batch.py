@@ -11,7 +11,6 @@ import pytest
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli import batch
 from nanopaged.cli.batch import Progress, PromptFile, run_all
-from nanopaged.progress import ProgressBar
 from nanopaged.device.runner import Runner
 from nanopaged.progress import ProgressBar
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, nothing_left, run, shared_llm

@@ -18,10 +18,9 @@ import torch
 from kernel import TORCH
 from model import Batch, build_model
 from nanopaged.api.beam import BeamGroup
+from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.find import find_checkpoint
-from nanopaged.sampling_params import BeamSearchParams
-from nanopaged.weights.checkpoint import find_checkpoint, read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
 torch.set_num_threads(1)  # models this small gain nothing from more

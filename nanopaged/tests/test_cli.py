@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import nanopaged
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.api.request import Request
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
@@ -92,8 +94,8 @@ def test_the_status_goes_to_stderr(capsys):
 
 def test_the_text_streams(capsys, monkeypatch):
     """What is on stdout before each step grows as the steps are made, the prompt first."""
-    seen, step = [], LLM.step
-    monkeypatch.setattr(LLM, "step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
+    seen, step = [], LLM._step
+    monkeypatch.setattr(LLM, "_step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
     assert run("--prompt", ROMEO, "--max-tokens", "30", "--temperature", "0", *POOL) == 0
     [expected] = generate(ROMEO, temperature=0, max_tokens=30)
     assert seen[0] == ROMEO
@@ -159,12 +161,12 @@ def asked_params(monkeypatch, *argv, **options) -> SamplingParams:
     """The sampling parameters that a command line ends in."""
     asked = []
 
-    def add_request(llm, prompt, params, priority=0):
+    def read_request(llm, prompt, params, priority=0):
         asked.append(params)
         raise ValueError("seen enough")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "add_request", add_request)
+        patch.setattr(LLM, "_read_request", read_request)
         assert run(*argv, *POOL, **options) == 2
     [params] = asked
     return params
@@ -239,16 +241,16 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
 
 @pytest.mark.parametrize("more", [[], ["--n", "2"]], ids=["streaming", "n = 2"])
 def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
-    step = LLM.step
+    make_output = Request.output
 
-    def broken(llm):
-        for output in (outputs := step(llm)):
-            for sample in output.outputs:
-                if output.finished:
-                    sample.finish_reason, sample.stop_reason = "error", "it is not a number"
-        return outputs
+    def broken(request):
+        output = make_output(request)
+        for sample in output.outputs:
+            if output.finished:
+                sample.finish_reason, sample.stop_reason = "error", "it is not a number"
+        return output
 
-    monkeypatch.setattr(LLM, "step", broken)
+    monkeypatch.setattr(Request, "output", broken)
     assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 1
     assert capsys.readouterr().err.count(": it is not a number") == (2 if more else 1)
 
@@ -516,13 +518,18 @@ def test_a_dict_may_say_that_there_are_no_token_ids():
     assert first.prompt == ROMEO and first.outputs[0].text == second.outputs[0].text
 
 
+def test_the_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"nanopaged {nanopaged.__version__}\n"
+
+
 def test_help_fits_a_screen_and_names_every_option(capsys):
     assert run("--help") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
-    assert named == {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
+    assert named - {"--version"} == {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
     assert named >= {*INTEGER_OPTIONS, *FLOAT_OPTIONS, *LIST_OPTIONS, *OBJECT_OPTIONS, *OUT_OF_RANGE}
 
 
@@ -764,8 +771,8 @@ def test_a_conversation(capsys, chat, monkeypatch):
 
 def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch):
     Terminal(monkeypatch, "Hi")
-    seen, step = [], LLM.step
-    monkeypatch.setattr(LLM, "step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
+    seen, step = [], LLM._step
+    monkeypatch.setattr(LLM, "_step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
     assert run(*chat, "--max-tokens", "9", "--system", "Be brief.") == 0
     assert sum(piece != "" for piece in seen) > 4
 
@@ -773,7 +780,7 @@ def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch)
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
     """What was said until then is part of the conversation; a question without any answer is not."""
     Terminal(monkeypatch, "Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
-    steps, step = [], LLM.step
+    steps, step = [], LLM._step
 
     def interrupted(llm):
         steps.append(llm)
@@ -782,7 +789,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
         return step(llm)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "step", interrupted)
+        patch.setattr(LLM, "_step", interrupted)
         assert run(*chat, "--max-tokens", "12") == 0
     captured = capsys.readouterr()
     half = answer_to("Speak, speak!", max_tokens=5)

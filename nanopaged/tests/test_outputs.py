@@ -38,9 +38,12 @@ def test_log_probabilities_are_converted_once(converted):
     assert len(converted) == sum(map(len, entries))
 
 
-def test_a_stream_converts_no_log_probabilities(converted):
+def test_a_stream_converts_log_probabilities_once_and_at_its_end(converted):
     llm = load(num_blocks=64)
-    assert "".join(llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=20, logprobs=1))) and not converted
+    stream = llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True))
+    next(stream)
+    assert not converted
+    assert "".join(stream) and 20 <= len(converted) <= 40
 
 
 def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
@@ -73,9 +76,9 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
             llm.unreported.clear()
         raw = [request.samples[0].new_logprobs + [*request.new_prompt_logprobs.values()] for request in requests]
         assert [{len(found[2]) for found in of_request} for of_request in raw] == [{1}, {llm.config.vocab_size}, {0}]
-        results = [request.output() for request in requests]
+        outputs_of = [request.output() for request in requests]
         kept[many] = [[{token: (e.logprob, e.rank, e.decoded_token) for token, e in entry.items()}
-                       for entry in output.prompt_logprobs[1:] + output.outputs[0].logprobs] for output in results]
+                       for entry in output.prompt_logprobs[1:] + output.outputs[0].logprobs] for output in outputs_of]
     assert kept[2] == kept[1024]
 
 
@@ -112,7 +115,7 @@ def test_a_beam_step_makes_the_hypotheses_that_it_keeps(monkeypatch):
 
 
 def test_a_plain_request_needs_no_logits_editor():
-    llm = LLM(dtype="float32", num_blocks=64)
+    llm = load(num_blocks=64)
     llm.generate("ROMEO:", SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4))
     assert llm.runner.editor is None
     llm.generate("ROMEO:", SamplingParams(repetition_penalty=1.2, max_tokens=4))
