@@ -19,9 +19,9 @@ from pathlib import Path
 
 from nanopaged import __version__
 from nanopaged.cli.batch import Progress, PromptFile, open_file, run_all
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 from nanopaged.outputs import RequestError
 from nanopaged.progress import ProgressBar
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
