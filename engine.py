@@ -1,20 +1,19 @@
 """Chapter 3: the engine. It decides what the next step computes, and where the results live.
 
-Generating text is a loop: the model reads the tokens so far, and the next token is sampled. The keys and values (K
-and V) of all tokens are kept in the **KV cache**, so the sampled token is the only new input of the next step. The
-first step of a text, which reads the whole prompt, is called prefill, the later ones decode. This chapter serves many
-texts at once. The batch may be another one at every step (continuous batching; Yu et al. 2022, Orca).
+Generating text is a loop: the model reads the tokens so far, and the next token is sampled. All earlier keys and
+values (K and V) are in the KV cache, so the sampled token is the only new input of the next step. The steps that read
+the prompt are called prefill, the later ones decode. This chapter serves many texts at once, and sequences join and
+leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
 
-**Why paging.** The length of a text is not known in advance. A contiguous cache would reserve the longest length for
-each text, or move a text whenever it grows. Here the cache is a pool of **blocks** of `block_size` token slots, and a
-sequence has a **block table** from its logical blocks to physical ones (Kwon et al. 2023, PagedAttention). With
-blocks of 16, texts of 1,000, 30 and 500 tokens take 63, 2 and 32 blocks. Token 31 of the second text takes nothing,
-token 33 one block, and nothing is ever moved. At most one block of a sequence is partly empty.
+Chapter 1 explains why the cache is a pool of **blocks** with `block_size` token slots, and why a sequence has a
+**block table** (paging; Kwon et al. 2023). Here blocks are only numbers, and this chapter keeps their books: texts of
+1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16, a 31st token takes no block, a 33rd takes one, and nothing is
+ever moved.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated, and `num_computed_tokens`, whose K and V are in the
-cache. A whole prompt, a chunk of one, one decoded token, the tail that a prefix-cache hit left over, and the recompute
-after a preemption are all the same case: `num_computed_tokens` catches up with `num_tokens`, and when it has, the step
-samples the next token.
+cache. A whole prompt, a chunk of one, one decoded token, the tail that a prefix-cache hit left over, and the
+recompute after a preemption are all the same case: `num_computed_tokens` catches up with `num_tokens`. When it has,
+the step samples the next token.
 
     add(Sequence)                                                          vLLM's names
       Scheduler            waiting and running: who computes how much      Scheduler, SchedulerOutput
@@ -77,7 +76,7 @@ class Sequence:
     siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences with the same prompt (n > 1)
     max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
-    reads_prefix_cache: bool = True  # False: every prompt token is computed, because something else is wanted of it
+    reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
@@ -91,8 +90,8 @@ class Sequence:
     num_cached_blocks: int = 0  # leading blocks that have been offered to the prefix cache
     prefix_key: int | None = ROOT  # of the tokens in those blocks
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
-    min_free_blocks: int = 0  # it was not admitted because fewer blocks were free
-    hit_then: tuple = (None, None)  # what it could share then: see BlockManager.is_still_blocked
+    min_free_blocks: int = 0  # blocks that were needed when admission was last refused; 0: it was not
+    hit_then: tuple = (None, None)  # (first missing prefix-cache key, sibling) at that refusal
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
 
@@ -161,9 +160,10 @@ class BlockManager:
     written.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
-    Its key is the exact pair (prefix key of the block before it, its tokens), and prefix keys are numbered as pairs
-    come up. So no hash can collide. A freed block stays cached until it is reused, and the least recently used is
-    reused first (LRU); of one sequence the tail, because a block is found only through the blocks before it.
+    Its key is the exact pair (prefix key of the block before it, its tokens), and each new pair gets the next number as
+    its own prefix key. Pairs are compared exactly, so two texts cannot collide. A freed block stays cached until it is
+    reused, and the least recently used block is reused first (LRU). Within a sequence that is its last block, because a
+    block is found only through the blocks before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
@@ -192,7 +192,8 @@ class BlockManager:
         return len(self.free_queue)
 
     def begin_step(self) -> SchedulerOutput:
-        # A host block that a step reads is free only for the next step: a step writes to the host before it reads.
+        # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
+        # now.
         if self.step.swaps_in:
             self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
             self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
@@ -229,6 +230,7 @@ class BlockManager:
         one."""
         if not self.enable_prefix_caching:
             return
+        # A token that is not known on the host yet cannot be part of a key. Its block is offered one step later.
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_cached_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
@@ -236,7 +238,7 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # freed, and the blocks behind it can only be found through it
                     return
-                self._evict(block)  # it may be cached under a prefix whose first blocks have left the window
+                self._evict(block)  # its older key may be behind a block that has left the window, out of reach
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
@@ -260,8 +262,7 @@ class BlockManager:
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def free(self, seq: Sequence) -> None:
-        """Take the sequence's blocks back, the last one first: it is reused before the head, which is shared more
-        often."""
+        """Free the blocks from last to first. The last one is then reused first; the head is shared more often."""
         for block in reversed(seq.block_table):
             self._decref(block)
         self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
@@ -306,26 +307,33 @@ class BlockManager:
         num_hit_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
         # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
         num_computed_tokens = min(num_hit_tokens, seq.num_tokens - 1)
-        num_null = min(self._num_blocks_before_window(num_computed_tokens), max(len(hit.blocks), len(seq.host_table)))
-        sources = [NULL] * num_null + hit.blocks[num_null:]
-        swapped = seq.host_table[len(sources):]
-        # A shared block that no sequence holds now lies in the free queue, and leaves it too.
+        before_window = self._num_blocks_before_window(num_computed_tokens)
+        table: list[int] = []
+        swapped: list[int] = []
+        for i in range(max(len(hit.blocks), len(seq.host_table))):
+            if i < before_window:
+                table.append(NULL)
+            elif i < len(hit.blocks):
+                table.append(hit.blocks[i])
+            else:
+                swapped.append(seq.host_table[i])
+        not_needed = seq.host_table[:len(table)]
+        # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
         num_needed = cdiv(seq.num_tokens, self.block_size) - swapped.count(NULL)
-        num_needed -= sum(block == NULL or self.ref_counts[block] > 0 for block in sources)
+        num_needed -= sum(block == NULL or self.ref_counts[block] > 0 for block in table)
         num_needed = min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
         if num_needed > self.num_free_blocks:
             seq.min_free_blocks = num_needed
             return False
-        for block in sources:
+        for block in table:
             self._incref(block)
         for host_block in swapped:
-            sources.append(NULL if host_block == NULL else self._pop_free_block())
+            table.append(NULL if host_block == NULL else self._pop_free_block())
             if host_block != NULL:
-                self.step.swaps_in.append((host_block, sources[-1]))
-        not_needed = seq.host_table[:len(seq.host_table) - len(swapped)]
+                self.step.swaps_in.append((host_block, table[-1]))
         self.free_host_blocks += [block for block in not_needed if block != NULL]
-        seq.block_table, seq.host_table = sources, []
-        seq.num_null_blocks = next((i for i, block in enumerate(sources) if block != NULL), len(sources))
+        seq.block_table, seq.host_table = table, []
+        seq.num_null_blocks = next((i for i, block in enumerate(table) if block != NULL), len(table))
         seq.num_hit_tokens, seq.num_computed_tokens = num_hit_tokens, num_computed_tokens
         seq.num_cached_blocks = len(hit.blocks) if hit.prefix_key is not None else 0
         seq.prefix_key = ROOT if hit.prefix_key is None else hit.prefix_key
@@ -373,14 +381,16 @@ class BlockManager:
         return None
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give: all, though the last block may not be full. Only whole blocks once the
-        sequence has generated tokens: it would copy the last block before this step, which may only now compute it."""
+        """Prompt tokens that a sibling can give. All of them for a new sequence, though the last block may not be
+        full. After a preemption the sequence also has generated tokens. It would write behind the prompt, so it would
+        first copy the half-full block, and copies run before the forward pass that may only now fill that block. Then
+        it shares whole blocks only."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
     def is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether the pool has too few free blocks, as it had last time, and no more than then can be shared. The
-        prompt need not be looked up again."""
+        """Whether nothing has changed since admission was last refused: fewer blocks are free than were needed, and no
+        more than then can be shared. The prompt need not be looked up again."""
         missing_key, sibling = seq.hit_then
         return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.prefix_cache
                 and self._find_sibling(seq) is sibling)
@@ -439,8 +449,8 @@ class Scheduler:
     are first come, first served: a decoding text never waits for a newer prompt, but an older long prompt takes the
     whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts.
 
-    Every accepted sequence can run alone: LLM refuses a prompt unless the pool has blocks for max_len tokens, or for a
-    window and a chunk. So the first sequence in the order always makes progress, and in the end every other one.
+    Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
+    and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -519,7 +529,7 @@ class Scheduler:
         """Take the blocks of the last running sequence; its tokens are kept. The blocks move to the host if there is
         room (swapping); otherwise its tokens are computed again when it returns (recompute). On an H200 with
         Qwen3-0.6B swapping was cheaper up to some 1,000 tokens; `bench.py --only swapping` measures both."""
-        seq = self.running[-1]
+        seq = self.running[-1]  # at or behind `turn`: none that this step already computes
         is_swapped = self.block_manager.swap_out(seq)
         self._remove(seq)
         if not is_swapped:
@@ -564,14 +574,14 @@ class Scheduler:
         seq.finish(reason, stop_reason)
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence out of its queue, and its blocks back. `add` lets it start over."""
+        """Remove a sequence from its queue and free its blocks. `add` queues it again, from its first token."""
         self.block_manager.free(seq)
         self._remove(seq)
         seq.status = Status.WAITING if seq.finish_reason is None else Status.FINISHED
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child go on with the tokens of the parent: with its blocks if that runs and a batch row is free, else
-        they are computed again, as after a preemption. (Samples of one prompt need no fork, see `find_prefix`.)"""
+        """Give the child the parent's tokens. It shares the parent's blocks if the parent is running and a batch row is
+        free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see `find_prefix`.)"""
         child.token_ids = list(parent.token_ids)
         if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.block_manager.fork(parent, child)
@@ -585,11 +595,16 @@ class Scheduler:
             self.add(seq)
 
     def undo(self, step: SchedulerOutput) -> None:
-        """The step failed, or has nothing to compute: forget its promises, and let its sequences start over."""
+        """Forget what a step has promised.
+
+            the step failed                          its sequences start over; steps launched before it are read first
+            it has nothing to compute                planned moves to the host are dropped: those sequences start over
+            .. and no launched step is left          paused sequences, which are beams, give up their blocks too
+        """
         self.block_manager.uncache(step.cached)  # these blocks were not written
         for seq in step.sampled:
             seq.num_pending_tokens -= 1
-        for seq in step.preempted[::-1] + step.seqs[::-1]:  # what was to be swapped out has not been, either
+        for seq in step.preempted[::-1] + step.seqs[::-1]:  # a planned move to the host does not happen: recompute
             self.release(seq)
             self.add(seq)
 
@@ -676,9 +691,16 @@ class Engine:
     """The step loop: schedule, launch, update.
 
     **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one
-    are known. The sampled tokens stay on the device, where the next step finds them, and `schedule` has already
-    advanced `num_computed_tokens`. So a queue of launched steps in front of `update` is enough. A sequence that turns
-    out to be finished has wasted one token. With lookahead 0 each step is read before the next one is planned.
+    are known. With a lookahead of 1:
+
+        host      plan 1, launch 1 | plan 2, launch 2 | read 1 | plan 3, launch 3 | read 2 | ...
+        device              step 1 ................... step 2 ................... step 3
+
+    When step 2 is planned, the tokens that step 1 samples are counted (`num_pending_tokens`) but not known on the
+    host. They stay on the device, where step 2 finds them. A sequence that turns out to be finished has wasted one
+    token. Its blocks are freed at once although a launched step still writes into one of them. That is safe: a step
+    that reuses the block is launched later, and the device runs steps in order. With a lookahead of 0 each step is
+    read before the next one is planned; more than 1 is not supported.
 
     runner: runner.launch(step) starts a step and returns a function that waits for it and gives a Sampled
     updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
@@ -722,8 +744,8 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def _unblock(self, step: SchedulerOutput) -> None:
-        """Nothing can be computed now. Blocks that the step took back are not moved, so their sequences start over.
-        And if no step is under way, the running sequences are paused ones that hold the blocks others need: beams."""
+        """No sequence can compute. Moves that this step planned are dropped. If no launched step is left, only paused
+        sequences are running, and they give up their blocks."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

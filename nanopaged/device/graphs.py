@@ -62,12 +62,12 @@ class GraphRunner(Runner):
         self.record()
         return num_blocks
 
-    def _compute(self, batch: engine.StepInput, indices: list[int], parts: list[PromptPart],
+    def _compute(self, batch: engine.StepInput, sampling: list[int], parts: list[PromptPart],
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
         shape = None if parts else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
-            return super()._compute(batch, indices, parts, needs)
-        return self._replay(shape, batch, indices, needs)
+            return super()._compute(batch, sampling, parts, needs)
+        return self._replay(shape, batch, sampling, needs)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         if len(rows) > 1:
@@ -133,7 +133,7 @@ class GraphRunner(Runner):
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: engine.StepInput, indices: list[int],
+    def _replay(self, shape: Shape, batch: engine.StepInput, sampling: list[int],
                 needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
@@ -147,12 +147,12 @@ class GraphRunner(Runner):
         graph, logits, tokens = self.graphs[shape]
         graph.replay()
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
-        if not indices:
+        if not sampling:
             return tokens[:0], logits[:0]
-        if len(indices) == num_seqs:
+        if len(sampling) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
-            at = self._send([indices])[0]
+            at = self._send([sampling])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
         if needs.filters or needs.edits or needs.processors:  # the graph drew from the plain logits: draw again
             tokens = self._sample(logits, rows, lens, needs)

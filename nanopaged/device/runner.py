@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
 MOST_BYTES_MOVED = 2**28  # of blocks at once: they are gathered in between
-NOBODY = lambda: None  # noqa: E731  in place of a weak reference to a sequence
+NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
 
 class StepTensors(NamedTuple):
@@ -69,7 +69,7 @@ def on_its_device(method: Callable) -> Callable:
 
 class Runner:
     """A model on a device, with its KV pool. ValueError for options that cannot be."""
-    lookahead = 0  # steps that are launched before the tokens of the one before are read
+    lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with compiled functions
 
     def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
@@ -77,7 +77,7 @@ class Runner:
                  max_num_batched_tokens: int, kv_cache_dtype: str):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # No methods: the editor holds one of them, and a reference cycle would keep a deleted engine's memory.
+        # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
         self._to_device, self._send = partial(_to_device, device), partial(_send, device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if device.type == "cuda" else 16)
@@ -170,17 +170,18 @@ class Runner:
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
-        sampling, parts = set(step.sampled), list(results.prompt_parts(batch))
-        indices = [i for i, seq in enumerate(batch.seqs) if seq in sampling]
-        seqs = [batch.seqs[i] for i in indices]
+        sampled = set(step.sampled)
+        sampling = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
+        seqs = [batch.seqs[i] for i in sampling]
         needs = SamplingNeeds.of(seqs, self.editor) if seqs else SamplingNeeds()
-        tokens, logits = self._compute(batch, indices, parts, needs)
+        parts = list(results.prompt_parts(batch))
+        tokens, logits = self._compute(batch, sampling, parts, needs)
         tensors = [tokens, *results.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)]
         return partial(results.read_sampled, results.read_later(tensors), seqs, step.sampled, parts)
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
-        """To the host, copies, from the host. In this order: a block may be copied or moved out, then be free, and be
-        taken for one that comes in. All layers of many blocks move at once."""
+        """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
+        target of a later one. All layers of many blocks move at once."""
         most = max(1, MOST_BYTES_MOVED // self.block_bytes)
         for start in range(0, len(step.swaps_out), most):
             blocks, host_blocks = map(list, zip(*step.swaps_out[start:start + most]))
@@ -198,34 +199,34 @@ class Runner:
             self.pool.index_copy_(2, self._send([blocks])[0].long(), gathered.movedim(0, 2))
 
     def _send_rows(self, seqs: list[engine.Sequence]) -> None:
-        """Tell the device what is new in the rows of this step's sequences."""
+        """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
+        settings of sequences that are new in their row."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
-        rows: list[int] = []
-        settings: list[int] = []
         new: list[engine.Sequence] = []
         for seq in seqs:
+            # A sequence that is new in its row has sent no block yet (num_sent_blocks 0), so it always comes through
+            # here.
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
-                    rows.append(seq.row)
-                    settings += pack_settings(seq.sampling.params, seq.sampling.seed)
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
         if new:
-            self._start_editing(new, self._forget_free_rows())
+            self._start_editing(new)
         if cells:
-            sent = self._send([cells, blocks, rows, settings])
+            settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]
+            sent = self._send([cells, blocks, [seq.row for seq in new], settings])
             self.block_tables.view(-1)[sent[0]] = sent[1]
-            if rows:
+            if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
 
-    def _start_editing(self, seqs: list[engine.Sequence], free_rows: list[int]) -> None:
-        """Tell the logits editor of new sequences. The first one that edits its logits brings it about."""
+    def _start_editing(self, seqs: list[engine.Sequence]) -> None:
+        """Tell the logits editor of new sequences. It is made for the first one that needs it."""
         if self.editor is None and not any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
                                            for seq in seqs):
             return
@@ -233,7 +234,7 @@ class Runner:
         if self.editor is None:
             self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send,
                                        self.fused)
-        self.editor.start([Start.of(seq) for seq in seqs], free_rows)
+        self.editor.start([Start.of(seq) for seq in seqs], self._forget_free_rows())
 
     def _forget_free_rows(self) -> list[int]:
         """Rows that their sequence has left. If it comes back, its settings are sent again."""
@@ -244,27 +245,28 @@ class Runner:
         return free_rows
 
     def forget_rows(self, seqs: list[engine.Sequence]) -> None:
-        """A step failed half-way: send everything about these rows again."""
+        """A step failed half-way: the settings of these rows are sent again."""
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
-    def _compute(self, batch: engine.StepInput, indices: list[int], parts: list[results.PromptPart],
+    def _compute(self, batch: engine.StepInput, sampling: list[int], parts: list[results.PromptPart],
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        """The forward pass and the sampler: the tokens of the sequences at `indices`, [num_samples], and the logits
-        of these and then of the prompt parts, [num_samples + ..., vocab_size]."""
-        last_tokens = [batch.query_start_loc[i + 1] - 1 for i in indices]
+        """The forward pass and the sampler. Returns the tokens of the sequences at the indices `sampling`,
+        [num_samples], and the logits of these and then of the prompt parts, [num_samples + ..., vocab_size]."""
+        logit_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling]  # of the flat batch: last tokens of sequences
         for part in parts:
-            last_tokens += range(part.start, part.start + part.num_tokens)
-        *lists, at, logits_indices = self._send([*batch.lists, indices, last_tokens])
+            logit_rows += range(part.start, part.start + part.num_tokens)
+        *lists, sampling_index, logits_indices = self._send([*batch.lists, sampling, logit_rows])
         sent = StepTensors(*lists)
         tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
-                                   batch.num_tokens.count(1), tiles, at)
+                                   batch.num_tokens.count(1), tiles, sampling_index)
         logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not indices:
+        if not sampling:
             return torch.empty(0, dtype=torch.int64, device=self.device), logits
-        rows, seq_lens = sent.rows.index_select(0, at), sent.seq_lens.index_select(0, at)
-        return self._sample(logits[:len(indices)], rows, seq_lens, needs), logits
+        rows = sent.rows.index_select(0, sampling_index)
+        seq_lens = sent.seq_lens.index_select(0, sampling_index)
+        return self._sample(logits[:len(sampling)], rows, seq_lens, needs), logits
 
     def _model_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                      num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> model.Batch:
