@@ -15,10 +15,11 @@ never change, and every later token reads them again. So a **KV cache** keeps th
 
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
-Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore needs
-one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023, section
-4.1). A block of 16 slots has 2,048 numbers for one kv head with head_dim 128: 16 rows, each in one piece. vLLM's CUDA
-kernel splits the rows of K, [block, kv head, dim / x, slot, x], so that its threads read neighbouring addresses.
+Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
+needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
+section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 rows of 128 numbers, 2,048 in all. vLLM's
+CUDA kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes, so that neighbouring threads
+read neighbouring addresses. Triton arranges its loads itself, so K and V can have the plain layout.
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of its
 `seq_len` tokens: a whole prompt or a chunk of it (**prefill**), or the one token sampled last (**decode**). The step
@@ -261,8 +262,10 @@ Queries = namedtuple("Queries", [
 Keys = namedtuple("Keys", [
     "table", "k", "v",  # the sequence's block table; the caches, at this kv head
     "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
-Sums = namedtuple("Sums", [  # for each query: the weighted values [rows, DIM_PADDED], in decode transposed;
-    "acc", "max", "sum"])  # its largest score; the sum of its weights
+Sums = namedtuple("Sums", [
+    "acc",  # the weighted sum of values of each query: [rows, DIM_PADDED], in decode [DIM_PADDED, rows]
+    "max",  # the largest score of each query, times scale and log2(e): weights are powers of 2
+    "sum"])  # the sum of the weights of each query
 
 
 @jit
@@ -311,7 +314,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
     queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
-    # Sizes is built inside each call: in a variable, its values would not be known to the compiler any more.
+    # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
         _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
@@ -347,7 +350,8 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    The loops call it one tile ahead, because the compiler does not pipeline loads that wait for another load.
+    Finding an address takes two loads, first the block id and then K or V. The compiler overlaps only single loads with
+    computation, so the loops load the next tile's block id one tile ahead.
     The table may hold anything behind the sequence's last block, so no program reads it there."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)

@@ -161,9 +161,9 @@ class Transformer(nn.Module):
                kernels: kernel.Kernels) -> Tensor:
         """The last layer and the final norm, of the rows that need logits: [num_samples, D].
 
-        No layer reads this layer's output, so prompt tokens that do not sample need only K and V here. In a batch with
-        prompts the rows that sample run as a separate decode call. The bits of their attention then do not depend on
-        the other rows. A batch without prompts is one such call.
+        No layer reads this layer's output, so prompt tokens that do not sample need only K and V here. Rows that sample
+        would be computed in a prefill tile beside prompts, so they run as a decode call of their own: the bits of their
+        attention do not depend on their neighbours. A batch without prompts is one such call.
         """
         q, residual = layer.write_kv(x, residual, rope, batch, cache, kernels)
         rows, seqs = batch.logits_indices, batch.sampled

@@ -21,8 +21,8 @@ from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_genera
 from nanopaged.weights.families import read_model_config
 from nanopaged.weights.find import find_checkpoint
 
-PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens that a step computes of a sequence that wants the logits of all of them,
-PROMPT_LOGPROBS_VALUES = 2**23  # and how many log probabilities these may be
+PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
+PROMPT_LOGPROBS_VALUES = 2**23  # most log probabilities of such a step
 
 
 class LLM:
@@ -47,8 +47,8 @@ class LLM:
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: others of vLLM's (inputs.VLLM_OPTIONS): those without a meaning here are ignored, and others refused
-        where they ask for something
+    vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
+        asks for a missing feature raises ValueError
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
     Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
@@ -86,7 +86,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
-        # A window that the pool cannot hold with a block to spare is of no use: then sequences must fit into the pool.
+        # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
+        # must fit.
         window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
         if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
             raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of "
@@ -262,7 +263,7 @@ class LLM:
 
     @contextmanager
     def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
-        """Compute steps until is_done(), which those of other threads may bring about; then the caller has the lock."""
+        """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
         with self.lock.turn(is_done):
             while not is_done():
                 self._step()

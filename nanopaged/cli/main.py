@@ -76,7 +76,7 @@ ENGINE
 def main(argv: list[str] | None = None, llm_class=None) -> int:
     """Run the command line; the exit code. llm_class: in place of LLM, for tests."""
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), _Lossy(sys.stderr or _nowhere())  # None: the shell has closed it
-    sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks, not a traceback
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without Unicode gets question marks, not a traceback
     try:
         return _run(_read_arguments(argv), llm_class)
     except BrokenPipeError:  # `| head` has read enough
@@ -118,7 +118,7 @@ def _run(args, llm_class) -> int:
         return _converse(llm, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
     if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
-        return _stream(llm, prompts[0], params, [], echo="" if args.chat else prompts[0])
+        return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
     if beams:
         progress = Progress(llm)
         return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), progress)
@@ -127,7 +127,12 @@ def _run(args, llm_class) -> int:
 
 def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Progress]:
     bar = ProgressBar(len(prompts), show_progress)
-    progress = Progress(llm, lambda: bar.due and bar.update(progress.num_finished, progress.num_new_tokens))
+
+    def draw() -> None:
+        if bar.due:
+            bar.update(progress.num_finished, progress.num_new_tokens)
+
+    progress = Progress(llm, draw)
     requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
     try:
         outputs = dict(run_all(llm, requests, progress, _raise))
@@ -229,7 +234,8 @@ def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
             continue
         if not text.strip():
             continue
-        asked, said = messages + [_user(text)], []
+        asked = messages + [_user(text)]
+        said: list[str] = []
         try:
             prompt, room = render(asked), llm.max_model_len // 4  # at least, for the answer
             while len(prompt["prompt_token_ids"]) > llm.max_model_len - room and len(asked) > num_fixed + 1:

@@ -94,6 +94,6 @@ def only(count: int, own: float, rank: int, ids: Any, logprobs: Any) -> tuple:
     want more."""
     if 0 <= count < len(ids):
         ids, logprobs = ids[:count], logprobs[:count]
-        if isinstance(ids, Tensor):  # a list: a tensor would keep the memory of the whole one
+        if isinstance(ids, Tensor):  # as lists, because a slice would keep the whole tensor in memory
             ids, logprobs = ids.tolist(), logprobs.tolist()
     return own, rank, ids, logprobs
