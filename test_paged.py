@@ -53,9 +53,10 @@ VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 # The kernel
 # --------------------------------------------------------------------------------------------------
 
-def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32, seed=0):
-    """Random paged K and V in shuffled blocks. Every slot that no sequence owns is NaN, and so is every table entry
-    behind a sequence's last block a block of NaN: whoever reads one of them shows it."""
+def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32,
+                  seed=0):
+    """Random paged K and V in shuffled blocks. Every slot that no sequence owns is NaN, and every table entry behind a
+    sequence's last block names a block of NaN: a kernel that reads one of them shows it in its output."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [cdiv(n, block_size) for n in seq_lens]
     pool = torch.full((2, sum(num_blocks) + 2, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
@@ -73,7 +74,7 @@ def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, blo
 
 
 def reference(q, k_cache, v_cache, tables, lens, starts, scale, window):
-    """Attention in float64, a loop over tokens: nothing in common with either implementation but the definition."""
+    """Attention in float64, as a loop over tokens: only the definition is common to this and the implementations."""
     out = torch.zeros_like(q, dtype=torch.float64)
     q, k_cache, v_cache = q.double(), k_cache.double(), v_cache.double()
     group, block_size = q.shape[1] // k_cache.shape[2], k_cache.shape[1]
@@ -132,7 +133,8 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # the interpr
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-# float16 takes the path of float32 in the interpreter and of bfloat16 on a GPU, whatever the shape: two shapes are enough.
+# In the interpreter float16 takes the path of float32, and on a GPU that of bfloat16, whatever the shape is:
+# two shapes are enough.
 @pytest.mark.parametrize("case, dtype", [(case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
                                          if dtype is not torch.float16 or case in ("mixed batch", "splits")])
 @pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference])
@@ -162,7 +164,7 @@ def test_cache_strides_are_read():
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
-    """A sequence's result is the same bits alone and among others, and whatever the bounds that size the grid."""
+    """A sequence's result is the same bits alone and among others, and whatever bounds size the grid."""
     query_lens, seq_lens = [1, 6, 1, 1], [60, 40, 17, 400]
     problem = paged_problem(query_lens, seq_lens, heads=2, kv_heads=1, dtype=dtype)
     together = run_attention(paged_attention, problem)
@@ -182,7 +184,8 @@ def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("window, fp8", [(600, False), (0, True)], ids=["window", "fp8"])
 def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypatch):
-    """Splits before the window are neither computed nor merged: whatever is in their place, even NaN, does not show."""
+    """Splits before the window are neither computed nor merged: nothing that is in their place, not even NaN, changes
+    the result."""
     if fp8 and CUDA and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with fp8")
     new_empty = torch.Tensor.new_empty
@@ -200,17 +203,19 @@ def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypat
 
 @pytest.mark.parametrize("shared_memory", [64, 99, 227])
 def test_stages_do_not_change_the_tile(shared_memory):
-    """The order of additions hangs on it."""
+    """The order of the kernel's additions depends on the tile, so the number of stages must not change the tile."""
     for group, head_dim, element, cache in itertools.product((1, 7, 40), (64, 128, 256), (2, 4), (1, 2)):
-        three, four = (tiles.tile_config("decode", group, head_dim, element, shared_memory * 1024, min(cache, element), stages)
-                       for stages in (3, 4))
+        three, four = (
+            tiles.tile_config("decode", group, head_dim, element, shared_memory * 1024, min(cache, element), stages)
+            for stages in (3, 4))
         assert (three["TILE_M"], three["TILE_N"]) == (four["TILE_M"], four["TILE_N"])
 
 
 @pytest.mark.parametrize("capability, cuda, interpreted, expected", [
-    ((9, 0), "13.0", False, True), ((8, 9), "13.0", False, False), ((9, 4), None, False, False), ((9, 0), "13.0", True, False)])
+    ((9, 0), "13.0", False, True), ((8, 9), "13.0", False, False), ((9, 4), None, False, False),
+    ((9, 0), "13.0", True, False)])
 def test_kernels_are_launched_early_where_that_exists(capability, cuda, interpreted, expected, monkeypatch):
-    """From Hopper on; not on AMD's, whose device type is "cuda" too, nor in the interpreter."""
+    """GPUs from Hopper on have early launches; AMD's, whose device type is "cuda" too, and the interpreter do not."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(optional_triton, "INTERPRETED", interpreted)
@@ -228,18 +233,20 @@ def test_an_fp8_cache_of_odd_heads_is_refused():
 @needs_kernel
 def test_padding_is_not_written():
     problem = paged_problem([1, 0, 4, 0], [7, 0, 6, 0])
-    problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows that belong to nobody
+    problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows of no sequence
     tiles = torch.tensor([[2, 0], [-1, 0], [-1, 3]], dtype=torch.int32, device=DEVICE)
-    assert kernel.tokens_per_tile(2, 32, torch.float32, problem[0].device) > 4, "the work list above is for one tile of sequence 2"
+    tokens_per_tile = kernel.tokens_per_tile(2, 32, torch.float32, problem[0].device)
+    assert tokens_per_tile > 4, "the work list above is for one tile of sequence 2"
     out = run_attention(paged_attention, problem, query_tiles=tiles)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))
     assert relative_error(out[:5], reference(*problem, 32 ** -0.5, 0)[:5]) < 1e-5
 
 
 def test_a_decode_step_in_torch_is_one_call(monkeypatch):
-    """However many sequences there are, and however long: no loop over them."""
+    """The path in torch makes one call, however many sequences there are and however long they are."""
     calls, attend = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
     run_attention(paged_attention_reference, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
     assert len(calls) == 1
 
@@ -258,7 +265,8 @@ def test_store_kv_writes_the_slots_and_nothing_else():
 
 @needs_gpu
 def test_a_pool_of_more_than_2_to_the_31_elements():
-    """Offsets into a large pool need 64 bits: the last blocks are used, and the first hold what an overflow would read."""
+    """Offsets into a large pool need 64 bits. The sequences use the last blocks; a kernel whose offsets overflow would
+    read the first ones."""
     problem = paged_problem([1, 40], [300, 70], heads=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     q, k_cache, v_cache, tables, lens, starts = problem
     expected = run_attention(paged_attention, problem)
@@ -276,9 +284,12 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_the_kernels_compile_and_fit_the_devices_shared_memory():
-    """The interpreter accepts what the compiler does not. Every configuration: python -m nanopaged.tests.compile_kernels"""
-    runs = [subprocess.Popen([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", capability], cwd=ROOT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for capability in ("90", "75")]  # side by side
+    """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and
+    `python -m nanopaged.tests.compile_kernels` compiles all of them."""
+    runs = [  # side by side
+        subprocess.Popen([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", capability], cwd=ROOT,
+                         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for capability in ("90", "75")]
     for run in runs:
         output, _ = run.communicate()
         assert run.returncode == 0, output
@@ -304,11 +315,12 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
 # --------------------------------------------------------------------------------------------------
 
 @needs_kernel
-@pytest.mark.parametrize("case", ["decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk",
-                                  "head_dim 8", "block size 1", "splits under a window", "padding rows"])
+@pytest.mark.parametrize("case", [
+    "decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk",
+    "head_dim 8", "block size 1", "splits under a window", "padding rows"])
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
 def test_attention_over_an_fp8_cache(case):
-    """Both paths read the same numbers: the kernel against float64 over what the cache holds."""
+    """Both paths read the same numbers, so the kernel is compared with float64 over what the cache holds."""
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
     options = dict(options)
     window = options.pop("window", 0)
@@ -341,7 +353,8 @@ ARRIVALS = count()
 
 
 def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
-    return Sequence(list(token_ids), (priority, next(ARRIVALS), 0), min(len(token_ids) + max_new, max_model_len), **fields)
+    return Sequence(list(token_ids), (priority, next(ARRIVALS), 0), min(len(token_ids) + max_new, max_model_len),
+                    **fields)
 
 
 def siblings(n, *args, **kwargs):
@@ -353,8 +366,9 @@ def siblings(n, *args, **kwargs):
 
 
 class FakeModel:
-    """Writes into each slot what a real model's K and V would depend on: all tokens up to there. So the contents of
-    every block can be checked, and a block that is overwritten, shared wrongly or found by mistake shows."""
+    """A model that writes into each slot what a real model's K and V would depend on: all tokens up to there. So the
+    contents of every block can be checked, and a block that is overwritten, shared wrongly or found by mistake
+    shows."""
 
     def __init__(self, scheduler, lookahead=0):
         self.scheduler, self.slots, self.host, self.num_computed = scheduler, {}, {}, 0
@@ -368,7 +382,7 @@ class FakeModel:
         return seq.block_table[position // size] * size + position % size
 
     def move_blocks(self, step):
-        """Out to the host, copies, in from the host, as the runner does it."""
+        """Move blocks out to the host, copy blocks, and move blocks in from the host, in the order of the runner."""
         size = self.scheduler.block_manager.block_size
         for source, target, moves in ((self.slots, self.host, step.swaps_out), (self.slots, self.slots, step.copies),
                                       (self.host, self.slots, step.swaps_in)):
@@ -411,9 +425,11 @@ class FakeModel:
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
                 if position >= seq.num_hit_tokens:
                     block = seq.block_table[position // manager.block_size]
-                    # Others may list the block already, if they were admitted in this step: then they want just this.
+                    # Other sequences may list the block already if they were admitted in this step: they want these
+                    # very tokens.
                     assert manager.ref_counts[block] == 1 or any(
-                        block in other.block_table and other in step.seqs for other in self.scheduler.running if other is not seq)
+                        block in other.block_table and other in step.seqs
+                        for other in self.scheduler.running if other is not seq)
                     self.slots[self.slot(seq, position)] = tuple(self.tokens(seq)[:position + 1])
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             oldest = max(0, seq.num_computed_tokens - num_tokens - manager.window + 1) if manager.window else 0
@@ -443,8 +459,8 @@ class FakeModel:
         raise AssertionError("the scheduler makes no progress")
 
 
-def fake(num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True, lookahead=0, window=0,
-         num_host_blocks=0):
+def fake(num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True, lookahead=0,
+         window=0, num_host_blocks=0):
     manager = BlockManager(num_blocks, block_size, caching, window, num_host_blocks)
     return FakeModel(Scheduler(manager, max_num_seqs, max_num_batched_tokens), lookahead)
 
@@ -499,7 +515,8 @@ def test_freed_blocks_are_reused_oldest_first_tail_before_head():
     seq = sequence([5] * 12, max_new=1)
     model.run(seq)
     table = list(model.scheduler.block_manager.free_queue)[-3:]
-    assert [model.scheduler.block_manager.key_of_block[block][0] != 0 for block in table] == [True, True, False]  # head is last
+    key_of_block = model.scheduler.block_manager.key_of_block
+    assert [key_of_block[block][0] != 0 for block in table] == [True, True, False]  # the head is last
     longer = sequence([5] * 8 + [6] * 8, max_new=1)  # needs two new blocks; five were never used and go first
     model.run(longer)
     assert longer.num_cached_tokens == 8
@@ -509,8 +526,8 @@ def test_freed_blocks_are_reused_oldest_first_tail_before_head():
 
 
 def test_two_holders_of_equal_tokens_in_different_blocks():
-    """Both generate the same text at the same time, so both fill a block with the same tokens: one is shared
-    from then on, the other stays private, and both may end in any order."""
+    """Two sequences generate the same text at the same time, so both fill a block with the same tokens: one block is
+    shared from then on, the other stays private, and the sequences may end in any order."""
     model = fake()
     first, second = sequence([0] * 3, max_new=9), sequence([0] * 3, max_new=6)
     model.run(first, second)
@@ -520,8 +537,8 @@ def test_two_holders_of_equal_tokens_in_different_blocks():
 
 
 def test_a_cached_block_does_not_outlive_its_predecessor():
-    """A block is found through the one before it; when that one is evicted, a new one with the same tokens has a new
-    identity, and what used to follow is not attached to it by accident."""
+    """A block is found through the one before it. When that one is evicted, a new block with the same tokens has a new
+    identity, and the block that used to follow is not attached to it by accident."""
     manager = BlockManager(3, 2)
     scheduler = Scheduler(manager, 8, 64)
     model = FakeModel(scheduler)
@@ -607,7 +624,7 @@ def test_a_blocked_head_of_the_queue_is_not_looked_up_again(monkeypatch):
 
 
 def test_a_blocked_sample_is_admitted_as_soon_as_it_can_share_the_prompt():
-    """The first of two samples has most of the pool; the others fit as soon as they can share its blocks."""
+    """The first of three samples has most of the pool; the others fit as soon as they can share its blocks."""
     model = fake(num_blocks=24, caching=False)
     seqs = siblings(3, range(60), max_new=5)
     seqs[0].max_chunk = 40
@@ -644,7 +661,7 @@ def test_a_failed_step_is_undone():
 
 
 def test_block_operations_do_not_depend_on_the_pool():
-    """O(1): the same work touches the same blocks in a pool of 100 and of 100,000, and only those."""
+    """The same work touches the same blocks, and only those, in a pool of 100 and in one of 100,000."""
     for num_blocks in (100, 100_000):
         model = fake(num_blocks=num_blocks)
         seqs = [sequence([i] * 9, max_new=3) for i in range(4)]
@@ -720,7 +737,8 @@ def test_the_cache_counts_what_it_saves():
     assert (manager.num_prompt_tokens, manager.num_cached_tokens) == (30, 8)
 
 
-@pytest.mark.parametrize("shortage", [dict(max_num_seqs=4), dict(num_blocks=14), dict(num_blocks=14, num_host_blocks=9)], ids=str)
+@pytest.mark.parametrize("shortage", [
+    dict(max_num_seqs=4), dict(num_blocks=14), dict(num_blocks=14, num_host_blocks=9)], ids=str)
 def test_a_flood_of_low_priority_never_delays_an_urgent_request_by_more_than_a_step(shortage):
     model = fake(**shortage)
     for i in range(30):
@@ -755,26 +773,28 @@ class RandomGroup:
         return [(self.rng.randrange(len(candidates)), self.rng.randint(0, 2)) for _ in range(count)]
 
 
-NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))  # the long mode: as many as you have time for
+# In the long mode this is as many as there is time for.
+NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_every_promise(seed):
-    """Adds, steps, failing steps, samples, beams, priorities and aborts in every state, on tiny pools with and without a
-    host pool and a window; prompts are cut from few texts, so prefixes are shared, evicted and generated all the time.
-    FakeModel checks every slot, check_books the rest."""
+    """Adds, steps, failing steps, samples, beams, priorities and aborts come in every state, on tiny pools with and
+    without a host pool and a window. Prompts are cut from few texts, so prefixes are shared, evicted and generated all
+    the time. FakeModel checks every slot, and check_books checks the rest."""
     rng, events = random.Random(seed), Counter()
     for _ in range(NUM_RANDOM_OPERATIONS // 4 // 250):
         random_operations(250, rng, events)
-    assert all(events[name] > 0 for name in ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches")), events
+    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches")
+    assert all(events[kind] > 0 for kind in kinds), events
 
 
 def random_operations(count, rng, events):
     block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
     window = rng.choice([0, 0, 1, 5, 11])
     num_blocks = cdiv(window or max_len, block_size) + 2 + rng.randint(0, 20)
-    model = fake(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]), rng.random() < 0.8, rng.choice([0, 1]), window,
-                 rng.choice([0, 5, 50]))
+    model = fake(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]), rng.random() < 0.8,
+                 rng.choice([0, 1]), window, rng.choice([0, 5, 50]))
     texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
     scheduler, alive, searches = model.scheduler, [], []
     for _ in range(count):
@@ -824,7 +844,7 @@ def test_logits_equal_transformers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
 def test_greedy_continuations_equal_transformers(variant):
-    """With CUDA graphs where modules differ from those of the models in test_graphs.py: biases, a relu."""
+    """The models whose modules (biases, a relu) are not among those of test_graphs.py run with CUDA graphs."""
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, graphs=variant in ("opt", "llama-linear-bias"))
     params = SamplingParams(temperature=0, max_tokens=len(continuations[0]), ignore_eos=True)
@@ -844,7 +864,8 @@ def test_the_torch_path_on_any_device():
 def test_the_triton_path_equals_transformers(variant):
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, attention="triton")
-    # The interpreter takes a second for 30 tokens: one prompt there, and a batch of two for a model with a window and one without.
+    # The interpreter takes a second for 30 tokens, so there it gets one prompt, and two prompts for one model with a
+    # window and for one without.
     num_prompts, num_new = (len(prompts), 8) if CUDA else (1 + (variant in ("mistral", "qwen3")), 2)
     params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
     outputs = llm.generate([prompt.tolist() for prompt in prompts[:num_prompts]], params)
@@ -854,7 +875,7 @@ def test_the_triton_path_equals_transformers(variant):
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_on_the_gpu(dtype):
-    """Not equal to float32, but near: the bundled model's logits within a few units of the type's precision."""
+    """The bundled model's logits are not equal to those in float32, but within a few units of the type's precision."""
     prompts, _, logits = expectations("shakespeare")
     llm = load(dtype=dtype, enable_prefix_caching=False, graphs=dtype == "bfloat16")
     assert relative_error(prompt_logits(llm, prompts[0].tolist()).cpu(), logits[0]) < 0.03
@@ -865,7 +886,8 @@ def test_half_precision_on_the_gpu(dtype):
 # --------------------------------------------------------------------------------------------------
 
 def recorded_batches(llm, choose):
-    """The batches that the engine gives to the model from now on. In its place choose(batch) says what is sampled."""
+    """The batches that the engine gives to the model from now on. In the model's place choose(batch) says what is
+    sampled."""
     batches = []
 
     def forward(batch, kv_cache, kernels):
@@ -879,7 +901,8 @@ def recorded_batches(llm, choose):
 
 
 def as_rows(text, start):
-    """The lines of a table in a docstring, from the one that begins with `start` to the next empty one, split by columns."""
+    """The lines of a table in a docstring, from the one that begins with `start` to the next empty one. Each line is
+    split by columns."""
     lines = text[text.index(start):].split("\n\n")[0].splitlines()
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
@@ -970,8 +993,9 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     llm.scheduler._preempt = lambda step: preemptions.append(1) or preempt(step)
     prompts = [prompt.tolist() for prompt in prompts] * 2
     assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
-    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
-    if "num_blocks" in options and not llm.scheduler.block_manager.window:  # such a pool holds little more than the longest sequence
+    manager = llm.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+    if "num_blocks" in options and not manager.window:  # the pool holds little more than the longest sequence
         assert len(preemptions) >= 3
 
 
@@ -1023,12 +1047,13 @@ def test_n_samples_are_requests_with_seeds_of_their_own():
 
 @lru_cache
 def samples_alone():
-    return [shared().generate(PROMPT, SamplingParams(temperature=0.9, seed=7 + j, max_tokens=20))[0].outputs[0].token_ids
-            for j in range(6)]
+    params = [SamplingParams(temperature=0.9, seed=7 + j, max_tokens=20) for j in range(6)]
+    return [shared().generate(PROMPT, p)[0].outputs[0].token_ids for p in params]
 
 
-@pytest.mark.parametrize("options", [{}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
-                                     dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
+    dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
     output = load(**options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
@@ -1040,8 +1065,9 @@ def test_swapping_changes_no_output(variant, caching):
     prompts, continuations, _ = expectations(variant)
     prompts = [prompt.tolist() for prompt in prompts] * 3
     swapped = 0
-    llm = load(variant, num_blocks=max(cdiv(len(p) + len(c), 4) for p, c in zip(prompts, continuations)) + 3, block_size=4,
-               swap_space=0.05, enable_prefix_caching=caching, graphs=variant == "qwen2" and caching)
+    most_blocks = max(cdiv(len(p) + len(c), 4) for p, c in zip(prompts, continuations))  # of one sequence
+    llm = load(variant, num_blocks=most_blocks + 3, block_size=4, swap_space=0.05, enable_prefix_caching=caching,
+               graphs=variant == "qwen2" and caching)
     launch = llm.runner.launch
 
     def count(step):
@@ -1057,7 +1083,8 @@ def test_swapping_changes_no_output(variant, caching):
 
 
 def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
-    """Of the bundled model, on a piece of the last tenth of tinyshakespeare, which it was not trained on."""
+    """The model is the bundled one, and the text a piece of tinyshakespeare's last tenth, which is no part of the
+    training text."""
     held_out = shared().get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
     prompts = [held_out[start:start + 400] for start in range(0, len(held_out) - 400, 400)]
     losses, outputs = {}, {}
@@ -1073,11 +1100,12 @@ def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
 
 
 def test_a_window_lets_a_text_be_longer_than_the_pool():
-    """The mistral golden's window is 8 tokens; with room for every token as reference."""
+    """The mistral golden's window is 8 tokens. The reference is a pool with room for every token."""
     prompt = [i * 7 % 200 for i in range(60)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = tokens_of(load("mistral").generate(prompt, params))
-    for options in (dict(num_blocks=5, block_size=4), dict(num_blocks=12, block_size=1), dict(num_blocks=3, block_size=16)):
+    for options in (
+            dict(num_blocks=5, block_size=4), dict(num_blocks=12, block_size=1), dict(num_blocks=3, block_size=16)):
         llm = load("mistral", **options)
         assert llm.max_model_len > options["num_blocks"] * options["block_size"]
         assert tokens_of(llm.generate([prompt, prompt], params)) == expected * 2
@@ -1099,7 +1127,8 @@ def test_beam_search_equals_transformers(model, options):
     llm = load(model, graphs=not options and model == "shakespeare", **options)
     for case in cases:
         llm.eos_token_ids = frozenset(case["eos_token_ids"])
-        params = BeamSearchParams(**{name: case[name] for name in ("beam_width", "max_tokens", "length_penalty", "early_stopping")})
+        names = ("beam_width", "max_tokens", "length_penalty", "early_stopping")
+        params = BeamSearchParams(**{name: case[name] for name in names})
         outputs = llm.beam_search([case["prompt_token_ids"]] * 2, params)
         for output in outputs:
             assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
@@ -1130,26 +1159,34 @@ def test_beams_share_what_they_have_in_common():
 # Settings of a request, through the whole engine
 # --------------------------------------------------------------------------------------------------
 
+def forbid_repeating(token_ids, logits):
+    last = torch.tensor(token_ids[-1:], dtype=torch.long, device=logits.device)
+    return logits.index_fill(0, last, -1e9)
+
+
 MANY_SETTINGS = [
-    dict(), dict(temperature=0), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0, presence_penalty=0.5, temperature=0),
-    dict(logit_bias={5: 4.0, 7: -50.0}), dict(allowed_token_ids=[1, 2, 3, 9]), dict(min_tokens=10, stop_token_ids=list(range(0, 900))),
+    dict(), dict(temperature=0), dict(repetition_penalty=1.5),
+    dict(frequency_penalty=1.0, presence_penalty=0.5, temperature=0), dict(logit_bias={5: 4.0, 7: -50.0}),
+    dict(allowed_token_ids=[1, 2, 3, 9]), dict(min_tokens=10, stop_token_ids=list(range(0, 900))),
     dict(bad_words=[" the", "and", "I am"]), dict(top_k=5), dict(top_p=0.8, repetition_penalty=1.2), dict(min_p=0.2),
-    dict(logits_processors=[lambda ids, logits: logits.index_fill(0, torch.tensor(ids[-1:], dtype=torch.long, device=logits.device), -1e9)]),
+    dict(logits_processors=[forbid_repeating]),
     dict(logprobs=3), dict(temperature=0, logprobs=0), dict(stop=["e", "th"])]
 
 
 @lru_cache
 def each_alone():
-    """Requests with all of these settings, and what each gives alone."""
-    params = [SamplingParams(**dict(max_tokens=16, seed=i, ignore_eos=True) | settings) for i, settings in enumerate(MANY_SETTINGS)]
+    """One request with each of these settings, and what each request gives alone."""
+    params = [SamplingParams(**dict(max_tokens=16, seed=i, ignore_eos=True) | settings)
+              for i, settings in enumerate(MANY_SETTINGS)]
     return params, [shared().generate(PROMPT, p)[0].outputs[0] for p in params]
 
 
 @pytest.mark.parametrize("options", [
     dict(graphs=True), dict(lookahead=0), dict(num_blocks=30, block_size=4),
-    dict(num_blocks=30, block_size=4, swap_space=0.01), dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
+    dict(num_blocks=30, block_size=4, swap_space=0.01),
+    dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
 def test_settings_mean_the_same_in_any_batch(options):
-    """All of them together, with preemptions and lookahead, give what each gives alone."""
+    """All the requests together, with preemptions and lookahead, give what each request gives alone."""
     params, alone = each_alone()
     llm = load(**dict(lookahead=1) | options)
     together = [output.outputs[0] for output in llm.generate([PROMPT] * len(params), params)]
@@ -1163,7 +1200,8 @@ def test_settings_do_what_they_say():
     llm = load()
 
     def run(**settings):
-        return llm.generate(PROMPT, SamplingParams(**dict(max_tokens=40, seed=1, ignore_eos=True) | settings))[0].outputs[0]
+        params = SamplingParams(**dict(max_tokens=40, seed=1, ignore_eos=True) | settings)
+        return llm.generate(PROMPT, params)[0].outputs[0]
 
     assert set(run(allowed_token_ids=[3, 4]).token_ids) <= {3, 4}
     assert run(logit_bias={7: 100.0}, temperature=0).token_ids == [7] * 40
@@ -1173,7 +1211,8 @@ def test_settings_do_what_they_say():
     assert run(stop_token_ids=list(range(1000))).token_ids == plain.token_ids[:1]
     word = plain.text[10:14]
     stopped = run(stop=[word])
-    assert stopped.text == plain.text[:plain.text.index(word)] and (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
+    assert stopped.text == plain.text[:plain.text.index(word)]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
     assert run(stop=word, include_stop_str_in_output=True).text == plain.text[:plain.text.index(word) + len(word)]
     words = {token: [llm.get_tokenizer().decode([token])] for token in plain.token_ids}
     token = next(token for token in words if [token] in encode_bad_words(words[token], llm.get_tokenizer()))
@@ -1183,14 +1222,19 @@ def test_settings_do_what_they_say():
 
 
 def test_log_probabilities_equal_a_plain_log_softmax():
-    """Of the prompt and of what is generated, in chunks too, against one forward pass over the whole text."""
+    """The log probabilities of the prompt and of the generated tokens, in chunks too, equal those of one forward pass
+    over the whole text."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     for options in (dict(), dict(max_num_batched_tokens=4), dict(num_blocks=8, block_size=8)):
         llm = load(**options)
-        output = llm.generate([PROMPT, PROMPT], SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True))[1]
-        text = PROMPT + output.outputs[0].token_ids
+        output = llm.generate([PROMPT, PROMPT], params)[1]
+        generated = output.outputs[0]
+        text = PROMPT + generated.token_ids
         logprobs = torch.log_softmax(prompt_logits(shared(enable_prefix_caching=False), text).float(), -1)
         assert output.prompt_logprobs[0] is None
-        for position, entry in list(enumerate(output.prompt_logprobs))[1:] + list(enumerate(output.outputs[0].logprobs, len(PROMPT))):
+        entries = list(enumerate(output.prompt_logprobs))[1:]
+        entries += enumerate(generated.logprobs, len(PROMPT))
+        for position, entry in entries:
             row, token = logprobs[position - 1], text[position]
             best = row.topk(3 if position >= len(PROMPT) else 2).indices.tolist()
             assert list(entry) == [token] + [i for i in best if i != token]
@@ -1198,5 +1242,5 @@ def test_log_probabilities_equal_a_plain_log_softmax():
                 assert logprob.logprob == pytest.approx(row[i].item(), abs=1e-3)
                 assert logprob.rank == (row >= row[i]).sum()
                 assert logprob.decoded_token == llm.get_tokenizer().decode([i], skip_special_tokens=False)
-        total = sum(entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids))
-        assert output.outputs[0].cumulative_logprob == pytest.approx(total)
+        total = sum(entry[token].logprob for entry, token in zip(generated.logprobs, generated.token_ids))
+        assert generated.cumulative_logprob == pytest.approx(total)

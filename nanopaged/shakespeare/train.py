@@ -1,7 +1,7 @@
 """Train the model that nanopaged bundles: a Qwen3-shaped decoder of at most 4M parameters on tinyshakespeare.
 
     python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR            # one model
-    python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR --sweep    # all of CANDIDATES, the best stays
+    python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR --sweep    # the best of CANDIDATES
 
 It needs `torch`, `tokenizers` and `safetensors`, and leaves a directory in Hugging Face layout, which anything that
 reads Qwen3 can load. It knows nothing about paging, and the engine knows nothing about it: it is here so that the
@@ -56,8 +56,9 @@ MAX_PARAMETERS = 4_000_000      # 8 MB in bfloat16: what a repository can carry 
 FINISH_SECONDS = 15             # of a sweep's process: its last evaluation, writing the result
 END_OF_TEXT = "<|endoftext|>"
 
-# Llama 3's split (words with the space before them, numbers by three digits, punctuation, line ends), but for one thing:
-# line ends stay apart from punctuation. Else ":\n" is one token, and after the prompt "ROMEO:" no line end would follow.
+# Llama 3's split (words with the space before them, numbers by three digits, punctuation, line ends) with one change:
+# line ends stay apart from punctuation. Otherwise ":\n" would be one token, and no line end would follow the prompt
+# "ROMEO:".
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -94,7 +95,8 @@ CANDIDATES = [
 # The model. Modules carry Hugging Face's names, so that its state_dict is the checkpoint.
 
 def rotate(x, cos, sin):
-    """Rotary embedding (Su et al. 2021) in Hugging Face's halves; x [B, heads, T, head_dim], cos and sin [T, head_dim / 2]."""
+    """Rotary embedding (Su et al. 2021) in Hugging Face's halves. x is [B, heads, T, head_dim]; cos and sin are
+    [T, head_dim / 2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -197,7 +199,8 @@ def split_text(path):
 
 
 def train_tokenizer(text, vocab_size):
-    """Byte-level BPE. Ids are the 256 bytes, then merges in their order, then <|endoftext|>: an id is its merge's rank."""
+    """Byte-level BPE. The ids are the 256 bytes, then the merges in their order, then <|endoftext|>: an id is its
+    merge's rank."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
@@ -211,7 +214,8 @@ def train_tokenizer(text, vocab_size):
 
 
 def encode_streams(tokenizer, text, bpe_dropout, device, variants=16):
-    """The text as one tensor of ids, followed by `variants` more in which each merge was skipped at rate bpe_dropout."""
+    """The text as one tensor of ids, followed by `variants` more tensors, in which each merge was skipped at rate
+    bpe_dropout."""
     encoded = tokenizer.encode_batch([text])
     if bpe_dropout:
         tokenizer.model.dropout = bpe_dropout
@@ -316,18 +320,22 @@ def train(args):
     tokenizer = train_tokenizer(train_text, args.vocab_size)
     streams = encode_streams(tokenizer, train_text, args.bpe_dropout, device)
     held_out, = encode_streams(tokenizer, held_out_text, 0, device)
-    num_bytes = len(held_out_text.encode()) - len(tokenizer.decode(held_out[:1].tolist()).encode())  # the first token is given
+    first_token = tokenizer.decode(held_out[:1].tolist())  # it is given, not predicted
+    num_bytes = len(held_out_text.encode()) - len(first_token.encode())
     config = make_config(args)
     model = Decoder(config, args.dropout).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters:,} parameters, {len(streams[0]):,} training tokens, {len(held_out):,} held out, on {device}", flush=True)
+    print(f"{parameters:,} parameters, {len(streams[0]):,} training tokens, {len(held_out):,} held out, on {device}",
+          flush=True)
     if parameters > MAX_PARAMETERS:
-        raise SystemExit(f"{parameters:,} parameters are more than {MAX_PARAMETERS:,}: take fewer layers or a smaller --intermediate")
+        raise SystemExit(f"{parameters:,} parameters are more than {MAX_PARAMETERS:,}: "
+                         "take fewer layers or a smaller --intermediate")
     model, record = fit(model, streams, held_out, num_bytes, args, device)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())     # what is kept is bfloat16, so that is what is judged
-    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(model, held_out, num_bytes, args.context, device)
+    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(
+        model, held_out, num_bytes, args.context, device)
     summary = dict(parameters=parameters, training_tokens=len(streams[0]), held_out_tokens=len(held_out), **record,
                    settings={name: getattr(args, name) for name in SETTINGS})
     save(args.output, model, tokenizer, config, summary)
@@ -346,7 +354,8 @@ def save(output, model, tokenizer, config, summary):
         "generation_config.json": dict(do_sample=True, temperature=0.8, eos_token_id=end, pad_token_id=end),
         "tokenizer_config.json": dict(
             tokenizer_class="PreTrainedTokenizerFast", add_bos_token=False, bos_token=None, eos_token=END_OF_TEXT,
-            pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False, model_max_length=config["max_position_embeddings"]),
+            pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False,
+            model_max_length=config["max_position_embeddings"]),
         "training.json": summary}
     for name, content in files.items():
         (output / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -397,13 +406,15 @@ def print_sample(output, prompt="ROMEO:", num_tokens=200, temperature=0.8):
 # The sweep: a process a candidate, some at once, because one model this small leaves a large GPU idle.
 
 def run_candidate(args, changes, output, seconds, deadline):
-    """Train one candidate in a process of its own; returns its training.json. Raises RuntimeError with its last words."""
+    """Train one candidate in a process of its own and return its training.json. Raise RuntimeError with the last words
+    of a process that fails."""
     common = dict(data=args.data, output=output, steps=args.steps, seed=args.seed, max_seconds=seconds)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in {**common, **changes}.items()]
     with open(output.with_suffix(".log"), "w+", encoding="utf-8") as log:
         try:
-            subprocess.run([sys.executable, __file__, "--brief", *options], stdout=log, stderr=subprocess.STDOUT, check=True,
-                           timeout=max(1, deadline - time.perf_counter()), env=os.environ | {"OMP_NUM_THREADS": "2"})
+            subprocess.run(
+                [sys.executable, __file__, "--brief", *options], stdout=log, stderr=subprocess.STDOUT, check=True,
+                timeout=max(1, deadline - time.perf_counter()), env=os.environ | {"OMP_NUM_THREADS": "2"})
         except subprocess.SubprocessError as error:
             log.seek(0)
             raise RuntimeError(f"{type(error).__name__}: {' | '.join(log.read().splitlines()[-3:])}") from error
@@ -441,20 +452,23 @@ def print_table(results):
     print("bits/byte  nats/token  training nats  parameters  best step / run  seconds  settings")
     for r, changes in results:
         settings = ", ".join(f"{name} {value}" for name, value in changes.items()) or "the defaults"
-        print(f"{r['held_out_bits_per_byte']:9.4f}  {r['held_out_nats']:10.4f}  {r['training_nats']:13.4f}  {r['parameters']:10,}"
-              f"  {r['step']:9} / {r['steps_run']:<4}{r['seconds']:8.0f}  {settings}")
+        print(f"{r['held_out_bits_per_byte']:9.4f}  {r['held_out_nats']:10.4f}  {r['training_nats']:13.4f}"
+              f"  {r['parameters']:10,}  {r['step']:9} / {r['steps_run']:<4}{r['seconds']:8.0f}  {settings}")
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", required=True, help="tinyshakespeare as one text file")
     parser.add_argument("--output", required=True, type=Path, help="directory for the checkpoint")
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="see SETTINGS")
     parser.add_argument("--brief", action="store_true", help="leave out the check against transformers and the sample")
-    parser.add_argument("--sweep", action="store_true", help="train CANDIDATES; of the settings above only --steps and --seed count")
+    parser.add_argument("--sweep", action="store_true",
+                        help="train CANDIDATES; of the settings above only --steps and --seed count")
     parser.add_argument("--jobs", type=int, default=6, help="processes of the sweep at a time")
-    parser.add_argument("--max-seconds", type=float, help="end the training, or the whole sweep (360), within this time")
+    parser.add_argument("--max-seconds", type=float,
+                        help="end the training, or the whole sweep (360), within this time")
     args = parser.parse_args()
     args.max_seconds = args.max_seconds or (360.0 if args.sweep else math.inf)
     return args

@@ -22,7 +22,8 @@ from nanopaged import optional_triton, tiles
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
 FLOATS = ("split_acc", "split_sums", "rotation")
-FORMS = (("decode", True, 3), ("prefill", True, 3), ("decode", True, 4), ("decode", False, 3))  # phase, no_split, stages
+# A form of the attention kernel: its phase, no_split and stages.
+FORMS = (("decode", True, 3), ("prefill", True, 3), ("decode", True, 4), ("decode", False, 3))
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

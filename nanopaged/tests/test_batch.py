@@ -27,7 +27,8 @@ def folder(tmp_path, monkeypatch):
     """The working directory, with in.txt and in.jsonl."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text(f"{ROMEO}\n{JULIET}\nDUKE: So\n")
-    write_lines(tmp_path / "in.jsonl", {"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 2}, {"prompt": ROMEO, "n": 3})
+    write_lines(tmp_path / "in.jsonl",
+                {"prompt": ROMEO}, {"prompt": JULIET, "max_tokens": 2}, {"prompt": ROMEO, "n": 3})
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     return tmp_path
 
@@ -42,7 +43,7 @@ def write_lines(path, *lines) -> None:
 
 
 def results(path="out.jsonl") -> dict[int, dict]:
-    """Line -> result. There is one for each."""
+    """A dict from each line's number to its one result."""
     found = [json.loads(line) for line in open(path, encoding="utf-8")]
     assert set(Counter(result["line"] for result in found).values()) <= {1}
     return {result["line"]: {key: value for key, value in result.items() if key not in ("line", "hash")}
@@ -50,7 +51,7 @@ def results(path="out.jsonl") -> dict[int, dict]:
 
 
 def comparable(found: dict[int, dict]) -> dict[int, dict]:
-    """Without what depends on who else ran."""
+    """The results without what depends on the other requests that ran."""
     return {line: {key: value for key, value in result.items() if key != "num_cached_tokens"}
             for line, result in found.items()}
 
@@ -78,7 +79,7 @@ def test_a_text_file(capsys, folder):
 
 
 def test_lines_with_settings_of_their_own(folder):
-    """They win over those of the command line."""
+    """The settings of a line win over those of the command line."""
     write_lines(folder / "in.jsonl", {"prompt": ROMEO}, {"prompt": ROMEO, "n": 2, "temperature": 1.2, "seed": 7},
                 {"prompt_token_ids": [5, 6, 7], "max_tokens": 3}, {"prompt": ROMEO, "stop": "a", "max_tokens": 40},
                 {"prompt": JULIET, "logprobs": 1, "prompt_logprobs": 0},
@@ -97,11 +98,12 @@ def test_lines_with_settings_of_their_own(folder):
     assert [{int(token): (found["rank"], found["decoded_token"]) for token, found in place.items()}
             for place in found[5]["outputs"][0]["logprobs"]] == [
         {token: (found.rank, found.decoded_token) for token, found in place.items()} for place in first.logprobs]
-    assert found[5]["prompt_logprobs"][0] is None and len(found[5]["prompt_logprobs"]) == len(expected[4].prompt_token_ids)
+    assert found[5]["prompt_logprobs"][0] is None
+    assert len(found[5]["prompt_logprobs"]) == len(expected[4].prompt_token_ids)
 
 
 def test_an_id_comes_back_with_its_result(folder):
-    """Whatever it is, and with a bad line too."""
+    """The id may be any value, and a bad line's id comes back too."""
     write_lines(folder / "in.jsonl", {"id": "a", "prompt": ROMEO}, {"custom_id": [5], "prompt_token_ids": [5, 6]},
                 {"id": 0, "custom_id": None, "prompt": ROMEO, "n": 0}, {"prompt": ROMEO})
     assert run("--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL) == 1
@@ -129,8 +131,9 @@ def test_texts_are_printed_without_an_output_file(capsys, folder):
     assert run("--prompts", "in.jsonl", "--chat-template", "chat.jinja", *GREEDY, *POOL) == 0
     captured = capsys.readouterr()
     samples = generate(ROMEO, n=2, seed=3, temperature=1).outputs
-    for part in (f"=== line 1: {ROMEO!r} [0]\n{samples[0].text}\n\n", f"=== line 1: {ROMEO!r} [1]\n{samples[1].text}\n\n",
-                 f"=== line 2: {JULIET!r}\n{generate(JULIET).outputs[0].text}\n\n", "=== line 3: 'Hi'\n"):
+    for part in (
+            f"=== line 1: {ROMEO!r} [0]\n{samples[0].text}\n\n", f"=== line 1: {ROMEO!r} [1]\n{samples[1].text}\n\n",
+            f"=== line 2: {JULIET!r}\n{generate(JULIET).outputs[0].text}\n\n", "=== line 3: 'Hi'\n"):
         assert part in captured.out
     assert "3 lines" in captured.err
 
@@ -197,7 +200,7 @@ BAD_LINES = [
 
 
 def test_bad_lines_do_not_end_the_rest(capsys, folder):
-    """Each is told with its number, has its result, and makes the exit code 1."""
+    """Each bad line is told with its number, has its result, and makes the exit code 1."""
     lines = [line for bad, _ in BAD_LINES for line in (bad, {"prompt": ROMEO})]
     write_lines(folder / "in.jsonl", *lines)
     assert run("--prompts", "in.jsonl", "--output", "out.jsonl", "--chat-template", "chat.jinja", *GREEDY, *POOL) == 1
@@ -262,7 +265,8 @@ def interrupt(patch, after: int):
 
 @pytest.mark.parametrize("more", [[], ["--max-num-seqs", "1"]], ids=["together", "one after the other"])
 def test_an_interrupted_run_goes_on(capsys, folder, monkeypatch, more):
-    lines = [{"prompt": f"{i}. {ROMEO}", "max_tokens": 1 + 3 * i % 8, "n": 1 + i % 2, "temperature": 1} for i in range(6)]
+    lines = [{"prompt": f"{i}. {ROMEO}", "max_tokens": 1 + 3 * i % 8, "n": 1 + i % 2, "temperature": 1}
+             for i in range(6)]
     write_lines(folder / "in.jsonl", *lines, "{", {"prompt": ROMEO})
     argv = ["--prompts", "in.jsonl", *GREEDY, *POOL, *more]
     assert run(*argv, "--output", "whole.jsonl") == 1
@@ -351,20 +355,21 @@ def test_results_of_something_else_are_noticed_on_stdin(capsys, folder, monkeypa
 
 
 def test_what_may_change_between_two_runs(folder):
-    """How the engine computes does not matter, and where the files and the model are neither."""
+    """The results depend neither on how the engine computes nor on where the files and the model are."""
     argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY]
     assert run(*argv, *POOL) == 0
     before = (folder / "out.jsonl").read_bytes()
     (folder / "in.jsonl").rename(folder / "moved.jsonl")
-    assert run("--prompts", "moved.jsonl", *argv[2:], "--num-blocks", "100", "--max-num-seqs", "2", "--block-size", "8") == 0
+    assert run("--prompts", "moved.jsonl", *argv[2:],
+               "--num-blocks", "100", "--max-num-seqs", "2", "--block-size", "8") == 0
     assert (folder / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [
     b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
-    b'{"line": 0, "hash": "5"}\n', b'{"line": 5, "hash": "5"}\n{"line": -1, "hash": "5"}\n', b'{"line": "1", "hash": "5"}\n',
-    b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n', b'{"line": 1, "hash": "12345678123456781"}\n',
-    b'{"line": 100000000000000000, "hash": "5"}\n'])
+    b'{"line": 0, "hash": "5"}\n', b'{"line": 5, "hash": "5"}\n{"line": -1, "hash": "5"}\n',
+    b'{"line": "1", "hash": "5"}\n', b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n',
+    b'{"line": 1, "hash": "12345678123456781"}\n', b'{"line": 100000000000000000, "hash": "5"}\n'])
 def test_a_file_that_holds_something_else_is_left_alone(capsys, folder, content):
     (folder / "out.jsonl").write_bytes(content)
     assert run("--prompts", "in.txt", "--output", "out.jsonl", llm_class=None) == 2
@@ -389,7 +394,7 @@ def test_files_that_cannot_be_used(capsys, folder, source, target, words):
 
 
 def test_two_runs_do_not_write_to_one_file(capsys, folder):
-    """The second one is refused before anything is loaded. When the first has ended, another may go on."""
+    """The second run is refused before anything is loaded. When the first has ended, another may go on."""
     pytest.importorskip("fcntl")
     argv = ["--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL]
     first = PromptFile("in.txt", "out.jsonl")
@@ -411,14 +416,14 @@ def test_a_file_system_without_locks(folder, monkeypatch):
 
 @pytest.mark.parametrize("target", ["/dev/null", "pipe"])
 def test_results_go_to_a_file_only(capsys, folder, target):
-    """Nothing is read from what may never end, as /dev/full does not."""
+    """The run reads nothing from a file that may never end, such as /dev/full."""
     os.mkfifo(folder / "pipe")
     assert run("--prompts", "in.txt", "--output", target, llm_class=None) == 2
     assert_refused(capsys.readouterr(), "--output", repr(target), "a device or a pipe")
 
 
 class FullDisk(io.FileIO):
-    """A file on a disk that has room for some of what is to be written."""
+    """A file on a disk that has room for some of what is written to the file."""
 
     def write(self, raw):
         if not (room := max(0, 300 - self.tell())):
@@ -427,7 +432,7 @@ class FullDisk(io.FileIO):
 
 
 def test_a_full_disk(capsys, folder, monkeypatch):
-    """It takes half a result. Once there is room, the same command goes on."""
+    """The disk takes half a result. Once there is room, the same command goes on."""
     argv = ["--prompts", "in.txt", *GREEDY, *POOL, "--output"]
     assert run(*argv, "whole.jsonl") == 0
     whole, open_file = comparable(results("whole.jsonl")), batch.open_file
@@ -437,7 +442,8 @@ def test_a_full_disk(capsys, folder, monkeypatch):
             io.BufferedRandom(FullDisk(path, mode)) if option == "--output" else open_file(option, path, mode)))
         assert run(*argv, "out.jsonl") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: --output 'out.jsonl' cannot be written: No space left on device; ") and ". " not in error
+    assert error.startswith("error: --output 'out.jsonl' cannot be written: No space left on device; ")
+    assert ". " not in error
     assert "goes on where it stopped" in error and nothing_left(shared_llm(num_blocks=128))
     assert (folder / "out.jsonl").stat().st_size == 300
     assert run(*argv, "out.jsonl") == 0 and comparable(results()) == whole
@@ -474,9 +480,10 @@ def test_what_is_under_way_is_aborted_with_the_generator():
 
 
 def test_requests_of_others_are_theirs():
-    """What an engine computes beside is neither waited for nor given out."""
+    """Requests that an engine computes beside those of the run are neither waited for nor given out."""
     llm = shared_llm(num_blocks=128)
-    stranger = llm.add_request(JULIET, SamplingParams(max_tokens=2)), llm.add_request(JULIET, SamplingParams(max_tokens=50))
+    stranger = (llm.add_request(JULIET, SamplingParams(max_tokens=2)),
+                llm.add_request(JULIET, SamplingParams(max_tokens=50)))
     [(key, output)] = run_all(llm, [("mine", ROMEO, SamplingParams(max_tokens=5), 0)], Progress(llm), pytest.fail)
     assert key == "mine" and output.prompt == ROMEO and llm.has_unfinished_requests()
     for request_id in stranger:
@@ -502,7 +509,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_progress_bar(folder, monkeypatch):
-    """On a terminal only; it is gone when a line has to be told, and at the end."""
+    """The bar is drawn on a terminal only; it is gone when a line has to be told, and at the end."""
     terminal, clock = Terminal(), iter(range(10**6))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(batch.time, "perf_counter", lambda: next(clock))
@@ -525,7 +532,7 @@ def test_the_progress_bar(folder, monkeypatch):
 
 
 def test_the_remaining_time(monkeypatch):
-    """Of what is done, only what was done since the start tells how long the rest will take."""
+    """The estimate counts only the lines done since the start, and not those of earlier runs."""
     terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -37,7 +37,7 @@ def group(eos=(), **settings) -> BeamGroup:
 
 
 def search(beams: BeamGroup, next_tokens) -> BeamGroup:
-    """Run to the end; next_tokens(texts generated so far, how many) gives the candidates of each."""
+    """Run a search to the end; next_tokens(texts generated so far, how many) gives the candidates of each text."""
     texts = [[]]
     while not beams.done:
         origins = beams.extend(next_tokens(texts, beams.num_candidates))
@@ -100,7 +100,7 @@ def test_results_equal_transformers(case):
 
 
 def test_the_cases_tell_the_settings_apart():
-    """Which makes the test above one of these settings, too."""
+    """The expected results differ between the settings, so the test above tests the settings too."""
     assert {case["beam_width"] for case in CASES} == {1, 2, 4, 5}
     assert {case["length_penalty"] for case in CASES} == {0.0, 1.0, 2.0, -1.0}
     by_problem = {}
@@ -268,7 +268,7 @@ PENALTIES = [0.0, 1.0, 2.0, -1.0, 0.3]
 
 
 class Table:
-    """Random log probabilities after every text, made up when asked for."""
+    """A model with random log probabilities after every text, made up when they are asked for."""
 
     def __init__(self, vocab_size: int, seed: int):
         self.vocab_size, self.seed = vocab_size, seed
@@ -287,7 +287,8 @@ class Table:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_beams_without_end_find_every_text(seed):
-    """More beams than texts: the vocabulary is smaller than the beam width, and the search is an enumeration."""
+    """There are more beams than texts, and the vocabulary is smaller than the beam width: the search is an
+    enumeration."""
     rng = random.Random(seed)
     vocab_size, max_tokens, penalty = rng.randint(2, 4), rng.randint(1, 4), rng.choice(PENALTIES)
     table, eos = Table(vocab_size, seed), set(rng.sample(range(vocab_size), rng.randint(0, 2)))

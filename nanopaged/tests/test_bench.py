@@ -31,7 +31,8 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(monkeypa
 @pytest.fixture
 def tiny_bench(monkeypatch):
     """The engine of the benchmark's sections, on a CPU, with a step launched ahead as on a GPU."""
-    shape = dict(hidden_size=8, head_dim=8, num_key_value_heads=1, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    shape = dict(hidden_size=8, head_dim=8, num_key_value_heads=1, num_hidden_layers=1, num_attention_heads=1,
+                 intermediate_size=8)
     monkeypatch.setitem(bench.SHAPES, "tiny", bench.QWEN3 | shape)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     llm = bench.random_llm("tiny", max_model_len=128, device="cpu")

@@ -34,7 +34,8 @@ def standing_clock(monkeypatch):
     monkeypatch.setattr(chat, "datetime", StandingClock)
 
 
-def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=True, continue_final_message=False, **variables) -> str:
+def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=True, continue_final_message=False,
+           **variables) -> str:
     template = ChatTemplate(source, EXPECTED["special_tokens"])
     return template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
 
@@ -71,13 +72,14 @@ def test_conversations_like_transformers(name):
 
 
 def test_snippets_like_transformers():
-    """Among them what the sandbox stops: ways to Python's internals, changes to the messages, huge ranges."""
+    """Among the snippets are those that the sandbox stops: ways to Python's internals, changes to the messages, huge
+    ranges."""
     for source, expected in EXPECTED["snippets"]:
         same(expected, render, source, add_generation_prompt=False)
 
 
 def test_generation_prompt_is_the_default():
-    """As in vLLM's `chat`; transformers adds none unless asked."""
+    """The default is that of vLLM's `chat`; transformers adds no generation prompt unless asked."""
     source = "{{ add_generation_prompt }}"
     assert render(source) == "True" and render(source, add_generation_prompt=False) == "False"
 
@@ -91,7 +93,8 @@ def write(path: Path, files: dict) -> Path:
 
 @pytest.mark.parametrize("files, tools, expected", EXPECTED["checkpoints"])
 def test_files_like_transformers(tmp_path, files, tools, expected):
-    """Which file comes first, which of several templates is taken, and the special tokens by name."""
+    """The cases are about which file comes first, which of several templates is taken, and the special tokens by
+    name."""
     template = load_chat_template(write(tmp_path, files))
     if isinstance(expected, dict):
         assert "none named 'default'" in complaint(template.render, QUESTION, tools=tools)
@@ -134,7 +137,8 @@ def test_broken_files(tmp_path):
 
 
 def test_text_parts():
-    """One string for a template that would print the list, the parts for one that reads their texts."""
+    """A template that would print the list gets one string, and a template that reads the parts' texts gets the
+    parts."""
     parts = [{"role": "user", "content": [TEXT, TEXT | {"text": "b"}]}]
     joined = [{"role": "user", "content": "a\nb"}]
     for name in ("thinking", "dated", "default_system", "alternating"):
@@ -152,7 +156,7 @@ def test_text_parts():
     ({"arguments": '{"a": [1, "ö"]}'}, "a=[1, 'ö'];"), ({"arguments": {"a": 1}}, "a=1;"), ({"arguments": ""}, ""),
     ({"arguments": None}, ""), ({}, "")])
 def test_arguments_of_tool_calls_are_dicts(function, expected):
-    """As in vLLM: the API's form of them is a JSON string."""
+    """The API's form of the arguments is a JSON string, which becomes a dict as in vLLM."""
     source = "{% for k, v in messages[1].tool_calls[0].function.arguments|items %}{{ k }}={{ v }};{% endfor %}"
     calls = [{"type": "function", "function": {"name": "f"} | function}]
     messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}]

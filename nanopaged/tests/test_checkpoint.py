@@ -1,4 +1,5 @@
-"""Tests of nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, what it says of bad files."""
+"""Tests of nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, and what it says of bad
+files."""
 import json
 import pickle
 import subprocess
@@ -27,7 +28,7 @@ def raw_bytes(tensor):
 
 
 def write_safetensors(path, tensors, pad=0, header=None):
-    """Writes the format by hand. `pad` spaces after the header shift the data; `header` replaces the true one."""
+    """Write the format by hand. `pad` spaces after the header shift the data; `header` replaces the true one."""
     entries, data = {"__metadata__": {"format": "pt"}}, b""
     for name, tensor in tensors.items():
         entries[name] = entry(tensor, len(data))
@@ -305,7 +306,8 @@ def test_truncated_data(tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     assert f"is truncated: expected {size} bytes according to its header, found {size - 5}" in read_error(tmp_path)
     file.write_bytes(file.read_bytes() + b"12345678")
-    assert f"stray bytes at its end: expected {size} bytes according to its header, found {size + 3}" in read_error(tmp_path)
+    problem = f"stray bytes at its end: expected {size} bytes according to its header, found {size + 3}"
+    assert problem in read_error(tmp_path)
 
 
 def test_truncated_header(tmp_path):
@@ -373,7 +375,8 @@ def test_shard_that_is_a_git_lfs_pointer(tmp_path):
 
 
 @pytest.mark.parametrize("text, problem", [
-    ("{", "not valid JSON"), ("{}", 'expected a "weight_map"'), ('{"weight_map": {"a": 1}}', 'expected a "weight_map"')])
+    ("{", "not valid JSON"), ("{}", 'expected a "weight_map"'),
+    ('{"weight_map": {"a": 1}}', 'expected a "weight_map"')])
 def test_broken_index(tmp_path, text, problem):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     assert problem in read_error(tmp_path)

@@ -34,13 +34,14 @@ loaded = functools.cache(LLM)
 
 
 def shared_llm(model: str = "shakespeare", **options) -> LLM:
-    """Takes the place of the class LLM in main: the same options get the same engine, loaded once. The engine's own seed
-    is for requests without one, which the command line does not make; without CUDA graphs an engine is there at once."""
+    """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. The
+    engine's own seed is for requests without one, which the command line does not make, and without CUDA graphs an
+    engine is ready at once."""
     return loaded(model, **options | dict(enforce_eager=True, seed=0))
 
 
 def run(*argv: str, llm_class=shared_llm) -> int:
-    """The exit code."""
+    """Run the program and return its exit code."""
     try:
         return main(list(argv), llm_class)
     except SystemExit as exit:  # argparse's own way out, after --help
@@ -58,7 +59,7 @@ def generate(prompts, **params):
 
 
 def assert_refused(captured, *words: str):
-    """One sentence on stderr that holds the words, and nothing on stdout."""
+    """stderr holds one sentence with the words, and stdout holds nothing."""
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert captured.err.startswith("error: ") and ". " not in captured.err and "Traceback" not in captured.err
@@ -68,7 +69,8 @@ def assert_refused(captured, *words: str):
 
 def nothing_left(llm: LLM) -> bool:
     manager, scheduler = llm.scheduler.block_manager, llm.scheduler
-    return not (llm.requests or scheduler.running or scheduler.waiting) and manager.num_free_blocks == manager.num_blocks
+    busy = llm.requests or scheduler.running or scheduler.waiting
+    return not busy and manager.num_free_blocks == manager.num_blocks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def nothing_left(llm: LLM) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 def test_one_prompt_prints_it_with_its_continuation(capsys):
-    """Greedy output is LLM.generate's; stdout holds the text and a line's end, nothing else."""
+    """Greedy output is LLM.generate's; stdout holds the text and a line's end, and nothing else."""
     assert run("--prompt", ROMEO, "--max-tokens", "40", "--temperature", "0", *POOL) == 0
     captured = capsys.readouterr()
     [expected] = generate(ROMEO, temperature=0, max_tokens=40)
@@ -104,10 +106,10 @@ def test_the_text_streams(capsys, monkeypatch):
 
 
 def test_sampling_options_reach_the_sampler(capsys):
-    """Drawn text depends on the seed and on nothing else, and is LLM.generate's with the same settings."""
+    """Drawn text depends on the seed and on nothing else, and equals that of LLM.generate with the same settings."""
     settings = dict(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, seed=-7, max_tokens=25, ignore_eos=True)
-    argv = ["--prompt", ROMEO, "--temperature", "1.3", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01", "--seed", "-7",
-            "--max-tokens", "25", "--ignore-eos", *POOL]
+    argv = ["--prompt", ROMEO, "--temperature", "1.3", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01",
+            "--seed", "-7", "--max-tokens", "25", "--ignore-eos", *POOL]
     [expected] = generate(ROMEO, **settings)
     for _ in range(2):
         assert run(*argv) == 0
@@ -174,7 +176,8 @@ def asked_params(monkeypatch, *argv, **options) -> SamplingParams:
 
 SAMPLING_OPTIONS = {
     "--max-tokens 7": dict(max_tokens=7), "--min-tokens 3": dict(min_tokens=3),
-    "--temperature 1.5": dict(temperature=1.5), "--top-k 5": dict(top_k=5), "--top-p 0.5": dict(top_p=0.5), "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2),
+    "--temperature 1.5": dict(temperature=1.5), "--top-k 5": dict(top_k=5), "--top-p 0.5": dict(top_p=0.5),
+    "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2),
     "--seed -3": dict(seed=-3), "--presence-penalty -1": dict(presence_penalty=-1),
     "--frequency-penalty 0.5": dict(frequency_penalty=0.5), "--repetition-penalty 1.1": dict(repetition_penalty=1.1),
     "--stop ACT --stop ' SCENE'": dict(stop=["ACT", " SCENE"]), "--stop-token-ids 5,6": dict(stop_token_ids=[5, 6]),
@@ -201,7 +204,7 @@ def checkpoint(folder: Path, **generation_config) -> str:
 
 
 def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
-    """What is given on the command line goes before what the checkpoint recommends, and that before our defaults."""
+    """The command line goes before what the checkpoint recommends, and the checkpoint before our defaults."""
     model = checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20)
     plain = "--prompt", "x", "--model", model
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
@@ -230,8 +233,9 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
     for more in ([], [], ["--n", "2"]):
         assert run(*argv, *more) == 0
         statuses.append(capsys.readouterr().err.splitlines()[-1])
-    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%(?:, \d+ blocks saved)?\), first token after \d+\.\d\d s, (\d+) new tokens "
-               r"at \d+\.\d tokens/s, at most (\d+) of 128 blocks in use")
+    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%(?:, \d+ blocks saved)?\), "
+               r"first token after \d+\.\d\d s, (\d+) new tokens at \d+\.\d tokens/s, "
+               r"at most (\d+) of 128 blocks in use")
     first, second, third = (tuple(map(int, re.search(pattern, status).groups())) for status in statuses)
     num_prompt = first[0]
     assert first[1:3] == (0, 0) and first[3] == 4 and first[4] >= num_prompt // 16
@@ -274,7 +278,8 @@ def test_underscores_in_the_names_of_options(monkeypatch):
 
 
 def test_a_trace_on_request(capsys):
-    """It goes to stderr, and the texts are the same. One text does not stream into it, but is printed like several."""
+    """The trace goes to stderr, and the texts are the same. One text does not stream into it, but is printed like
+    several."""
     argv = ["--prompt", ROMEO, "--prompt", "O", "--max-tokens", "5", *POOL, "--enforce-eager", "--num-blocks", "20"]
     assert run(*argv, llm_class=LLM) == 0
     plain = capsys.readouterr()
@@ -302,7 +307,8 @@ def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
     captured = capsys.readouterr()
     outputs = generate(prompts, n=n, max_tokens=15, seed=3, temperature=0.9)
     assert len({sample.text for sample in outputs[0].outputs}) == n
-    assert_in_order(captured.out, [part for output in outputs for sample in output.outputs for part in (output.prompt, sample.text)])
+    assert_in_order(captured.out, [
+        part for output in outputs for sample in output.outputs for part in (output.prompt, sample.text)])
     assert captured.out.count(ROMEO) == n * prompts.count(ROMEO)
     assert f"{15 * n * len(prompts)} new tokens" in captured.err and "tokens/s" in captured.err
     assert not any(prompt in captured.err for prompt in prompts)
@@ -338,14 +344,16 @@ def test_greedy_texts_of_several_prompts_are_those_of_each_alone(capsys):
 # Bad input
 # --------------------------------------------------------------------------------------------------
 
-INTEGER_OPTIONS = ["--max-tokens", "--top-k", "--n", "--seed", "--block-size", "--num-blocks", "--max-model-len", "--max-num-seqs",
-                   "--max-num-batched-tokens", "--min-tokens", "--logprobs", "--prompt-logprobs", "--beam-width"]
+INTEGER_OPTIONS = ["--max-tokens", "--top-k", "--n", "--seed", "--block-size", "--num-blocks", "--max-model-len",
+                   "--max-num-seqs", "--max-num-batched-tokens", "--min-tokens", "--logprobs", "--prompt-logprobs",
+                   "--beam-width"]
 FLOAT_OPTIONS = ["--temperature", "--top-p", "--min-p", "--gpu-memory-utilization", "--presence-penalty",
                  "--frequency-penalty", "--repetition-penalty", "--length-penalty", "--swap-space"]
 LIST_OPTIONS = ["--stop-token-ids", "--allowed-token-ids"]
 OBJECT_OPTIONS = ["--logit-bias", "--chat-template-kwargs"]
 OUT_OF_RANGE = {
-    "--max-tokens": ["0", "-1"], "--n": ["0", "-1"], "--top-k": ["-2", str(2**63)], "--seed": [str(2**63), str(-2**63 - 1)],
+    "--max-tokens": ["0", "-1"], "--n": ["0", "-1"], "--top-k": ["-2", str(2**63)],
+    "--seed": [str(2**63), str(-2**63 - 1)],
     "--temperature": ["-0.1", "nan", "inf"], "--top-p": ["0", "-0.1", "1.1", "nan", "inf"],
     "--min-p": ["-0.1", "1.1", "nan", "inf"],
     "--block-size": ["0", "-16"], "--num-blocks": ["0", "-1", str(10**20)], "--max-model-len": ["0", "-1", "1025"],
@@ -387,14 +395,16 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
     (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
-    (["--prompt", "x", "--ignore-eos=1"], "--ignore-eos")], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+    (["--prompt", "x", "--ignore-eos=1"], "--ignore-eos"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     assert run(*argv) == 2
     assert_refused(capsys.readouterr(), word)
 
 
 @pytest.mark.parametrize("argv, words", [
-    ("--chat --prompts FILE.txt", ["--chat", "--prompts"]), ("--prompt x --prompts FILE.txt", ["--prompt", "--prompts"]),
+    ("--chat --prompts FILE.txt", ["--chat", "--prompts"]),
+    ("--prompt x --prompts FILE.txt", ["--prompt", "--prompts"]),
     ("--prompts FILE.txt --beam-width 2", ["--prompts", "--beam-width"]),
     ("--prompts FILE.txt --system S", ["--system", "--chat"]), ("--prompt x --system S", ["--system", "--chat"]),
     ("--prompt x --output OUT.jsonl", ["--output", "--prompts"]), ("--output OUT.jsonl", ["--prompts"]),
@@ -419,7 +429,7 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     ("--prompt x --min-tokens 300 --generation-config vllm", ["max_tokens 256"]),
     ("--chat", ["stdin", "--prompt"])])  # the tests' stdin is empty
 def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
-    """Refused before anything is loaded."""
+    """Such options are refused before anything is loaded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE.txt").write_text("ROMEO:\n")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
@@ -442,7 +452,8 @@ def test_models_that_are_not_there(capsys, tmp_path, monkeypatch, more):
 
 
 @pytest.mark.parametrize("files, word", [
-    ({"config.json": "{"}, "config.json"), ({"config.json": "[]"}, "config.json"), ({"config.json": "{}"}, "config.json"),
+    ({"config.json": "{"}, "config.json"), ({"config.json": "[]"}, "config.json"),
+    ({"config.json": "{}"}, "config.json"),
     ({"config.json": (ROOT / "nanopaged/shakespeare/config.json").read_text()}, "model.safetensors")],
     ids=["broken json", "no object", "empty", "no weights"])
 def test_a_damaged_checkpoint_is_refused(capsys, tmp_path, files, word):
@@ -463,8 +474,9 @@ def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
 
 
 @pytest.mark.parametrize("argv, word", [
-    (["--prompt", ""], "empty"), (["--prompt", ROMEO, "--prompt", ""], "empty"), (["--prompt", "", "--n", "2"], "empty"),
-    (["--prompt", "what light " * 2000], "max_model_len 1024"), (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
+    (["--prompt", ""], "empty"), (["--prompt", ROMEO, "--prompt", ""], "empty"),
+    (["--prompt", "", "--n", "2"], "empty"), (["--prompt", "what light " * 2000], "max_model_len 1024"),
+    (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
     (["--prompt", "what light through yonder window breaks", "--max-model-len", "4"], "max_model_len 4"),
     (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--load-format", "dummy"], "tokenizer"),
     (["--prompt", "", "--beam-width", "2"], "empty"), (["--prompt", "x", "--allowed-token-ids", "5,1024"], "1024"),
@@ -494,9 +506,11 @@ def test_a_bad_prompt_leaves_a_usable_engine(capsys):
 
 @pytest.mark.parametrize("argv", [
     ["--max-tokens", "1"], ["--max-tokens", "99999999", "--max-model-len", "24"], ["--temperature", "1e-6"],
-    ["--top-k", "99999999"], ["--top-k", "-1"], ["--top-p", "1e-9"], ["--min-p", "1"], ["--seed", str(2**63 - 1), "--n", "2"],
-    ["--seed", str(-2**63)], ["--block-size", "1"], ["--block-size", "256", "--num-blocks", "1"], ["--max-num-seqs", "1", "--n", "3"],
-    ["--max-num-batched-tokens", "1"], ["--no-enable-prefix-caching"], ["--dtype", "float16"], ["--attention", "torch"]],
+    ["--top-k", "99999999"], ["--top-k", "-1"], ["--top-p", "1e-9"], ["--min-p", "1"],
+    ["--seed", str(2**63 - 1), "--n", "2"], ["--seed", str(-2**63)], ["--block-size", "1"],
+    ["--block-size", "256", "--num-blocks", "1"], ["--max-num-seqs", "1", "--n", "3"],
+    ["--max-num-batched-tokens", "1"], ["--no-enable-prefix-caching"], ["--dtype", "float16"],
+    ["--attention", "torch"]],
     ids=" ".join)
 def test_edge_values_run(capsys, argv):
     assert run("--prompt", ROMEO, "--max-tokens", "4", *POOL, *argv) == 0
@@ -529,12 +543,13 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
-    assert named - {"--version"} == {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
+    known = {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
+    assert named - {"--version"} == known
     assert named >= {*INTEGER_OPTIONS, *FLOAT_OPTIONS, *LIST_OPTIONS, *OBJECT_OPTIONS, *OUT_OF_RANGE}
 
 
 def test_help_tells_the_defaults():
-    """One default after each of these options, in brackets on its line."""
+    """Each of these options has one default, in brackets on its line."""
     sampling, engine = SamplingParams(max_tokens=256, temperature=0.8, seed=0), LLM.__init__.__kwdefaults__
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "presence_penalty",
                  "frequency_penalty", "repetition_penalty"):
@@ -548,7 +563,8 @@ def test_help_tells_the_defaults():
 
 
 def test_sampling_parameters_without_an_option():
-    """Functions have no place on a command line, and neither has what is refused; everything else has."""
+    """Functions have no place on a command line, and neither have the refused parameters; every other one has an
+    option."""
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
     for_vllms_sake = {"tokenizer", "skip_tokenizer_init", "num_gpu_blocks_override"}
@@ -561,7 +577,7 @@ def test_sampling_parameters_without_an_option():
 
 @pytest.mark.parametrize("argv", [["--chat"], ["--prompts", "-"]], ids=" ".join)
 def test_a_closed_stdin(capsys, monkeypatch, argv):
-    """As after <&- in the shell: the interpreter has None for it."""
+    """After <&- in the shell the interpreter has None for stdin."""
     monkeypatch.setattr(sys, "stdin", None)
     assert run(*argv, llm_class=None) == 2
     assert_refused(capsys.readouterr(), "stdin is closed", "--prompt TEXT")
@@ -577,7 +593,7 @@ def test_a_closed_stream_that_is_not_needed(capsys, monkeypatch, name):
 
 
 class Full(io.StringIO):
-    """As /dev/full, which still has what it could not write when the interpreter flushes it at its end."""
+    """A stream as /dev/full is: it still has what it could not write when the interpreter flushes it at its end."""
 
     def flush(self):
         raise OSError(28, "No space left on device")
@@ -597,8 +613,9 @@ def test_what_a_full_stderr_cannot_take_is_lost(capsys, monkeypatch, argv, code)
 # Ctrl-C
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv", [["--prompt", ROMEO], ["--prompt", ROMEO, "--prompt", JULIET], ["--prompt", ROMEO, "--n", "3"]],
-                         ids=["streaming", "two prompts", "n = 3"])
+@pytest.mark.parametrize("argv", [
+    ["--prompt", ROMEO], ["--prompt", ROMEO, "--prompt", JULIET], ["--prompt", ROMEO, "--n", "3"]],
+    ids=["streaming", "two prompts", "n = 3"])
 @pytest.mark.parametrize("when", [0, 4])
 def test_an_interrupt_inside_a_step_ends_cleanly(capsys, monkeypatch, argv, when):
     steps, launch = [], Runner.launch
@@ -609,12 +626,16 @@ def test_an_interrupt_inside_a_step_ends_cleanly(capsys, monkeypatch, argv, when
         steps.append(step)
         return launch(runner, step)
 
+    def remembered_llm(*args, **kwargs):
+        engines.append(shared_llm(*args, **kwargs))
+        return engines[-1]
+
     options = dict(zip(["--temperature", "--max-tokens", *POOL[::2]], ["0", "50", *POOL[1::2]]))
     options = [word for pair in options.items() for word in pair]
     engines = []
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "launch", interrupted)
-        code = run(*argv, *options, llm_class=lambda *args, **kwargs: engines.append(shared_llm(*args, **kwargs)) or engines[-1])
+        code = run(*argv, *options, llm_class=remembered_llm)
     captured = capsys.readouterr()
     assert code == 130 and len(steps) == when
     assert "Traceback" not in captured.err and "error" not in captured.err
@@ -679,7 +700,7 @@ def chat(tmp_path) -> list[str]:
 
 
 def answer_to(*turns: str, max_tokens: int = 12, **options) -> str:
-    """The model's to a conversation: user, assistant, user ..."""
+    """The model's answer to a conversation, which is a list of the texts of user, assistant, user ..."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     llm = shared_llm(**SMALL)
     prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, **options)
@@ -734,7 +755,7 @@ def test_a_template_that_refuses(capsys, chat, tmp_path):
 
 
 class Terminal:
-    """Takes the place of input(): gives the lines, raises what is to be raised, and ends with Ctrl-D."""
+    """A stand-in for input(): it gives the lines, raises what is to be raised, and ends with Ctrl-D."""
 
     def __init__(self, monkeypatch, *lines):
         self.lines, self.at_each = list(lines), []
@@ -756,7 +777,7 @@ def cached_tokens(err: str) -> list[tuple[int, int]]:
 
 
 def test_a_conversation(capsys, chat, monkeypatch):
-    """Every question comes with what was said before, whose blocks are in the pool. Empty lines are no questions."""
+    """Every question comes with the turns before it, whose blocks are in the pool. Empty lines are no questions."""
     Terminal(monkeypatch, "What is your name?", "", "  ", "Whence come you?", "And whither?")
     assert run(*chat, "--max-tokens", "12") == 0
     captured = capsys.readouterr()
@@ -778,7 +799,8 @@ def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch)
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
-    """What was said until then is part of the conversation; a question without any answer is not."""
+    """The part of an answer that came before Ctrl-C belongs to the conversation; a question without any answer does
+    not."""
     Terminal(monkeypatch, "Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
     steps, step = [], LLM._step
 
@@ -808,7 +830,7 @@ def test_a_bad_question_does_not_end_the_conversation(capsys, chat, monkeypatch)
 
 
 def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
-    """Its oldest part is forgotten, the system message is not."""
+    """The oldest part of the conversation is forgotten, and the system message is not."""
     asked, prompt_of = [], LLM.chat_prompt
     monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
         asked.append(messages) or prompt_of(llm, messages, **how)))
@@ -840,7 +862,7 @@ def test_options_that_a_conversation_cannot_have(capsys, chat, monkeypatch, more
 
 
 def test_no_template_no_conversation(capsys, monkeypatch):
-    """It is said before anything is asked."""
+    """The program says so before it asks for anything."""
     Terminal(monkeypatch, AssertionError("asked"))
     assert run("--chat", *POOL) == 2
     captured = capsys.readouterr()
@@ -848,7 +870,7 @@ def test_no_template_no_conversation(capsys, monkeypatch):
 
 
 def test_lines_that_are_pasted_together_are_one_message():
-    """A terminal sends the marks of a paste around them, and carriage returns between them."""
+    """A terminal sends the marks of a paste around the lines, and carriage returns between them."""
     pytest.importorskip("readline")
     pty = pytest.importorskip("pty")
     code = "from nanopaged.cli import main as cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
@@ -873,7 +895,7 @@ def test_lines_that_are_pasted_together_are_one_message():
 
 
 def test_a_conversation_in_a_terminal(chat):
-    """With a real one: keys are typed, Ctrl-C and Ctrl-D among them."""
+    """The terminal is a real one: keys are typed, Ctrl-C and Ctrl-D among them."""
     fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
     master, slave = os.openpty()
 
@@ -945,16 +967,18 @@ def test_a_benchmark_that_there_is_not(capsys, monkeypatch, words):
 
 
 def test_nobody_complains_where_there_is_no_numpy():
-    statements = ["import engine", "import bench"]  # which takes LLM from nanopaged
-    children = [subprocess.Popen([sys.executable, "-c", f"import sys; sys.modules['numpy'] = None; {statement}"], cwd=ROOT,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for statement in statements]  # side by side
+    statements = ["import engine", "import bench"]  # bench takes LLM from nanopaged
+    children = [  # side by side
+        subprocess.Popen([sys.executable, "-c", f"import sys; sys.modules['numpy'] = None; {statement}"], cwd=ROOT,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for statement in statements]
     for statement, child in zip(statements, children):
         output, _ = child.communicate()
         assert (statement, child.returncode, output) == (statement, 0, b"")
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours():
-    """`python engine.py ... | head -c 6`: no traceback, and none from the interpreter's end either."""
+    """`python engine.py ... | head -c 6` prints no traceback, and the interpreter prints none at its end."""
     argv = ["--prompt", "ROMEO:", "--max-tokens", "100", "--ignore-eos", "--device", "cpu", *POOL]
     child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *argv], cwd=ROOT, encoding="utf-8",
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)

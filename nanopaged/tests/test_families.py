@@ -28,15 +28,19 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(quantization_config="awq"), "quantised .awq."),
     (dict(num_hidden_layers="2"), "num_layers must be an integer of at least 1, not '2'"),
     (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
-    (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"), (dict(hidden_size=None), "no LlamaForCausalLM can have"),
-    (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"), (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
-    (dict(rope_theta=None), "rope_theta must be a number above 0, not None"), (dict(rope_theta=0), "rope_theta .* not 0"),
+    (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"),
+    (dict(hidden_size=None), "no LlamaForCausalLM can have"),
+    (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"),
+    (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
+    (dict(rope_theta=None), "rope_theta must be a number above 0, not None"),
+    (dict(rope_theta=0), "rope_theta .* not 0"),
     (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0, not 'x'"),
     (dict(rms_norm_eps=-1), "epsilon must be a number above 0, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
     (dict(architectures=True), "unknown architecture True"), (dict(architectures=[[]]), r"unknown architecture \[\]"),
     (dict(hidden_act=[]), r"unknown activation \[\]"),
     (dict(architectures=["MistralForCausalLM"], sliding_window=-1), r"windows of \[-1\]"),
-    (dict(architectures=["Qwen2ForCausalLM"], layer_types=["full_attention"] * 2), r"each of the 1 layers, not windows of \[0, 0\]"),
+    (dict(architectures=["Qwen2ForCausalLM"], layer_types=["full_attention"] * 2),
+     r"each of the 1 layers, not windows of \[0, 0\]"),
 ])
 def test_unsupported_configurations_get_a_sentence(change, message):
     with pytest.raises(ValueError, match=message):
@@ -73,11 +77,13 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"):
         load(path, num_blocks=64)
     path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name][:3]})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"):
+    problem = r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"
+    with pytest.raises(ValueError, match=problem):
         load(path, num_blocks=64)
 
 
-@pytest.mark.parametrize("variant, embedding", [("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
+@pytest.mark.parametrize("variant, embedding", [
+    ("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
 def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
     """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
     prompts, continuations, _ = expectations(variant)
@@ -86,11 +92,13 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant
         llm = load(rewritten(tmp_path, variant, change), num_blocks=64)
         assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
 
-    assert_loads(lambda tensors: {"lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
+    assert_loads(lambda tensors: {
+        "lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
     other = {"lm_head.weight": torch.ones_like(dict(read_tensors(GOLDEN / variant))[embedding])}
-    assert_loads(lambda tensors: other | tensors)  # of two the embedding counts, in either order
+    assert_loads(lambda tensors: other | tensors)  # the embedding counts, in either order
     assert_loads(lambda tensors: tensors | other)
-    neither = rewritten(tmp_path, variant, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
+    neither = rewritten(tmp_path, variant, lambda tensors: {
+        name: tensor for name, tensor in tensors.items() if name != embedding})
     with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
         load(neither, num_blocks=64)
 

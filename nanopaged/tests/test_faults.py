@@ -36,7 +36,8 @@ def test_a_logits_processor_that_raises_ends_its_request_and_no_other():
         if len(token_ids) == 3:
             raise KeyError("oops")
         return logits
-    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=hooks) for hooks in (None, [process])]
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=hooks)
+              for hooks in (None, [process])]
     well, failed = (output.outputs[0] for output in llm.generate([PROMPT] * 2, params))
     assert well.finish_reason == "length" and failed.finish_reason == "error"
     assert "KeyError('oops')" in failed.stop_reason and failed.token_ids == well.token_ids[:3]
@@ -56,7 +57,8 @@ def test_a_token_that_was_not_drawn_has_no_probability():
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, logits_processors=[process], ignore_eos=True)
     failed = shared().generate(PROMPT, params)[0].outputs[0]
     assert failed.finish_reason == "error" and len(failed.token_ids) == len(failed.logprobs) == 2
-    assert failed.cumulative_logprob == pytest.approx(sum(e[t].logprob for e, t in zip(failed.logprobs, failed.token_ids)))
+    total = sum(entry[token].logprob for entry, token in zip(failed.logprobs, failed.token_ids))
+    assert failed.cumulative_logprob == pytest.approx(total)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
 
 
 def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
-    """The token that nobody saw would count for the penalties."""
+    """The failed step's token, which no output has, must not count for the penalties."""
     params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0, frequency_penalty=1.0, ignore_eos=True)
     expected = shared().generate(PROMPT, params)[0].outputs[0].token_ids
     llm = load()
@@ -103,7 +105,8 @@ def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
 
 @pytest.mark.parametrize("fails_at", [5, 7, 9])
 def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
-    """A sequence that waits out the failed step has a token that the host has not seen; penalties count it all the same."""
+    """A sequence that waits out the failed step has a token that the host has not seen, and penalties count this token
+    all the same."""
     def run(fails_at, lookahead):
         llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75)
         launch, numbers, llm.engine.lookahead = llm.runner.launch, count(1), lookahead
@@ -114,10 +117,11 @@ def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
             return launch(step)
 
         llm.runner.launch = fail
-        rid = llm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=2.0,
-                                                        allowed_token_ids=list(range(20, 26))))
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=2.0,
+                                allowed_token_ids=list(range(20, 26)))
+        rid = llm.add_request([5, 6, 7], params)
         for i in count():
-            if i == 4:  # it takes whole steps for itself
+            if i == 4:  # a request that takes whole steps for itself
                 llm.add_request(list(range(60, 100)), SamplingParams(temperature=0, max_tokens=1), priority=-1)
             for output in llm.step():
                 if output.request_id == rid and output.finished:

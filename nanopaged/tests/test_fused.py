@@ -14,18 +14,22 @@ from nanopaged.tests.helpers import CUDA, GOLDEN, needs_gpu
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
 def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
-    """With torch.compile on a GPU, where CUDA graphs record fused modules; on a CPU the same functions, not compiled."""
+    """On a GPU torch.compile compiles the functions, and CUDA graphs record the fused modules. On a CPU the same
+    functions run without being compiled."""
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(
         hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
-    prompts, params = [[1, 2, 3], [4, 5], [7] * 300], SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5], [7] * 300]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     cut = []  # numbers of rows
-    monkeypatch.setattr(fused_module, "partial_products", lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
+    monkeypatch.setattr(fused_module, "partial_products",
+                        lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
     if not CUDA:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def run(fused):
-        llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4, enforce_eager=not fused)
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4,
+                  enforce_eager=not fused)
         if fused and not CUDA:
             fuse(llm.runner.model)
         outputs = llm.generate(prompts, params) + [llm.generate(prompts[0], params)[0]]  # together, and a single row
@@ -57,12 +61,13 @@ def test_which_products_are_split():
     assert num_parts(257, 2048, 1024) == 1  # there are tiles enough
     assert num_parts(1, 2048, 1024) == num_parts(1, 12288, 4096) == 1  # has a function of its own
     assert num_parts(8, 2000, 1024) == 1  # four parts would not begin at multiples of 64
-    assert num_parts(8, 2048, 1024, torch.float16) == 1  # a part may be larger than the whole, and than float16's numbers
+    # A part may be larger than the whole, and larger than float16's numbers.
+    assert num_parts(8, 2048, 1024, torch.float16) == 1
 
 
 @needs_gpu
 def test_partial_products_are_as_exact_as_the_product():
-    """In bfloat16 each of them is rounded, where otherwise the product is: the error is of the same size."""
+    """In bfloat16 each partial product is rounded, where otherwise the product is: the error is of the same size."""
     x, weight = torch.randn(64, 3072, device="cuda"), torch.randn(1024, 3072, device="cuda")
     x, weight = x.bfloat16(), weight.bfloat16()
     exact = x.double() @ weight.double().T
@@ -76,14 +81,18 @@ def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
 
     def compiler(graph, _):
         inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape) for x in inputs if torch.is_tensor(x)})
+        graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape)
+                       for x in inputs if torch.is_tensor(x)})
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
+    monkeypatch.setattr(torch, "compile",
+                        lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
     for width, eps in ((64, 1e-6), (96, 1e-5)):
-        norm, activation, draw = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1), compile_rows(pick, 4)
+        norm, activation = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
+        draw = compile_rows(pick, 4)
         for rows in (5, 9):  # as many rows as one likes
-            x, weight, whole = torch.randn(rows, width), torch.nn.Parameter(torch.ones(width)), torch.ones(rows, dtype=torch.int64)
+            x, whole = torch.randn(rows, width), torch.ones(rows, dtype=torch.int64)
+            weight = torch.nn.Parameter(torch.ones(width))
             norm(x, x + 1, weight, None, eps)
             activation(x, "silu", True)
             draw(x, whole.float(), whole, whole)

@@ -14,7 +14,7 @@ from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, expectations, load, to
 
 
 class PretendedGraph:
-    """In place of a CUDA graph on a CPU: does again what was done while it was recorded."""
+    """A stand-in for a CUDA graph on a CPU: it does again what was done while it was recorded."""
     recording = None
 
     def __init__(self):
@@ -38,7 +38,8 @@ class PretendedGraph:
 
 
 def record_graphs(llm, monkeypatch):
-    """What the engine does at its start on a GPU, with pretended graphs on a CPU; returns the list of shapes replayed."""
+    """Do what the engine does at its start on a GPU, with pretended graphs on a CPU. The returned list gets the shapes
+    that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
         runner.__class__, runner.graphs = GraphRunner, {}
@@ -68,7 +69,7 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}), ("gpt2", SHORTAGES[3]),
     ("mistral", SHORTAGES[1])], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
-    """Steps with prompts and without, padded and full, whose sequences all sample or not."""
+    """The steps are with prompts and without, padded and full, and in some of them not all sequences sample."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2, 4])
     prompts, continuations, _ = expectations(variant)
@@ -79,15 +80,16 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
     drawn = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=9, repetition_penalty=1.1, logprobs=2)
-    seen = [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+    settings = (drawn, SamplingParams(seed=2, max_tokens=9))
+    seen = [tokens_of(llm.generate(prompts, params)) for params in settings]
     monkeypatch.undo()
     monkeypatch.setattr(llm.runner, "graphs", {})
-    assert seen == [tokens_of(llm.generate(prompts, params)) for params in (drawn, SamplingParams(seed=2, max_tokens=9))]
+    assert seen == [tokens_of(llm.generate(prompts, params)) for params in settings]
 
 
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
 def test_replayed_steps_over_an_fp8_cache(monkeypatch):
-    """They give the tokens of the same steps launched kernel by kernel."""
+    """Replayed steps give the tokens of the same steps launched kernel by kernel."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1])
     llm = load(graphs=True, kv_cache_dtype="fp8", max_num_seqs=2, max_num_batched_tokens=32,

@@ -1,5 +1,5 @@
-"""Tests of nanopaged.weights.hub against a local server that speaks the Hub's protocol; nobody else is asked, and no cache but
-a temporary one is touched."""
+"""Tests of nanopaged.weights.hub against a local server that speaks the Hub's protocol. No other host is asked, and no
+cache but a temporary one is touched."""
 import errno
 import hashlib
 import importlib.util
@@ -55,7 +55,8 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeHub:
-    """The Hub on one port and the host of its large files on another. Small files are a redirect away on the same."""
+    """The Hub on one port and the host of its large files on another. Requests for small files are redirected on the
+    same port."""
 
     def __init__(self):
         self.files, self.refs = {COMMIT: dict(FILES)}, {"main": COMMIT}
@@ -108,7 +109,8 @@ class FakeHub:
             checksum, name = request.path.strip("/").split("/", 1)
             commit = next(commit for commit, files in self.files.items() if sha256(files.get(name, b"")) == checksum)
             # Some versions of huggingface_hub follow a redirect on the same host before they look for the commit.
-            return self.send(request, name, self.files[commit][name], {"ETag": f'"{checksum}"', "X-Repo-Commit": commit})
+            headers = {"ETag": f'"{checksum}"', "X-Repo-Commit": commit}
+            return self.send(request, name, self.files[commit][name], headers)
         path = [unquote(part) for part in urlsplit(request.path).path.strip("/").split("/")]
         if path[:2] == ["api", "models"] and path[2:4] == ["org", "model"] and path[4] in ("revision", "tree"):
             commit = self.refs.get(path[5], path[5])
@@ -155,7 +157,7 @@ class FakeHub:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An environment without the user's cache, token, proxy and netrc; no waiting, and several chunks to a file."""
+    """An environment without the user's cache, token, proxy and netrc. Nothing waits, and a file has several chunks."""
     for name in list(os.environ):
         if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -195,7 +197,7 @@ def begin_download(folder, data):
 
 
 def refusal(kind, *words, model="org/model", revision=None):
-    """One sentence that holds the words."""
+    """The call fails with one sentence that holds the words."""
     with pytest.raises(kind) as caught:
         find_checkpoint(model, revision)
     message = str(caught.value)
@@ -241,8 +243,8 @@ def test_the_bundled_model_by_name(fake):
 
 @pytest.mark.skipif(not importlib.util.find_spec("huggingface_hub"), reason="compares with huggingface_hub")
 def test_shares_the_cache_with_huggingface_hub(fake, tmp_path, monkeypatch):
-    """What it downloaded is found, and it finds what was downloaded; in a process of its own, as it reads the
-    environment when it is imported."""
+    """Each package finds what the other one downloaded. huggingface_hub runs in a process of its own, since it reads
+    the environment when it is imported."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     monkeypatch.setenv("HF_HUB_CACHE", str(ours))
     snapshot = find_checkpoint("org/model")
@@ -464,10 +466,11 @@ def test_goes_on_as_long_as_bytes_come(fake):
 
 def test_gives_up_and_keeps_what_came(fake, folder, capsys):
     fake.cuts = [100_000] + [0] * 3
-    refusal(ConnectionError, "model.safetensors", "broke after 65,536 bytes", "start again: the part received so far is kept")
+    refusal(ConnectionError, "model.safetensors", "broke after 65,536 bytes",
+            "start again: the part received so far is kept")
     assert capsys.readouterr().err.count("trying again") == 3
     assert partial_of(folder).read_bytes() == WEIGHTS[:65_536]
-    assert not (folder / "refs").exists()    # so that nobody takes it for whole
+    assert not (folder / "refs").exists()    # so that no reader takes the checkpoint for a whole one
     fake.sent.clear()
     assert contents(find_checkpoint("org/model")) == FILES
     assert fake.sent == {"model.safetensors": len(WEIGHTS) - 65_536}

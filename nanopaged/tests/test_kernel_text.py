@@ -13,7 +13,7 @@ from nanopaged.tiles import cdiv
 
 
 def python(function, **names) -> FunctionType:
-    """A function of the kernel that computes with integers alone, as Python."""
+    """A function of the kernel that computes with integers alone, as a function of Python."""
     code = getattr(function, "fn", function).__code__
     constants = {name: getattr(tiles, name) for name in ("MIN_SPLIT", "MID_SPLIT", "MAX_SPLITS")}
     return FunctionType(code, dict(tl=SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min)) | constants | names)
@@ -103,7 +103,7 @@ def test_storing_does_not_wait_for_the_device():
 
 @pytest.mark.parametrize("slots", [[-1], [-1, -1, -1], [5, -1, 0], [0, -1, -1]])
 def test_skipped_slots_without_asking(slots, monkeypatch):
-    """The path of a GPU, on a CPU: it does not drop rows, and writes the same."""
+    """The path of a GPU runs on a CPU: it does not drop rows, and writes the same."""
     k, v = torch.randn(2, len(slots), 1, 4)
     caches = torch.randn(2, 2, 4, 1, 4)
     expected = caches.clone()

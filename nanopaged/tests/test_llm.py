@@ -37,7 +37,7 @@ def test_every_eos_id_of_both_config_files_counts():
 
 
 def test_an_end_token_that_no_model_has_is_no_end_token():
-    """Some config.json have an eos_token_id of -1."""
+    """Some files config.json have an eos_token_id of -1."""
     params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
     llm = load()
     expected = tokens_of(llm.generate(PROMPT, params))
@@ -108,13 +108,15 @@ def test_prompts_come_as_text_ids_or_dicts():
 
 def test_a_seed_may_come_from_numpy():
     numpy = pytest.importorskip("numpy", reason="seeds of numpy's types")
-    outputs = [shared().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in (2**62, numpy.int64(2**62))]
+    seeds = (2**62, numpy.int64(2**62))
+    outputs = [shared().generate(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=5))[0] for seed in seeds]
     assert [[o.token_ids for o in output.outputs] for output in outputs][0] == [o.token_ids for o in outputs[1].outputs]
 
 
 def test_requests_without_settings_follow_the_checkpoint(tmp_path):
     shutil.copytree(BUNDLED, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(do_sample=False, max_new_tokens=7, eos_token_id=0)))
+    settings = dict(do_sample=False, max_new_tokens=7, eos_token_id=0)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
     llm = load(tmp_path / "model", num_blocks=64)
     assert llm.get_default_sampling_params().max_tokens == 7 and llm.get_default_sampling_params().is_greedy
     assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
@@ -127,7 +129,7 @@ def test_requests_without_settings_follow_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
 def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeypatch, count, longest):
-    """Those of all tokens take as much memory as many steps."""
+    """The log probabilities of all tokens take as much memory as many steps."""
     monkeypatch.setattr(llm_module, "PROMPT_LOGPROBS_VALUES", 30)
     llm = load()
     launch, seen = llm.runner.launch, []
@@ -152,9 +154,11 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
 
 @pytest.mark.parametrize("prompt, message", [
     ("", "the prompt is empty"), ([], "the prompt is empty"), ([1, -1], "token id -1"), ([10**6], "token id 1000000"),
-    (5, "prompts are a string"), ([1.5], "a prompt is a string or a list of token ids"), ([[True]], "a list of token ids"),
+    (5, "prompts are a string"), ([1.5], "a prompt is a string or a list of token ids"),
+    ([[True]], "a list of token ids"),
     ({"text": "a"}, "'prompt' or 'prompt_token_ids'"), ({"prompt_token_ids": "abc"}, "a list of token ids, not 'abc'"),
-    ({"prompt": 5}, "a string, not 5"), ({"prompt": "a", "multi_modal_data": 1}, "leave 'multi_modal_data' out"), ([None], "not None"), ("a" * 5000, "max_model_len"),
+    ({"prompt": 5}, "a string, not 5"), ({"prompt": "a", "multi_modal_data": 1}, "leave 'multi_modal_data' out"),
+    ([None], "not None"), ("a" * 5000, "max_model_len"),
 ])
 def test_bad_prompts_get_a_sentence(prompt, message):
     llm = shared()
@@ -174,8 +178,10 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (lambda llm: llm.beam_search("a", None), "params must be BeamSearchParams, not None"),
     (lambda llm: llm.beam_search("a", GREEDY), "params must be BeamSearchParams"),
     (lambda llm: llm.chat({"role": "user", "content": "a"}), "a conversation is a list of messages"),
-    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=["x"]), r"chat_template must be a Jinja template, not \['x'\]"),
-    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="x", chat_template_kwargs="y"), "kwargs must be a dict .*, not 'y'"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=["x"]),
+     r"chat_template must be a Jinja template, not \['x'\]"),
+    (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="x", chat_template_kwargs="y"),
+     "kwargs must be a dict .*, not 'y'"),
     (lambda llm: llm.abort_request([llm.add_request("a", GREEDY)]), "request_id must be what add_request returned"),
     (lambda llm: llm.generate("a", "x" * 1000), "^.{1,200}$"),  # a sentence, whatever was given
     (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
@@ -201,12 +207,15 @@ def test_a_priority_is_an_integer():
 @pytest.mark.parametrize("options, message", [
     (dict(block_size=0), "block_size must be an integer of at least 1, not 0"), (dict(num_blocks=-1), "num_blocks"),
     (dict(max_num_seqs=0), "max_num_seqs"), (dict(max_num_seqs=None), "max_num_seqs must be an integer"),
-    (dict(max_num_batched_tokens=None), "max_num_batched_tokens must be an integer"), (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
+    (dict(max_num_batched_tokens=None), "max_num_batched_tokens must be an integer"),
+    (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
     (dict(attention="flash"), "attention must be"), (dict(load_format="x"), "load_format must be"),
     (dict(scheduling_policy="x"), "scheduling_policy must be"), (dict(max_model_len=10**6), "more than the"),
     (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),
-    (dict(model="./no/such"), "neither a directory nor bundled"), (dict(model=5), "model must be a directory or a name"),
-    (dict(tokenizer=5), "tokenizer must be a directory or a name"), (dict(enforce_eager="x"), "enforce_eager must be True or"),
+    (dict(model="./no/such"), "neither a directory nor bundled"),
+    (dict(model=5), "model must be a directory or a name"),
+    (dict(tokenizer=5), "tokenizer must be a directory or a name"),
+    (dict(enforce_eager="x"), "enforce_eager must be True or"),
     (dict(enable_prefix_caching="no"), "must be True or False"), (dict(max_num_seqs=10**12), "lower max_num_seqs"),
     (dict(block_size=10**14), "or block_size"), (dict(num_blocks=9, num_gpu_blocks_override=8), "give one of them"),
 ])

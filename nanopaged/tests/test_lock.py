@@ -1,7 +1,7 @@
 """The engine's lock: threads that call one engine, calls from within a step, and Ctrl-C.
 
-Tests with the fixture `engine` count steps, not seconds: its runner is a fake that gives every sequence token 5 and takes
-a millisecond, as a GPU would, in which other threads can run.
+Tests with the fixture `engine` count steps, not seconds. Its runner is a fake that gives every sequence token 5 and
+takes a millisecond, in which other threads can run, as a GPU would.
 """
 import gc
 import os
@@ -109,7 +109,8 @@ def test_a_slow_reader_holds_nobody_back(engine):
 def test_all_prompts_of_a_call_are_added_at_once(busy):
     before = len(busy.steps)
     outputs = busy.generate([[i % 50] for i in range(400)], tokens(3))
-    first = [next(i for i in range(before, len(busy.steps)) if output.request_id in busy.steps[i]) for output in outputs]
+    first = [next(i for i in range(before, len(busy.steps)) if output.request_id in busy.steps[i])
+             for output in outputs]
     assert max(first) - min(first) <= 1
 
 
@@ -151,7 +152,8 @@ def test_who_adds_or_aborts_does_not_wait_for_a_loop_of_steps():
     thread.start()
     llm.generate([PROMPT], SamplingParams(max_tokens=80, ignore_eos=True))
     thread.join()
-    assert len(waited) == 10 and max(waited) <= 5  # a few, where the threads themselves are kept waiting; else one or two
+    # A call waits for one or two steps, and for a few where the machine keeps the threads themselves waiting.
+    assert len(waited) == 10 and max(waited) <= 5
 
 
 def test_requests_come_from_many_threads():
@@ -201,7 +203,8 @@ def test_a_call_from_within_a_step_is_refused(call):
 
     params = [tokens(8, temperature=0, logits_processors=[process]), tokens(8, temperature=0)]
     failed, other = llm.generate(["ROMEO:", "JULIET:"], params)
-    assert failed.outputs[0].finish_reason == "error" and "from within one of its steps" in failed.outputs[0].stop_reason
+    assert failed.outputs[0].finish_reason == "error"
+    assert "from within one of its steps" in failed.outputs[0].stop_reason
     assert other.outputs[0].text == expected[1].outputs[0].text
     assert not llm.requests and not llm.scheduler.waiting
     llm.scheduler.block_manager.check_idle()
@@ -269,7 +272,8 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
 
 @pytest.mark.parametrize("method", ["allocate", "cache_full_blocks", "begin_step"])
 def test_an_interrupt_waits_until_the_books_are_written(method):
-    """Ctrl-C while a step is planned: that step is still computed, and the requests of others go on as if nothing had been."""
+    """A step during whose planning Ctrl-C comes is still computed, and the requests of others go on as if nothing had
+    happened."""
     expected = tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
     llm, calls = load("llama2"), count()
     rid, original, output = llm.add_request([5, 6, 7], GREEDY), getattr(llm.scheduler.block_manager, method), None
@@ -357,4 +361,5 @@ def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
                 pass
         except KeyboardInterrupt:
             check_books(llm.scheduler)
-    assert not interrupts and output.outputs[0].token_ids == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))[0]
+    assert not interrupts
+    assert output.outputs[0].token_ids == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))[0]

@@ -90,7 +90,7 @@ def rank_and_best(logits: list[float], chosen: int, k: int) -> tuple[float, int,
 # --------------------------------------------------------------------------------------------------
 
 def keep_even(token_ids, logits):
-    """A processor that changes what it is given: no odd token behind an odd number of tokens."""
+    """A processor that changes its argument in place: no odd token comes after an odd number of tokens."""
     logits[1::2] -= 50.0 * (len(token_ids) % 2)
     return logits
 
@@ -100,7 +100,8 @@ def halve(token_ids, logits):
 
 
 def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Start:
-    """Each setting with some probability, few tokens so that they repeat; every fourth sequence has no settings."""
+    """A sequence with each setting at some probability, of few tokens so that they repeat; every fourth sequence has no
+    settings."""
     def maybe(value, chance=0.35):
         return value if rng.random() < chance else None
 
@@ -122,7 +123,7 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
 
 
 class Engine:
-    """What a runner does with an editor, with random tokens, and a list of each sequence beside it."""
+    """A runner's way to use an editor, with random tokens, and a list of each sequence beside it."""
 
     def __init__(self, device, num_rows, seed, processors=False):
         self.device, self.num_rows, self.processors = device, num_rows, processors
@@ -174,7 +175,8 @@ def test_mixed_batches_equal_the_reference(device, seed, processors):
 
 
 def test_a_row_in_a_batch_equals_the_row_alone(device):
-    """Bit for bit, in a batch whose other rows use everything, and in an editor that has never seen another row."""
+    """The logits are equal bit for bit in a batch whose other rows use every setting, and in an editor that has never
+    seen another row."""
     engine = Engine(device, 12, seed=7, processors=True)
     engine.start(range(12))
     for step in range(8):
@@ -223,7 +225,7 @@ def test_half_precision_logits_are_edited_as_their_float32_values(device):
 
 
 def test_a_row_is_forgotten_when_another_sequence_starts_in_it(device):
-    """And takes nothing over where the next one's settings are others."""
+    """The next sequence takes nothing over where its settings are others."""
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 5.0}, min_tokens=5,
                             allowed_token_ids=[1, 2, 3], bad_words=["x"])
     everything, logits = Start(0, params, [1, 2], [3, 3], {2}, [[3, 1], [4]]), normal(1, VOCAB)
@@ -245,7 +247,8 @@ def test_rows_that_edit_nothing_need_no_tables(device):
 
 
 def test_an_editor_made_while_other_rows_run_leaves_them_as_they_are(device):
-    """The runner makes it for the first sequence that needs one, and tells it nothing of those that run already."""
+    """The runner makes the editor for the first sequence that needs one, and tells it nothing of the sequences that run
+    already."""
     editor, logits = editor_for(device, num_rows=4), normal(3, VOCAB).to(device)
     params = SamplingParams(presence_penalty=1.0, logit_bias={7: 2.0}, min_tokens=4)
     sampling = SequenceSampling(params, bad_words=[[4, 6]])
@@ -270,7 +273,7 @@ def test_without_an_editor_no_sequence_edits():
 
 
 def test_tables_hold_the_rows_that_need_them(device):
-    """Room for twice as many at most, and never for more rows than the engine has."""
+    """The tables have room for twice as many rows at most, and never for more rows than the engine has."""
     editor = editor_for(device, num_rows=10, vocab_size=1000)
 
     def size():
@@ -285,7 +288,7 @@ def test_tables_hold_the_rows_that_need_them(device):
 
 
 def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
-    """Bans become as few and as short as those of the rows that are left, and tables that nobody needs go."""
+    """Bans become as few and as short as those of the rows that are left, and tables that no row needs go."""
     engine, words = Engine(device, 10, seed=0), [[token % VOCAB] * 5 for token in range(1000)]
     others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
               Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
@@ -322,7 +325,7 @@ def test_rows_that_stay_are_not_disturbed_by_tables_that_grow_and_shrink(device,
 
 
 def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
-    """The row of a sequence that ended is nobody's slot again, though the step that was to say so failed."""
+    """The row of a sequence that ended has no slot any more, though the step that was to tell the device so failed."""
     engine, biased = Engine(device, 3, seed=0), SamplingParams(logit_bias={1: 5.0})
     engine.editor.start([Start(row, biased, [1], [], (), []) for row in (0, 1)])
     send, engine.editor.send = engine.editor.send, lambda parts: 1 / 0
@@ -336,7 +339,7 @@ def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
 
 @pytest.mark.parametrize("order", range(4))
 def test_every_table_has_room_for_every_row(device, order):
-    """Also for rows that need it not, and that come after those that made it."""
+    """A row that needs no table has room in it too, even one that comes after the rows that made the table."""
     kinds = [dict(repetition_penalty=2), dict(logit_bias={1: 5}), dict(min_tokens=3), dict(allowed_token_ids=[1, 2])]
     engine, kinds = Engine(device, 17, seed=0), kinds[order:] + kinds[:order]
     for row in range(17):
@@ -353,7 +356,7 @@ def test_every_table_has_room_for_every_row(device, order):
 # --------------------------------------------------------------------------------------------------
 
 def edit_one(device, logits, prompt=(1,), output=(), stop=(), bad_words=(), **settings) -> list[float]:
-    """One row's logits, noted token by token."""
+    """The logits of one row, noted token by token."""
     engine = Engine(device, 1, seed=0)
     params = SamplingParams(**settings, bad_words=["word"] if bad_words else None)
     engine.sequences[0] = Start(0, params, list(prompt), [], stop, list(bad_words))
@@ -371,14 +374,14 @@ def padded(*logits: float) -> list[float]:
 
 
 def test_repetition_penalty(device):
-    """Prompt and output; what is likely and what is unlikely both become less likely."""
+    """The penalty counts the prompt and the output, and makes likely and unlikely tokens less likely."""
     logits = padded(4.0, 4.0, -4.0, -4.0, 4.0)
     result = edit_one(device, logits, prompt=[0, 2, 2], output=[4, 4], repetition_penalty=2.0)
     assert result[:5] == [2.0, 4.0, -8.0, -4.0, 2.0]
 
 
 def test_presence_and_frequency_penalty(device):
-    """The output only, and by how often."""
+    """The penalties count the output only, and the frequency penalty counts how often a token came."""
     logits = padded(1.0, 1.0, 1.0)
     for frequency, presence, expected in ((0, 0.5, [1, 0.5, 0.5]), (0.5, 0, [1, 0.5, -0.5]), (-0.5, 1.5, [1, 0, 1])):
         settings = dict(frequency_penalty=frequency, presence_penalty=presence)
@@ -403,7 +406,7 @@ def test_min_tokens_counts_generated_tokens(device):
 
 
 def test_min_tokens_goes_on_after_a_preemption(device):
-    """The sequence starts over with what it has generated, which is no prompt."""
+    """The sequence starts over with its generated tokens, which are no prompt."""
     for num_output, expected in ((3, -INF), (4, 0.0)):
         start = Start(0, SamplingParams(min_tokens=4), [1, 1], [1] * num_output, {2}, [])
         editor = editor_for(device, 1)
@@ -423,14 +426,14 @@ def test_stop_tokens_and_bad_words_that_the_model_does_not_have(device):
     ([5, 6, 5], {6, 9}), ([4, 5, 6, 0], {9}), ([0, 0, 4, 5, 6], {7, 8, 9}), ([4, 5, 4, 5], {6, 9}),
 ], ids=str)
 def test_bad_words(device, output, banned):
-    """Only the token that would complete a word is not drawn, and the prompt does not count."""
+    """Only the token that would complete a word is banned, and the prompt does not count."""
     words = [[9], [5, 6], [5, 6, 7], [4, 5, 6, 8]]
     result = edit_one(device, padded(1.0), prompt=[4, 5, 6, 5], output=output, bad_words=words)
     assert {token for token, logit in enumerate(result) if logit == -INF} == banned
 
 
 def test_token_0_in_bad_words(device):
-    """It is not the filling of short words, nor of what has not been generated yet."""
+    """Token 0 fills neither short words nor the tokens that are not generated yet."""
     result = [edit_one(device, padded(1.0), output=output, bad_words=[[0, 5], [0, 0, 6], [1, 0]])
               for output in ([], [0], [0, 0], [1])]
     assert [{token for token, logit in enumerate(row) if logit == -INF} for row in result] == [set(), {5}, {5, 6}, {0}]
@@ -452,7 +455,7 @@ def test_a_longer_bad_word_later_does_not_disturb_the_rows_before(device):
 
 
 def test_many_generated_tokens_are_counted_exactly(device):
-    """A model that is rewarded for repeating itself does: more often than 16 bits count."""
+    """A model that is rewarded for repeating a token does so more often than 16 bits count."""
     start = Start(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000, (), [])
     editor = editor_for(device, 1)
     editor.start([start])
@@ -516,7 +519,8 @@ class CountOperations(TorchDispatchMode):
 
 
 def test_the_work_does_not_depend_on_the_number_of_rows(device):
-    """The same operations for 2 rows and for 50, for one sequence that starts and for 20: no Python for each row."""
+    """The operations are the same for 2 rows and for 50, and for one sequence that starts and for 20: no Python runs
+    for each row."""
     engine = Engine(device, 50, seed=6)
     engine.start(range(50))
     counts = []
@@ -591,7 +595,7 @@ def test_no_rows_have_no_logprobs(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_of_a_row_are_those_of_the_row_alone(device, dtype, monkeypatch):
-    """With ties among bfloat16 logits, and in pieces of any size."""
+    """The rows have ties among bfloat16 logits, and come in pieces of any size."""
     logits, chosen = normal(40, 3000).to(device, dtype), torch.arange(40, device=device)
     together = top_logprobs(logits, chosen, 20)
     assert torch.equal(together[3], together[3].sort(descending=True).values)
@@ -615,7 +619,7 @@ def test_logprobs_of_broken_logits_have_ids_of_the_vocabulary(device):
 # --------------------------------------------------------------------------------------------------
 
 class WordTokenizer:
-    """Known pieces of text, the longest first, and a token of its own for every other character."""
+    """A tokenizer of known pieces of text, the longest first, with a token of its own for every other character."""
     pieces = [" bad", "bad", " very", "very", "  ", " "]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -657,7 +661,7 @@ def test_a_bad_word_of_no_tokens_is_refused():
 # --------------------------------------------------------------------------------------------------
 
 def test_an_engine_that_is_deleted_is_freed_at_once():
-    """Without the garbage collector: nothing in it refers to the whole of it."""
+    """The garbage collector is not needed, since nothing in an engine refers to the whole of it."""
     llm = LLM(device="cpu", num_blocks=20)
     llm.generate(["To be", "or not"], SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2, stop="xyz"))
     parts = [weakref.ref(part) for part in (llm, llm.runner, llm.runner.model, llm.runner.pool)]
@@ -679,7 +683,7 @@ def test_tables_of_an_engine_shrink():
 
 
 def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
-    """It is preempted, others start meanwhile, and the row is free when its turn comes."""
+    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes."""
     settings = dict(temperature=0, ignore_eos=True)
     penalties = SamplingParams(**settings, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
     expected = LLM(device="cpu", num_blocks=20).generate([[20, 21, 22, 23]], penalties)[0].outputs[0].token_ids

@@ -52,7 +52,8 @@ def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
     llm = load(num_blocks=256, max_num_seqs=4)
     output = run(llm, "ROMEO:", SamplingParams(n=40, seed=1, max_tokens=5, ignore_eos=True))
     assert len(made) == 40 + 40 * 5 - 4  # all at first, four of them with a token; then one for each token
-    assert [sample.index for sample in output.outputs] == list(range(40)) and all(sample.finish_reason for sample in output.outputs)
+    assert [sample.index for sample in output.outputs] == list(range(40))
+    assert all(sample.finish_reason for sample in output.outputs)
 
 
 def test_an_earlier_output_does_not_change():
@@ -61,16 +62,18 @@ def test_an_earlier_output_does_not_change():
     seen = []
     while llm.has_unfinished_requests():
         seen += llm.step()
-    assert [len(output.outputs[0].token_ids) for output in seen] == [len(output.outputs[0].logprobs) for output in seen] == [1, 2, 3]
+    assert [len(output.outputs[0].token_ids) for output in seen] == [1, 2, 3]
+    assert [len(output.outputs[0].logprobs) for output in seen] == [1, 2, 3]
 
 
 def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
-    """Beside one that wants all of them, and whether rows stay tensors or not."""
+    """The request gets no more beside one that wants all of them, whether rows stay tensors or not."""
     kept = {}
     for many in (1024, 2):
         monkeypatch.setattr(results, "MANY_LOGPROBS", many)
         llm = load(num_blocks=64)
-        ids = [llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n)) for n in (1, -1, 0)]
+        params = [SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n) for n in (1, -1, 0)]
+        ids = [llm.add_request("ROMEO:", p) for p in params]
         requests = [llm.requests[request_id] for request_id in ids]
         with llm._steps_until(lambda: not llm.requests):
             llm.unreported.clear()
@@ -89,7 +92,8 @@ def test_very_many_log_probabilities_are_made_when_they_are_looked_up(converted)
     lazy = token_logprobs(17, (-place / 100, place + 1, ids, values), -1, None)
     plain = token_logprobs(17, (-place / 100, place + 1, ids.tolist(), values.tolist()), -1, None)
     converted.clear()
-    assert lazy[17] == plain[17] and lazy[int(ids[3])] == plain[int(ids[3])] and len(lazy) == 5000 and len(converted) == 2
+    assert lazy[17] == plain[17] and lazy[int(ids[3])] == plain[int(ids[3])]
+    assert len(lazy) == 5000 and len(converted) == 2
     assert list(lazy) == list(plain) and lazy == plain and 5000 not in lazy
 
 

@@ -104,7 +104,7 @@ def test_a_users_modules_stay_his(users_folder, before):
 
 
 def test_the_program_runs_from_anywhere(users_folder):
-    """Also from where a user has modules of these names, and on his PYTHONPATH."""
+    """The user's folder and PYTHONPATH may have modules of the same names."""
     argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8"]
     done = python(*argv, cwd=users_folder, path=users_folder)
     assert (done.returncode, done.stdout[:6], done.stdout[-1]) == (0, "ROMEO:", "\n"), done.stderr

@@ -199,7 +199,7 @@ def test_a_generation_config_out_of_range_is_blamed(config):
 
 @pytest.mark.parametrize("name, value", cases(GOOD))
 def test_edge_values_pass_unchanged(name, value):
-    """But for fractions, which become floats, and collections of token ids, which become lists."""
+    """Only fractions change, which become floats, and collections of token ids, which become lists."""
     kept = getattr(SamplingParams(**{name: value}), name)
     if name.endswith("token_ids"):
         value = value if value is None else list(value)
@@ -210,7 +210,7 @@ def test_edge_values_pass_unchanged(name, value):
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int64", "uint64"])
 def test_integers_of_numpy_become_those_of_python(kind):
-    """Its sums wrap around: the length of a text would be uint8(200) + 57 = 1."""
+    """Sums of numpy's integers wrap around: the length of a text would be uint8(200) + 57 = 1."""
     numpy = pytest.importorskip("numpy")
     one = getattr(numpy, kind)(1)
     integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
@@ -228,7 +228,7 @@ def test_integers_of_numpy_become_those_of_python(kind):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
 def test_floats_of_numpy_become_those_of_python(kind):
-    """A float16 cannot even be compared with 1e6."""
+    """A numpy float16 cannot even be compared with 1e6."""
     half = getattr(pytest.importorskip("numpy"), kind)(0.5)
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
     params = SamplingParams(**{name: half for name in names}, logit_bias={1: half})
@@ -254,8 +254,9 @@ def test_the_defaults_are_valid_and_those_of_the_design():
     assert SamplingParams() == SamplingParams(
         n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, stop_token_ids=None,
         ignore_eos=False, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, stop=None, min_tokens=0,
-        logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True, include_stop_str_in_output=False,
-        logit_bias=None, allowed_token_ids=None, bad_words=None, logits_processors=None)
+        logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
+        include_stop_str_in_output=False, logit_bias=None, allowed_token_ids=None, bad_words=None,
+        logits_processors=None)
 
 
 def test_settings_are_checked_together():

@@ -176,7 +176,7 @@ def test_the_drawing_of_the_pool():
 
 
 def test_how_many_lines_there_are_to_read():
-    """Within a fifth, for they are a guide."""
+    """The numbers are right within a fifth, for they are a guide."""
     def num_lines(*files: Path) -> int:
         return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 

@@ -25,7 +25,8 @@ from nanopaged.tests.helpers import (
 
 
 class RecordingKernel:
-    """Notes in which of its forms the kernel is launched, and launches it; not in the interpreter, which would take seconds."""
+    """A kernel that notes the forms in which it is launched. In the interpreter it is noted only, since a launch would
+    take seconds."""
 
     def __init__(self, kernel, forms):
         self.kernel, self.forms = kernel, forms
@@ -39,7 +40,8 @@ class RecordingKernel:
 
 
 @needs_kernel
-@pytest.mark.parametrize("variant, options", [("qwen3", {}), ("mistral", dict(sliding_window=100)), ("qwen3", dict(max_num_seqs=1))], ids=str)
+@pytest.mark.parametrize("variant, options", [
+    ("qwen3", {}), ("mistral", dict(sliding_window=100)), ("qwen3", dict(max_num_seqs=1))], ids=str)
 def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, variant, options):
     config, max_num_seqs = json.loads((GOLDEN / variant / "config.json").read_text()), options.get("max_num_seqs", 8)
     (tmp_path / "config.json").write_text(json.dumps(
@@ -48,9 +50,10 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     for name in ("paged_attention_kernel", "merge_splits_kernel", "rotate_and_store_kernel"):
         monkeypatch.setattr(kernel, name, RecordingKernel(getattr(kernel, name), forms))
     monkeypatch.setattr(tiles, "MANY_CONTEXTS", 8)
-    llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64, max_num_seqs=max_num_seqs,
-              enforce_eager=True)
-    monkeypatch.setattr(llm.runner, "sampler", lambda logits, batch: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
+    llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64,
+              max_num_seqs=max_num_seqs, enforce_eager=True)
+    monkeypatch.setattr(llm.runner, "sampler",
+                        lambda logits, batch: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
     warmup.compile_kernels(llm.runner)
     compiled = set(forms)
@@ -65,7 +68,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
 
 
 def test_a_machine_without_triton_attends_with_torch(monkeypatch):
-    """On CUDA, too: Windows has no Triton."""
+    """A machine with CUDA does so too, since Windows has no Triton."""
     monkeypatch.setattr(kernel, "triton", None)
     prompts, continuations, _ = expectations("qwen3")
     llm = load("qwen3")
@@ -82,14 +85,17 @@ def test_the_type_of_the_weights_is_the_checkpoints_on_a_gpu_and_float32_on_a_cp
         assert pick_dtype("auto", torch.bfloat16, cuda) is (torch.bfloat16 if supported else torch.float16)
         assert pick_dtype("auto", torch.float32, cuda) is torch.float32
         assert pick_dtype("auto", torch.bfloat16, cpu) is torch.float32
-        assert pick_dtype("half", torch.bfloat16, cpu) is pick_dtype(torch.float16, torch.float32, cuda) is torch.float16
-    assert LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8).runner.dtype is torch.float32  # of a bfloat16 checkpoint
+        assert pick_dtype("half", torch.bfloat16, cpu) is torch.float16
+        assert pick_dtype(torch.float16, torch.float32, cuda) is torch.float16
+    llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8)  # a bfloat16 checkpoint
+    assert llm.runner.dtype is torch.float32
 
 
 def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(vocab_size=2**40)))
-    with pytest.raises(ValueError, match=r"the weights take (262144|131072).\d GiB, and (cpu|cuda:0) has .*; use a smaller model"):
+    problem = r"the weights take (262144|131072).\d GiB, and (cpu|cuda:0) has .*; use a smaller model"
+    with pytest.raises(ValueError, match=problem):
         LLM(str(tmp_path), load_format="dummy")
     assert shared().generate(PROMPT, GREEDY)[0].finished
 
@@ -104,14 +110,16 @@ def test_the_pool_takes_the_cards_memory():
         LLM("shakespeare", gpu_memory_utilization=0.001, enforce_eager=True)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; on one, and on a CPU, any thread computes steps in other tests")
+@pytest.mark.skipif(torch.cuda.device_count() < 2,
+                    reason="needs two GPUs; on one, and on a CPU, any thread computes steps in other tests")
 def test_engines_on_two_gpus_and_steps_from_another_thread():
     expected = tokens_of(load().generate([PROMPT] * 3, GREEDY))
     engines = [load(device=f"cuda:{i}", enforce_eager=eager) for i in (1, 0) for eager in (False, True)]
     for llm in engines:
         assert tokens_of(llm.generate([PROMPT] * 3, GREEDY)) == expected
     results = []
-    threads = [threading.Thread(target=lambda llm=llm: results.append(tokens_of(llm.generate([PROMPT] * 3, GREEDY)))) for llm in engines]
+    threads = [threading.Thread(target=lambda llm=llm: results.append(tokens_of(llm.generate([PROMPT] * 3, GREEDY))))
+               for llm in engines]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,7 @@
 """Logits to tokens: what is drawn, how often, and that a row's draw is that row's own affair.
 
-The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and uniform(mix(seed), position). The reference is a
-loop over one row in Python's floats. Nothing here is left to chance: the numbers drawn are a hash, so a test that
+The sampler is seen from outside only: Sampler()(logits, SamplingBatch) and uniform(mix(seed), position). The reference
+is a loop over one row in Python's floats. Nothing here is left to chance: the numbers drawn are a hash, so a test that
 passes once passes always.
 """
 import json
@@ -32,7 +32,7 @@ def uniform_of(seeds, positions) -> torch.Tensor:
 
 
 def settings_batch(rows: list[dict], seeds, positions, **flags) -> SamplingBatch:
-    """One entry for each row; the flags as the engine sets them, unless given."""
+    """A batch with one entry for each row, and with the flags that the engine sets unless they are given."""
     rows = [DEFAULTS | row for row in rows]
     floats = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32, device=DEVICE)
               for name in ("temperature", "top_p", "min_p")}
@@ -80,7 +80,7 @@ def kept(probs: list[float], top_k: int, top_p: float, min_p: float) -> set[int]
 
 
 def stretches(logits: list[float], temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, tuple[float, float]]:
-    """Where each token that can be drawn lies in [0, 1), the tokens laid end to end in the vocabulary's order."""
+    """The stretch of [0, 1) of each token that can be drawn, laid end to end in the vocabulary's order."""
     probs = softmax(logits, temperature)
     tokens = sorted(kept(probs, top_k, top_p, min_p))
     total, end, result = math.fsum(probs[token] for token in tokens), 0.0, {}
@@ -98,7 +98,7 @@ def assert_inverse_transform(token: int, u: float, where: dict[int, tuple[float,
 
 
 def assert_distribution(tokens: list[int], probs: list[float]):
-    """Chi-square, over tokens expected at least five times; the bound is five standard deviations up."""
+    """Chi-square over tokens expected at least five times; the bound is five standard deviations up."""
     assert all(probs[token] > 0 for token in set(tokens))
     expected = [p * len(tokens) for p in probs]
     observed = [0] * len(probs)
@@ -123,8 +123,8 @@ def test_greedy_takes_the_best_token():
     assert tokens.dtype == torch.int64 and tokens.device == logits.device and tokens.shape == (64,)
 
 
-@pytest.mark.parametrize("settings", [dict(top_k=3), dict(top_p=0.5), dict(min_p=0.5), dict(top_k=2, top_p=0.1, min_p=1.0)],
-                         ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(top_k=3), dict(top_p=0.5), dict(min_p=0.5), dict(top_k=2, top_p=0.1, min_p=1.0)], ids=str)
 def test_greedy_ignores_filters_and_numbers(settings):
     logits = normal(1000).tolist()
     assert set(draws(logits, 50, temperature=0, **settings)) == {logits.index(max(logits))}
@@ -132,7 +132,7 @@ def test_greedy_ignores_filters_and_numbers(settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_greedy_rows_among_others_tell_neighbouring_numbers_apart(dtype):
-    """The best logit is the next number after all others, wherever it stands; of equal ones the first is taken."""
+    """The best logit is the next number after all others, wherever it stands; of equal logits the first is taken."""
     others = torch.tensor([1e-6, 1e-3, 1.0, 30.0, 1000.0, -1e-3, -30.0], device=DEVICE).to(dtype)
     best = torch.nextafter(others.float(), others.float() + 1) if dtype is torch.float32 else (
         others.view(torch.int16) + others.sign().short()).view(dtype)
@@ -155,7 +155,7 @@ def test_greedy_rows_among_others_stay_greedy():
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-5, 1e-3])
 def test_a_tiny_temperature_is_greedy(temperature):
-    """Also where logits / temperature would overflow."""
+    """This holds where logits / temperature would overflow, too."""
     logits = [-30.0, 11.0, 80.0, 12.0, -math.inf]
     assert set(draws(logits, 20, temperature=temperature)) == {2}
 
@@ -178,8 +178,8 @@ def test_tokens_come_as_often_as_their_probability(temperature, vary):
     assert_distribution(sample(logits.repeat(count, 1), batch).tolist(), softmax(logits.tolist(), temperature))
 
 
-@pytest.mark.parametrize("settings", [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.8, min_p=0.05)],
-                         ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.8, min_p=0.05)], ids=str)
 def test_filtered_tokens_come_as_often_as_their_renormalised_probability(settings):
     logits = normal(30, scale=1.5)
     where = stretches(logits.tolist(), temperature=0.9, **settings)
@@ -203,7 +203,7 @@ def random_settings(rng: random.Random, vocab_size: int) -> dict:
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 17, 100, 1000])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_every_draw_is_the_references(vocab_size, ties):
-    """Many rows, each with settings, seed and position of its own, in one batch. With ties the logits are multiples of
+    """One batch has many rows, each with settings, seed and position of its own. With ties the logits are multiples of
     1/2, so that whole groups are equal."""
     rng, num_rows = random.Random(vocab_size), 300
     logits = normal(num_rows, vocab_size, seed=vocab_size, scale=2.0)
@@ -223,7 +223,8 @@ def test_every_draw_is_the_references(vocab_size, ties):
     (dict(top_k=1), {1, 3, 5}), (dict(top_k=2), {1, 3, 5}), (dict(top_k=3), {1, 3, 5}), (dict(top_k=4), set(range(8))),
     (dict(top_k=8), set(range(8))), (dict(top_k=9), set(range(8))), (dict(top_k=INT64_MAX), set(range(8))),
     (dict(top_k=0), set(range(8))), (dict(top_k=-1), set(range(8))),
-    (dict(top_p=1e-300), {1}), (dict(top_p=1e-30), {1}), (dict(top_p=0.24), {1}), (dict(top_p=0.249), {1}), (dict(top_p=0.26), {1, 3}),
+    (dict(top_p=1e-300), {1}), (dict(top_p=1e-30), {1}), (dict(top_p=0.24), {1}), (dict(top_p=0.249), {1}),
+    (dict(top_p=0.26), {1, 3}),
     (dict(top_p=0.499), {1, 3}), (dict(top_p=0.749), {1, 3, 5}), (dict(top_p=0.76), {0, 1, 3, 5}),
     (dict(top_p=1.0), set(range(8))),
     (dict(min_p=1.0), {1, 3, 5}), (dict(min_p=0.21), {1, 3, 5}), (dict(min_p=0.19), set(range(8))),
@@ -232,14 +233,14 @@ def test_every_draw_is_the_references(vocab_size, ties):
     (dict(top_k=1, top_p=1e-30, min_p=1.0), {1}),
 ], ids=str)
 def test_equal_tokens_at_the_edge_of_a_filter(settings, expected):
-    """Three tokens of 1/4 and five of 1/20, not summed to exactly that on every device. All that equal the k-th stay with it; top_p keeps the lower ids, and no
-    more of them than it was told to."""
+    """Three tokens weigh 1/4 and five weigh 1/20, up to each device's rounding. Every token that equals the k-th stays
+    with it; top_p keeps the equal tokens with the lower ids, and no more of them than it was told to."""
     probs = [0.05, 0.25, 0.05, 0.25, 0.05, 0.25, 0.05, 0.05]
     assert set(draws([math.log(p) for p in probs], 2000, **settings)) == expected
 
 
 def test_filters_after_one_another_keep_what_transformers_keeps():
-    """nanopaged/golden/filters/make_filters.py: temperature, min_p, top_k and top_p."""
+    """The cases come from nanopaged/golden/filters/make_filters.py: temperature, min_p, top_k and top_p."""
     cases = json.loads((GOLDEN / "filters" / "expected.json").read_text())["cases"]
     wrong = [case for case in cases if set(draws(case["logits"], 2000, **case["settings"])) != set(case["kept"])]
     assert len(cases) == 72 and not wrong
@@ -256,7 +257,7 @@ def test_top_p_takes_its_share_of_what_top_k_and_min_p_leave():
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_top_k_compares_logits(temperature):
-    """The probabilities of these three are the same number in float32."""
+    """The probabilities of these three logits are the same number in float32."""
     assert set(draws([1e-8, 3e-8, 2e-8, -50.0], 100, temperature=temperature, top_k=1)) == {1}
 
 
@@ -289,7 +290,8 @@ def test_top_p_of_one_keeps_the_tail():
 # --------------------------------------------------------------------------------------------------
 
 MIXED = [dict(), dict(temperature=0), dict(top_k=3), dict(top_p=0.8), dict(min_p=0.1), dict(temperature=0.6),
-         dict(temperature=1.4, top_k=20, top_p=0.9), dict(temperature=2.0, top_k=5, top_p=0.5, min_p=0.02), dict(top_k=10**9)]
+         dict(temperature=1.4, top_k=20, top_p=0.9), dict(temperature=2.0, top_k=5, top_p=0.5, min_p=0.02),
+         dict(top_k=10**9)]
 
 
 @pytest.mark.parametrize("vocab_size", [13, 1024, 50_257])
@@ -302,7 +304,8 @@ def test_a_row_in_a_batch_equals_the_row_alone(vocab_size):
     assert together == alone
 
 
-@pytest.mark.parametrize("settings, count", [({}, 200), (dict(top_k=100_000), 200 if DEVICE == "cuda" else 10)], ids=str)
+@pytest.mark.parametrize("settings, count", [
+    ({}, 200), (dict(top_k=100_000), 200 if DEVICE == "cuda" else 10)], ids=str)
 def test_a_draw_among_very_many_equals_the_draw_alone(settings, count):
     """150,000 tokens of much the same probability. A float sum that is rounded in another order for one row than for
     several (torch.cumsum on a GPU) moves one number in a hundred to the token beside it."""
@@ -353,7 +356,8 @@ def test_a_draw_does_not_depend_on_the_rows_place():
         assert len(set(sample(logits, batch).tolist())) == 1
 
 
-@pytest.mark.parametrize("flags", [dict(any_filter=True), dict(all_greedy=False, any_filter=True), dict(all_greedy=False)], ids=str)
+@pytest.mark.parametrize("flags", [
+    dict(any_filter=True), dict(all_greedy=False, any_filter=True), dict(all_greedy=False)], ids=str)
 @pytest.mark.parametrize("settings", [dict(), dict(temperature=0)], ids=str)
 def test_the_flags_save_work_and_decide_nothing(flags, settings):
     """A flag that claims more than there is, as for a padded batch, gives the same tokens."""
@@ -376,7 +380,8 @@ def test_the_same_request_draws_the_same_again():
     assert draws(logits, 200, seed=3) != draws(logits, 200, seed=4)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=0.5), dict(top_k=90), dict(top_p=0.9999), dict(min_p=1e-30)], ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(), dict(temperature=0.5), dict(top_k=90), dict(top_p=0.9999), dict(min_p=1e-30)], ids=str)
 @pytest.mark.parametrize("ends", [-math.inf, -1000.0, -40.0], ids=str)
 @pytest.mark.parametrize("vocab_size", [100, 50_000])
 def test_the_lowest_and_the_highest_number_draw_no_negligible_token(settings, ends, vocab_size):
@@ -393,8 +398,9 @@ def test_the_lowest_and_the_highest_number_draw_no_negligible_token(settings, en
 # Kinds of logits
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=50.0), dict(top_k=50), dict(top_p=0.999999), dict(min_p=1e-9),
-                                      dict(temperature=1e30, top_k=64, top_p=0.99, min_p=1e-20)], ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(), dict(temperature=50.0), dict(top_k=50), dict(top_p=0.999999), dict(min_p=1e-9),
+    dict(temperature=1e30, top_k=64, top_p=0.99, min_p=1e-20)], ids=str)
 @pytest.mark.parametrize("allowed", [[0], [99], [17, 18], [0, 50, 99], list(range(1, 100, 2))], ids=str)
 def test_minus_infinity_is_never_drawn(settings, allowed):
     logits = torch.full((100,), -math.inf)
@@ -416,11 +422,12 @@ def test_tokens_of_probability_0_are_never_drawn_where_sums_round(settings):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("settings", [{}, dict(top_k=3), dict(top_p=0.5), dict(temperature=0)], ids=str)
 def test_a_row_without_probabilities_is_told_by_minus_one_and_harms_nobody(bad, settings):
-    """NaN from a model that overflowed: -1, and the other rows draw theirs. On the CPU only: an index out of range ends a
-    GPU's process, which the other tests need."""
+    """A row of NaN, from a model that overflowed, draws -1, and the other rows draw their tokens. The test runs on the
+    CPU only: an index out of range ends a GPU's process, which the other tests need."""
     logits = normal(5, 50).cpu()
     batch = settings_batch([settings] * 5, range(5), range(5))
-    batch = SamplingBatch(**{name: value.cpu() if torch.is_tensor(value) else value for name, value in vars(batch).items()})
+    batch = SamplingBatch(**{
+        name: value.cpu() if torch.is_tensor(value) else value for name, value in vars(batch).items()})
     expected = sample(logits, batch).tolist()
     broken = logits.clone()
     broken[2] = bad
@@ -524,7 +531,8 @@ def test_neighbours_have_nothing_to_do_with_each_other(stream):
 def test_the_streams_of_neighbouring_seeds_have_nothing_to_do_with_each_other():
     """Sample j of a request has the seed s + j: its numbers are neither those of sample 0 nor the same ones later."""
     n = 20_000
-    for first, second in [(0, 1), (1, 2), (41, 42), (-1, 0), (INT64_MAX, INT64_MIN), (5, -5), (0, 2**32), (0, INT64_MIN)]:
+    for first, second in [
+            (0, 1), (1, 2), (41, 42), (-1, 0), (INT64_MAX, INT64_MIN), (5, -5), (0, 2**32), (0, INT64_MIN)]:
         a, b = numbers([first] * n, range(n)), numbers([second] * n, range(n))
         for lag in range(-3, 4):
             assert abs(correlation(a[max(0, lag):n + min(0, lag)], b[max(0, -lag):n - max(0, lag)])) < 5 / math.sqrt(n)

@@ -18,7 +18,8 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def reference(text: str, stop: list[str], include: bool, num_safe: int = 0) -> tuple[str, str | None]:
-    """The text as it ends, and the stop string that ended it, which ends behind the first num_safe characters."""
+    """The text up to the stop string that ends it, and that stop string, which ends behind the first num_safe
+    characters."""
     for end in range(num_safe + 1, len(text) + 1):
         for string in stop:
             if text[:end].endswith(string):
@@ -27,7 +28,8 @@ def reference(text: str, stop: list[str], include: bool, num_safe: int = 0) -> t
 
 
 def may_be_shown(text: str, stop: list[str]) -> str:
-    """A text that goes on: without the longest end that a stop string begins with."""
+    """The part of a text that may be shown while the text goes on: all but the longest end that a stop string begins
+    with."""
     for start in range(len(text)):
         if any(len(string) > len(text) - start and string.startswith(text[start:]) for string in stop):
             return text[:start]
@@ -35,13 +37,13 @@ def may_be_shown(text: str, stop: list[str]) -> str:
 
 
 def feed(pieces, stop: list[str], include: bool = False) -> tuple[list[str], str | None]:
-    """What is shown after each piece and at the end, and what matched."""
+    """The text shown after each piece and at the end, and the stop string that matched."""
     checker = StopChecker(stop, include)
     return [*map(checker.add, pieces), checker.finish()], checker.matched
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
-    """Into pieces, some of them empty."""
+    """A text in pieces, some of them empty."""
     places = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(2 + len(text))))
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)])]
 

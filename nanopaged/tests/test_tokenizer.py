@@ -1,7 +1,8 @@
 """Tokenizers give, id for id and character for character, what Hugging Face `tokenizers` gives.
 
 golden/tokenizers holds a small tokenizer of each family with what `tokenizers` made of hard texts (made by
-golden/make_tokenizers.py). NANOPAGED_GPT2, a directory with GPT-2's vocab.json and merges.txt, adds the real vocabulary.
+golden/make_tokenizers.py). NANOPAGED_GPT2, a directory with GPT-2's vocab.json and merges.txt, adds the real
+vocabulary.
 """
 
 import importlib.util
@@ -20,8 +21,9 @@ from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
 BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]
 HAS_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
-needs_tokenizers = pytest.mark.skipif(not HAS_TOKENIZERS, reason="what tiktoken cannot express is read with the package `tokenizers`, "
-                                      "which is not installed")
+needs_tokenizers = pytest.mark.skipif(
+    not HAS_TOKENIZERS,
+    reason="what tiktoken cannot express is read with the package `tokenizers`, which is not installed")
 FAMILIES = [*BYTE_LEVEL, pytest.param("llama2", marks=needs_tokenizers)]
 
 
@@ -59,7 +61,7 @@ def test_encode_and_decode_like_hugging_face(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decode_any_ids_like_hugging_face(name):
-    """Random ids: broken UTF-8, special tokens inside characters, ids that are no token."""
+    """The ids are random: they have broken UTF-8, special tokens inside characters, and ids that are no token."""
     tokenizer = load_tokenizer(GOLDEN / name)
     for ids, decoded, with_special in expected(name)["random"]:
         assert tokenizer.decode(ids, skip_special_tokens=True) == decoded
@@ -90,7 +92,7 @@ def test_stream_never_shows_half_a_character(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
-    """Wherever a text is cut into a prompt and what is generated after it. Llama 2's first generated space is text."""
+    """This holds wherever a text is cut into a prompt and a generated part. Llama 2's first generated space is text."""
     tokenizer, rng, num_cuts = load_tokenizer(GOLDEN / name), random.Random(0), 0
     golden = expected(name)
     for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
@@ -136,7 +138,8 @@ def test_stream_ends_with_what_never_became_a_character():
 
 
 @pytest.mark.parametrize("name, bos, eos, added", [
-    ("gpt2", "<|endoftext|>", "<|endoftext|>", []), ("opt", "</s>", "</s>", [2]), ("llama3", "<|begin_of_text|>", "<|eot_id|>", None),
+    ("gpt2", "<|endoftext|>", "<|endoftext|>", []), ("opt", "</s>", "</s>", [2]),
+    ("llama3", "<|begin_of_text|>", "<|eot_id|>", None),
     ("smollm2", "<|im_start|>", "<|im_end|>", []), ("qwen", None, "<|im_end|>", [])])
 def test_special_tokens(name, bos, eos, added):
     tokenizer = load_tokenizer(GOLDEN / name)
@@ -175,7 +178,7 @@ def test_special_tokens_named_beside_vocab_and_merges(tmp_path):
     ({"tokenizer_class": "GPT2TokenizerFast"}, True), ({"tokenizer_class": "Qwen2Tokenizer"}, False),
     ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
 def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default):
-    """Elsewhere <|endoftext|> may be a token that ends no text."""
+    """In other classes <|endoftext|> may be a token that ends no text."""
     shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
@@ -236,9 +239,11 @@ def made_by_hand(merges: list[str], ignore_merges: bool) -> Tokenizer:
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_only_listed_pairs_merge(ignore_merges):
-    """b and c merge first, so the list never makes abc: `a` and `bc` is no listed pair, though tiktoken would join it."""
+    """The merge of b and c comes first, so no merge makes abc: `a` and `bc` are no listed pair, though tiktoken would
+    join them."""
     tokenizer = made_by_hand(["b c", "a b", "ab c"], ignore_merges)
-    texts = {"xabc": ["x", "a", "bc"], "abcabc": ["a", "bc", "a", "bc"], "abb": ["ab", "b"], "abc": ["abc"] if ignore_merges else ["a", "bc"]}
+    texts = {"xabc": ["x", "a", "bc"], "abcabc": ["a", "bc", "a", "bc"], "abb": ["ab", "b"],
+             "abc": ["abc"] if ignore_merges else ["a", "bc"]}
     for text, tokens in texts.items():
         assert [tokenizer.decode([i]) for i in tokenizer.encode(text)] == tokens
 
@@ -296,15 +301,17 @@ ADDED_TOKEN = ["id", "content", "single_word", "lstrip", "rstrip", "normalized",
 
 
 @pytest.mark.parametrize("name, text", [
-    *((name, text) for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json") for text in NO_OBJECTS),
-    *(("tokenizer.json", f'{{"model": {model}}}') for model in ("null", "[]", "{}", '{"vocab": 5}')), ("tokenizer.json", "{}"),
+    *((name, text) for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+      for text in NO_OBJECTS),
+    *(("tokenizer.json", f'{{"model": {model}}}') for model in ("null", "[]", "{}", '{"vocab": 5}')),
+    ("tokenizer.json", "{}"),
     *(("tokenizer.json", damaged(part)) for part in (("model",), ("model", "vocab"))),
     pytest.param("tokenizer.json", damaged(("model", "merges")), marks=needs_tokenizers),
     *(("tokenizer.json", damaged(("added_tokens", 0, key))) for key in ADDED_TOKEN),
     *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "[]", "5", '{"content": []}')),
     ("special_tokens_map.json", '{"bos_token": {}}')], ids=lambda value: None if len(value) < 60 else "long")
 def test_damaged_files(tmp_path, name, text):
-    """Whatever is wrong with them, it is a ValueError: the engine starts without a tokenizer then."""
+    """Whatever is wrong with the files, the error is a ValueError, with which the engine starts without a tokenizer."""
     shutil.copy(GOLDEN / "llama3" / "tokenizer.json", tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError) as error:
@@ -314,7 +321,8 @@ def test_damaged_files(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("vocab.json", b"[]"), ("vocab.json", b'{"a": "b"}'), ("merges.txt", b"\xff"), ("added_tokens.json", b'{"<x>": null}')])
+    ("vocab.json", b"[]"), ("vocab.json", b'{"a": "b"}'), ("merges.txt", b"\xff"),
+    ("added_tokens.json", b'{"<x>": null}')])
 def test_damaged_vocab_and_merges(tmp_path, name, content):
     for file in ("vocab.json", "merges.txt"):
         shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
@@ -343,12 +351,15 @@ def test_without_the_package_tokenizers(monkeypatch):
 
 @needs_tokenizers
 @pytest.mark.parametrize("change", [
-    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Punctuation", "behavior": "Isolated"},
-                                                             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
-    {"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
+    {"decoder": {"type": "Sequence", "decoders": [
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
     {"normalizer": {"type": "NFKC"}}])
 def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
-    """Falcon's way to cut, for one: the package encodes, and the stream still holds half characters back."""
+    """The package `tokenizers` encodes (Falcon cuts text in such a way), and the stream still holds half characters
+    back."""
     from tokenizers import Tokenizer as Reference
     spec = json.loads((GOLDEN / "qwen" / "tokenizer.json").read_text(encoding="utf-8")) | change
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -364,16 +375,20 @@ def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
 
 
 def random_text(rng: random.Random) -> str:
-    scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000), (0x1F300, 0x1FAFF)]
+    scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000),
+               (0x1F300, 0x1FAFF)]
     words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
 
     def part() -> str:
         first, end = rng.choice(scripts)
-        return rng.choice(words) if rng.random() < 0.4 else "".join(chr(rng.randrange(first, end)) for _ in range(rng.randrange(1, 7)))
+        if rng.random() < 0.4:
+            return rng.choice(words)
+        return "".join(chr(rng.randrange(first, end)) for _ in range(rng.randrange(1, 7)))
     return "".join(part() for _ in range(rng.randrange(1, 12)))
 
 
-@pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ, reason="set NANOPAGED_GPT2 to a directory with GPT-2's vocab.json and merges.txt")
+@pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ,
+                    reason="set NANOPAGED_GPT2 to a directory with GPT-2's vocab.json and merges.txt")
 def test_real_gpt2_vocabulary():
     folder, rng = Path(os.environ["NANOPAGED_GPT2"]), random.Random(0)
     tokenizer = load_tokenizer(folder)

@@ -22,14 +22,16 @@ LEGEND = 5  # lines before the first step
 
 
 def small(model="shakespeare", *, lookahead=0, text=False, **options) -> LLM:
-    """An engine with few blocks. Without `text` there is no tokenizer, and the trace shows token ids, which can be read back."""
-    llm = load(model, device="cpu", lookahead=lookahead, **dict(num_blocks=24, block_size=4, max_num_seqs=256) | options)
+    """An engine with few blocks. Without `text` it has no tokenizer, and the trace shows token ids, which can be read
+    back."""
+    options = dict(num_blocks=24, block_size=4, max_num_seqs=256) | options
+    llm = load(model, device="cpu", lookahead=lookahead, **options)
     llm.tokenizer = llm.tokenizer if text else None
     return llm
 
 
 def traced(llm: LLM) -> list[str]:
-    """The lines, as they come."""
+    """The lines of the trace, as they come."""
     lines = []
     Trace(llm, lines.append)
     return lines
@@ -91,7 +93,7 @@ class Witness:
 
 
 def sections(lines: list[str]) -> list[list[str]]:
-    """The launched steps, each from its header on."""
+    """The sections of the launched steps, each from its header on."""
     starts = [i for i, line in enumerate(lines) if line.startswith("step ")]
     ends = [next((j for j in range(i, len(lines)) if lines[j] == ""), len(lines)) for i in starts]
     return [lines[i:j] for i, j in zip(starts, ends)]
@@ -102,12 +104,12 @@ def texts(section: list[str], label: str) -> list[str]:
 
 
 def numbers(section: list[str], label: str) -> list[int]:
-    """Block ids behind a colon."""
+    """The block ids behind a colon."""
     return [int(number) for text in texts(section, label) for number in text.split(": ")[1].split()]
 
 
 def pairs(section: list[str], label: str) -> list[tuple[int, int]]:
-    """Of lines like "B: swapped out, 4 5 to host 0 1": (4, 0), (5, 1)."""
+    """The pairs of lines like "B: swapped out, 4 5 to host 0 1": (4, 0), (5, 1)."""
     found = [re.search(r"([\d ]+) to (?:host )?([\d ]+)", text) for text in texts(section, label)]
     return [(int(a), int(b)) for match in found if match
             for a, b in zip(match[1].split(), match[2].split(), strict=True)]
@@ -123,7 +125,7 @@ def assert_lines_fit(lines: list[str]):
 
 
 def assert_true(lines: list[str], witness: Witness):
-    """Every step that was launched was printed, and all that is printed of it is so."""
+    """Every step that was launched was printed, and all that is printed of a step is true."""
     assert_lines_fit(lines)
     printed = sections(lines)
     assert len(printed) == len(witness.steps) > 0
@@ -155,7 +157,7 @@ def assert_true(lines: list[str], witness: Witness):
 
 
 def assert_rows_true(section: list[str], step):
-    """Each running sequence's work and block table, and the picture of the pool."""
+    """Each running sequence's work and block table are printed as they are, and so is the picture of the pool."""
     rows = {line.split()[0]: line for line in section[1:1 + len(step.tables)]}
     assert list(rows) == list(step.tables)
     for name, line in rows.items():
@@ -442,7 +444,8 @@ def test_a_gpus_trace_says_at_the_first_decode_that_a_context_is_not_split():
 def test_splits_follow_the_kernels_own_rule():
     function = getattr(kernel.split_length, "fn", kernel.split_length)
     names = dict(MIN_SPLIT=tiles.MIN_SPLIT, MID_SPLIT=tiles.MID_SPLIT, MAX_SPLITS=tiles.MAX_SPLITS)
-    split_length = FunctionType(function.__code__, dict(tl=SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min), **names))
+    tl = SimpleNamespace(cdiv=cdiv, maximum=max, minimum=min)
+    split_length = FunctionType(function.__code__, dict(tl=tl, **names))
     llm = small(num_blocks=8)
     for seq_len in (*range(1, 1100), *range(1100, 40_000, 97)):
         length = split_length(seq_len, 64)
@@ -459,7 +462,7 @@ def test_splits_follow_the_kernels_own_rule():
 # --------------------------------------------------------------------------------------------------
 
 def test_no_line_is_longer_than_100_columns():
-    """Large pools, many sequences, long tables, and prompts that a terminal would not like."""
+    """The cases are large pools, many sequences, long tables, and prompts that a terminal would not like."""
     llm = small(text=True, num_blocks=5000, block_size=2, max_num_seqs=200, max_num_batched_tokens=2000)
     lines = traced(llm)
     prompts = ["\x00\x1b[31m\r\n\t\u202eABC" * 5, "\u4f60\u597d\uff0c\u4e16\u754c" * 12,
@@ -549,7 +552,7 @@ step 3: 4 of at most 8192 tokens, for 1 of 1 running sequences
 
 
 def test_a_whole_trace():
-    """So that a change of the layout is seen. The bundled model, greedy, in float32."""
+    """A change of the layout shows here. The trace is of the bundled model, greedy, in float32."""
     llm = small(text=True, num_blocks=6, dtype="float32")
     lines = traced(llm)
     llm.generate(["ROMEO: But soft, what light", "ROMEO: But soft, what man"], [greedy(3, n=2), greedy(3)])

@@ -1,7 +1,7 @@
 """vLLM's offline examples with the import changed: the same calls, and what they print held to what it should be.
 
-The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded. They
-are tiny: of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
+The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded.
+They are tiny: models of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
 """
 import io
 import json
@@ -18,7 +18,8 @@ from nanopaged.weights.checkpoint import read_safetensors
 torch.set_num_threads(1)
 PACKAGE = Path(__file__).parents[1]
 GOLDEN = PACKAGE / "golden"
-OPT, LLAMA, LONGCHAT, QWEN = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct", "lmsys/longchat-13b-16k", "Qwen/Qwen3-0.6B"
+OPT, LLAMA = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct"
+LONGCHAT, QWEN = "lmsys/longchat-13b-16k", "Qwen/Qwen3-0.6B"
 MAX_POSITIONS = 2048  # the goldens have 72 or 128; positions behind those change nothing before them
 
 
@@ -34,7 +35,8 @@ MERGES = [(consonant, vowel) for consonant in "bcdfghjklmnpqrstvwxyz" for vowel 
 class Vocabulary:
     """Special tokens at their ids; at the other ids the characters of ASCII, and as many syllables as have room.
 
-    Texts are cut here by themselves, not by what is tested: no two syllables overlap, so the longest token is the right one.
+    The class cuts texts itself, without the code under test: no two syllables overlap, so the longest token is the
+    right one.
     """
 
     def __init__(self, special: dict[int, str], hidden: set[int] | None = None):
@@ -60,12 +62,14 @@ class Vocabulary:
         model = self.model()
         (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
         (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"]), ""]))
-        (folder / "tokenizer_config.json").write_text((GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json").read_text())
+        config = GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json"
+        (folder / "tokenizer_config.json").write_text(config.read_text())
 
     def write(self, folder: Path, bos: str, **config) -> None:
         """tokenizer.json and tokenizer_config.json."""
         flags = dict(special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
-        spec = {"model": self.model(), "added_tokens": [{"id": i, "content": token} | flags for i, token in self.special.items()],
+        added_tokens = [{"id": i, "content": token} | flags for i, token in self.special.items()]
+        spec = {"model": self.model(), "added_tokens": added_tokens,
                 "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "decoder": {"type": "ByteLevel"},
                 "post_processor": {"type": "TemplateProcessing", "special_tokens": {bos: {"ids": [self.ids[bos]]}},
                                    "single": [{"SpecialToken": {"id": bos}}, {"Sequence": {"id": "A"}}]}}
@@ -73,7 +77,8 @@ class Vocabulary:
         (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos} | config))
 
 
-OPT_TOKENS = Vocabulary({0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}, hidden={1, 2, 3})  # OPT's files do not call <s> special
+# OPT's files do not call <s> special.
+OPT_TOKENS = Vocabulary({0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}, hidden={1, 2, 3})
 LLAMA_TOKENS = Vocabulary({i: f"<|{name}|>" for i, name in enumerate(
     "finetune_right_pad_id begin_of_text end_of_text start_header_id end_header_id eot_id python_tag eom_id".split())})
 LONGCHAT_TOKENS = Vocabulary({0: "<unk>", 1: "<s>", 2: "</s>"})
@@ -103,12 +108,14 @@ def snapshot(cache: Path, name: str, golden: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """The models of the examples, in a cache that is all there is of the Hub. The calls are tested, so a CPU will do."""
+    """The models of the examples, in a cache that is all there is of the Hub. The tests are about the calls, so a CPU
+    will do."""
     cache = tmp_path_factory.mktemp("hub")
     files = snapshot(cache, OPT, "opt")  # in the files that are on the Hub: no safetensors, no tokenizer.json
     weights = dict(read_safetensors(GOLDEN / "opt" / "model.safetensors"))
     name = "model.decoder.embed_positions.weight"
-    rest = torch.randn(MAX_POSITIONS + 2 - len(weights[name]), weights[name].shape[1], generator=torch.Generator().manual_seed(0))
+    num_missing = MAX_POSITIONS + 2 - len(weights[name])
+    rest = torch.randn(num_missing, weights[name].shape[1], generator=torch.Generator().manual_seed(0))
     torch.save(weights | {name: torch.cat([weights[name], rest.half() / 2])}, files / "pytorch_model.bin")
     OPT_TOKENS.write_pair(files)
 
@@ -136,7 +143,8 @@ def cache(tmp_path_factory):
 def expected(folder: Path) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """(prompt, greedy continuation, logits of the prompt), as transformers has them."""
     tensors = dict(read_safetensors(folder / "expected.safetensors"))
-    return [(tensors[f"prompt.{i}"].tolist(), tensors[f"continuation.{i}"].tolist(), tensors[f"logits.{i}"]) for i in range(3)]
+    return [(tensors[f"prompt.{i}"].tolist(), tensors[f"continuation.{i}"].tolist(), tensors[f"logits.{i}"])
+            for i in range(3)]
 
 
 def first(outputs: list[RequestOutput]) -> list[str]:
@@ -147,11 +155,12 @@ def first(outputs: list[RequestOutput]) -> list[str]:
 # Basic generation
 # --------------------------------------------------------------------------------------------------
 
-PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is", "The future of AI is"]
+PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is",
+           "The future of AI is"]
 
 
 def check(outputs: list[RequestOutput], prompts: list[str], tokens: Vocabulary, bos: int, max_tokens: int = 16) -> None:
-    """What every example relies on: outputs in the order of the prompts, each with a text of that many tokens."""
+    """The outputs come in the order of the prompts, each with a text of that many tokens, as every example expects."""
     assert [output.prompt for output in outputs] == prompts
     for output in outputs:
         assert isinstance(output, RequestOutput) and output.finished and isinstance(output.request_id, str)
@@ -183,7 +192,7 @@ def test_opt_125m_with_blocks_of_16_and_20_tokens():
 
 
 def test_text_to_text():
-    """From a text to a text, with the weights of the bundled model: transformers' text, not only its tokens."""
+    """The weights of the bundled model give transformers' text, and not only its tokens."""
     llm = LLM(model="Qwen/Qwen3-0.6B", max_model_len=256)
     tokenizer = llm.get_tokenizer()
     cases = expected(PACKAGE / "shakespeare")
@@ -232,7 +241,8 @@ def test_settings_for_each_prompt():
     outputs = llm.generate(prompts, sampling_params)
     assert [output.prompt for output in outputs] == prompts
     assert [[completion.index for completion in output.outputs] for output in outputs] == [[0], [0], [0, 1], [0, 1, 2]]
-    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids) and len(outputs[0].outputs[0].logprobs) <= 16
+    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)
+    assert len(outputs[0].outputs[0].logprobs) <= 16
     assert outputs[1].prompt_logprobs is None and outputs[1].outputs[0].logprobs is None
     assert outputs[2].outputs[0].text != outputs[2].outputs[1].text
     for completion in outputs[3].outputs:
@@ -294,7 +304,8 @@ def test_chat_with_another_template(tmp_path):
 def test_chat_that_continues_the_last_message():
     llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! How"}]
-    (output,) = llm.chat(messages, SamplingParams(max_tokens=4), add_generation_prompt=False, continue_final_message=True)
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=4), add_generation_prompt=False,
+                         continue_final_message=True)
     assert output.prompt == "<|begin_of_text|>" + turn("user", "Hello") + "<|eot_id|>" + turn("assistant", "Hello! How")
 
 
@@ -316,15 +327,18 @@ def test_chat_with_tools():
     messages.append({"role": "tool", "content": "It is 85 degrees.", "tool_call_id": "a1b2c3d4e"})
     outputs = llm.chat(messages, sampling_params, tools=tools, chat_template=template)
     assert outputs[0].prompt == question + f"assistant: {output}\ntool(a1b2c3d4e): It is 85 degrees.\n"
-    assert outputs[0].num_cached_tokens >= len(LLAMA_TOKENS.encode(question)) // 16 * 16  # the first turn is there already
+    # The first turn is cached.
+    assert outputs[0].num_cached_tokens >= len(LLAMA_TOKENS.encode(question)) // 16 * 16
 
 
 def test_chat_template_kwargs():
-    """As Qwen3's thinking is switched off."""
-    template = "{{ messages[0].content }}{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
+    """Qwen3's thinking is switched off in this way."""
+    template = ("{{ messages[0].content }}"
+                "{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}")
     llm = LLM(model="Qwen/Qwen3-0.6B")
     messages = [{"role": "user", "content": "Hello"}]
-    prompts = [llm.chat(messages, SamplingParams(max_tokens=1), chat_template=template, chat_template_kwargs=kwargs)[0].prompt
+    params = SamplingParams(max_tokens=1)
+    prompts = [llm.chat(messages, params, chat_template=template, chat_template_kwargs=kwargs)[0].prompt
                for kwargs in (None, {"enable_thinking": True}, {"enable_thinking": False})]
     assert prompts == ["Hello", "Hello", "Hello<think></think>"]
 
@@ -334,7 +348,7 @@ def test_chat_template_kwargs():
 # --------------------------------------------------------------------------------------------------
 
 def beam_case(model: str, beam_width: int) -> dict:
-    """One in which no text ends early, so that vLLM and transformers agree on what is best."""
+    """A case in which no text ends early, so that vLLM and transformers agree on what is best."""
     cases = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
     (case,) = [case for case in cases
                if case["model"] == model and case["beam_width"] == beam_width and not case["eos_token_ids"]]
@@ -350,7 +364,8 @@ def test_beam_search():
     outputs = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, use_tqdm=False)
     assert len(outputs) == 2
     for output in outputs:
-        assert [sequence.tokens for sequence in output.sequences] == [prompt + beam["token_ids"] for beam in case["expected"]]
+        assert [sequence.tokens for sequence in output.sequences] == [
+            prompt + beam["token_ids"] for beam in case["expected"]]
         for sequence, beam in zip(output.sequences, case["expected"]):
             assert sequence.text == OPT_TOKENS.decode(prompt + beam["token_ids"])
             assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
@@ -374,10 +389,10 @@ def test_beam_search_from_text():
 # Prefix caching
 # --------------------------------------------------------------------------------------------------
 
-PREFIX = ("You are an expert school principal, skilled in managing faculty and staff. Draft ten questions for a first grade Head "
-          "Teacher for my independent school that emphasizes community, joyful discovery, and life-long learning. The candidate "
-          "is coming in for a first-round panel interview and has 5 years of previous teaching experience. Based on this "
-          "information, fulfill the following paragraph: ")
+PREFIX = ("You are an expert school principal, skilled in managing faculty and staff. Draft ten questions for a first "
+          "grade Head Teacher for my independent school that emphasizes community, joyful discovery, and life-long "
+          "learning. The candidate is coming in for a first-round panel interview and has 5 years of previous teaching "
+          "experience. Based on this information, fulfill the following paragraph: ")
 TABLE = "You recognize the content of tables in markdown format. Here is one.\n" + "".join(
     f"| {i} | {name} Doe | {20 + 3 * i} | {name.lower()}.d@example.com | 555-{1234 + 111 * i} |\n"
     for i, name in enumerate(["John", "Jane", "Alice", "Bob", "Carol", "Dave", "Emma", "Frank", "Zack"]))
@@ -411,7 +426,8 @@ def test_automatic_prefix_caching():
     shared = 1 + len(LONGCHAT_TOKENS.encode(TABLE))
     assert outputs[0][0].num_cached_tokens == 0
     assert shared // 16 * 16 <= outputs[1][0].num_cached_tokens < len(outputs[1][0].prompt_token_ids)
-    plain = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=False).generate(outputs[1][0].prompt, sampling_params)
+    uncached = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=False)
+    plain = uncached.generate(outputs[1][0].prompt, sampling_params)
     assert first(plain) == first(outputs[1])
 
 
@@ -465,11 +481,13 @@ def test_logprobs():
 # --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options", [
-    dict(tensor_parallel_size=1), dict(trust_remote_code=True), dict(disable_log_stats=False), dict(enable_chunked_prefill=True),
+    dict(tensor_parallel_size=1), dict(trust_remote_code=True), dict(disable_log_stats=False),
+    dict(enable_chunked_prefill=True),
     dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64), dict(dtype="half"), dict(dtype=torch.float32),
     dict(tokenizer="facebook/opt-125m", tokenizer_mode="auto", revision=None, tokenizer_revision=None),
     dict(num_gpu_blocks_override=100, max_model_len=256),
-    dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True, max_logprobs=20),
+    dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
+         max_logprobs=20),
 ], ids=lambda options: " ".join(options))
 def test_engine_options_of_vllm(options):
     llm = LLM(model="facebook/opt-125m", **options)
@@ -480,8 +498,8 @@ def test_engine_options_of_vllm(options):
 
 @pytest.mark.parametrize("option, value", [
     ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
-    ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"), ("runner", "pooling"),
-    ("hf_overrides", {"num_hidden_layers": 1}),
+    ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"),
+    ("runner", "pooling"), ("hf_overrides", {"num_hidden_layers": 1}),
 ])
 def test_what_nanopaged_lacks_gets_a_sentence(option, value):
     with pytest.raises(ValueError, match=option) as error:
@@ -513,7 +531,7 @@ def test_the_content_format_of_chat():
 
 
 def test_requests_without_settings_follow_the_checkpoint():
-    """As in vLLM: generation_config="auto" is the default. Settings that are given are taken as they are."""
+    """The default is generation_config="auto", as in vLLM. Settings that are given are taken as they are."""
     llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
     add = llm.scheduler.add
     llm.scheduler.add = lambda seq: asked.append(seq.sampling.params) or add(seq)
@@ -532,7 +550,7 @@ class Terminal(io.StringIO):
 
 
 def test_use_tqdm(monkeypatch):
-    """A bar is drawn on a terminal, and is gone at the end. It is the default of generate and chat, not of
+    """A bar is drawn on a terminal, and is gone at the end. The bar is the default of generate and chat, not of
     beam_search."""
     llm, beams = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), BeamSearchParams(beam_width=2, max_tokens=3)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -585,7 +603,8 @@ def test_numpy():
 def test_keywords_of_generate():
     llm = LLM(model="facebook/opt-125m", scheduling_policy="priority", max_num_seqs=1)
     served = []
-    params = [SamplingParams(temperature=0, max_tokens=1, logits_processors=[lambda ids, logits, i=i: served.append(i) or logits])
+    params = [SamplingParams(temperature=0, max_tokens=1,
+                             logits_processors=[lambda ids, logits, i=i: served.append(i) or logits])
               for i in range(4)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=None, priority=[2, 0, 3, 1])
     check(outputs, PROMPTS, OPT_TOKENS, bos=2, max_tokens=1)
