@@ -20,8 +20,9 @@ __version__ = "0.2.0"
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
 
 _HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_params",
-         "BeamSearchParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs", "TokensPrompt": "nanopaged.inputs",
-         "RequestOutput": "nanopaged.outputs", "CompletionOutput": "nanopaged.outputs"}
+         "BeamSearchParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs",
+         "TokensPrompt": "nanopaged.inputs", "RequestOutput": "nanopaged.outputs",
+         "CompletionOutput": "nanopaged.outputs"}
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)
 
@@ -35,9 +36,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _chapter(name: str) -> ModuleType:
-    """The module of kernel.py, model.py or engine.py, always the same one. It is the plain module `kernel` where that name
-    finds this file, also as the program that runs. A user's own kernel.py stays his: then the file is loaded under the
-    name `nanopaged.kernel`."""
+    """The module of kernel.py, model.py or engine.py, always the same one. It is the plain module `kernel` where that
+    name finds this file, also as the program that runs. Where a user's own kernel.py has that name, the file is loaded
+    under the name `nanopaged.kernel`."""
     file = Path(__file__).parent.parent / f"{name}.py"
     for loaded in (f"nanopaged.{name}", name, "__main__"):
         if loaded in sys.modules and _is_file(getattr(sys.modules[loaded], "__file__", None), file):
