@@ -90,7 +90,7 @@ def test_the_length_of_a_split():
 def test_numbers_of_an_h200():
     text, config = kernel.__doc__, tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
     assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
-    assert f"has {16 * 128:,} numbers" in text and config["TILE_M"] == tiles.LARGE_TILE_M
+    assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
     programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
     assert programs[0] == 1 < programs[1]
 
