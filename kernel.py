@@ -108,7 +108,10 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
 def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
                 sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each query length Q, the problem of the S sequences with Q new tokens and at most K tokens in the cache:
-    their rows of q [S, Q], the slots to read [S, K], and the mask [S, 1, group * Q, K] to add to the scores."""
+    their rows of q [S, Q], the slots to read [S, K], and the mask [S, 1, group * Q, K] to add to the scores.
+
+    Two sequences decode (Q = 1, S = 2) with 7 and 5 tokens in the cache (K = 7). The second sees the keys x x x x x . .
+    and reads the slot of key 4 again in place of the masked keys 5 and 6."""
     query_lens = query_start_loc.diff()
     for Q in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
         members = (query_lens == Q).nonzero()[:, 0]  # [S]
@@ -496,9 +499,10 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
     split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
     if not NO_SPLIT:
-        run = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
-        split += run * tl.program_id(1)
-        start, end = tl.maximum(start, split * split_len), tl.minimum(end, (split + run) * split_len)
+        splits_per_program = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
+        split += splits_per_program * tl.program_id(1)  # this program's first split
+        start = tl.maximum(start, split * split_len)
+        end = tl.minimum(end, (split + splits_per_program) * split_len)
     start = start // sizes.TILE_N * sizes.TILE_N
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
@@ -506,12 +510,13 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
     block = _block_of(keys, start, sizes)
+    # For each split, for each of its tiles: add the tile to the split's sums. Then merge the sums (V1) or store them
+    # (V2). This is one loop over tiles, and every tile merges or stores under a mask: the compiler would not pipeline
+    # the loads of a nested loop, or of a loop with a branch.
     for tile in range(start, end, sizes.TILE_N):
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
         sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
-        # At the end of a split, its sums are merged or stored and begin anew. Every tile executes these lines, under a
-        # condition or a mask, because a branch would end the pipelining of loads.
         ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
         if NO_SPLIT:
             total = _where(ends, _merge(total, sums), total)
