@@ -76,7 +76,8 @@ ENGINE
 def main(argv: list[str] | None = None, llm_class=None) -> int:
     """Run the command line; the exit code. llm_class: in place of LLM, for tests."""
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), _Lossy(sys.stderr or _nowhere())  # None: the shell has closed it
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without Unicode gets question marks, not a traceback
+    # A terminal without Unicode gets question marks, not a traceback.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         return _run(_read_arguments(argv), llm_class)
     except BrokenPipeError:  # `| head` has read enough
