@@ -134,9 +134,8 @@ def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
 # Memory and blocks
 # --------------------------------------------------------------------------------------------------
 
-def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
-    llm = load("llama2", max_num_batched_tokens=64)
-    expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
+def on_a_small_card(llm):
+    """Let steps of more than 20 tokens run out of memory from now on. Returns the runner's own `launch`."""
     launch = llm.runner.launch
 
     def small_card(step):
@@ -145,6 +144,13 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
         return launch(step)
 
     llm.runner.launch = small_card
+    return launch
+
+
+def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
+    llm = load("llama2", max_num_batched_tokens=64)
+    expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
+    on_a_small_card(llm)
     assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
     assert "at most 16 tokens" in capsys.readouterr().err
     llm.scheduler.block_manager.check_idle()
@@ -152,14 +158,7 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
 
 def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
     llm = load("llama2", max_num_batched_tokens=64)
-    launch = llm.runner.launch
-
-    def small_card(step):
-        if sum(step.num_tokens) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(step)
-
-    llm.runner.launch = small_card
+    launch = on_a_small_card(llm)
     long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_REGROWTH + 10, ignore_eos=True)
     llm.generate([PROMPT] * 5, GREEDY)
     assert llm.scheduler.max_num_batched_tokens == 16
