@@ -44,7 +44,6 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
-from nanopaged.arithmetic import cdiv
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
@@ -316,7 +315,7 @@ def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64,
                       dtype: torch.dtype = torch.bfloat16) -> float:
     """Time of one paged_attention call, from a graph of calls on several pools. Together the pools exceed the L2 cache,
     as the layers of a model do."""
-    num_blocks = [cdiv(n, block_size) for n in seq_lens]
+    num_blocks = [engine.cdiv(n, block_size) for n in seq_lens]
     total, width = sum(num_blocks), max(num_blocks)
     copies = 1 + int(MORE_THAN_L2 // (sum(seq_lens) * KV_BYTES))
     ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
@@ -379,7 +378,7 @@ def swapping(limits: Limits, quick: bool) -> None:
     llm = random_llm("0.6B", max_model_len=17_000, num_blocks=1000, swap_space=4)
     rng, params = random.Random(5), SamplingParams(max_tokens=1)
     for num_tokens in (256, 1024, 4096, 16_384):
-        pairs = [(i, i) for i in range(cdiv(num_tokens, llm.runner.block_size))]
+        pairs = [(i, i) for i in range(engine.cdiv(num_tokens, llm.runner.block_size))]
         with torch.inference_mode():
             out, back = (gpu_seconds(lambda: llm.runner._move_blocks(step)) * 1000
                          for step in (engine.SchedulerOutput(swaps_out=pairs), engine.SchedulerOutput(swaps_in=pairs)))
@@ -438,7 +437,7 @@ def prefill_rate(llm: LLM, batch: int, context: int) -> float:
 
 def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
     """ms per decode step, after all prompts have been computed."""
-    num_prefill_steps = batch * cdiv(context, BUDGET)
+    num_prefill_steps = batch * engine.cdiv(context, BUDGET)
     params = SamplingParams(temperature=0.6, max_tokens=num_prefill_steps + steps + 30, ignore_eos=True)
     for prompt in random_prompts(random.Random(1), [context] * batch):
         llm.add_request(prompt, params)

@@ -34,13 +34,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
-from nanopaged.arithmetic import cdiv
-
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
 NULL = -1  # in a block table: a block that fell out of the sliding window and was freed
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
 NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 # --------------------------------------------------------------------------------------------------

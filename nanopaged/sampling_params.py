@@ -179,6 +179,11 @@ class SamplingParams:
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
+def wrap_int64(seed: int) -> int:
+    """Seeds wrap around at 64 bits, as the arithmetic on them does."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def _read_number(settings: Any, name: str, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
     """Check a number among the settings, and convert it to a number of Python's own."""
     given = getattr(settings, name)

@@ -9,8 +9,6 @@ from functools import lru_cache
 
 import torch
 
-from nanopaged.arithmetic import cdiv
-
 # The length of a split, see `split_length` in kernel.py: a sixteenth of the context, but MIN_SPLIT to MID_SPLIT tokens,
 # and longer where MAX_SPLITS splits of MID_SPLIT would not suffice. Shorter splits cost more in merging than they gain.
 # With tiles of 64 tokens:
@@ -34,6 +32,11 @@ WIDE_ROW = 256  # bytes of one head of one token: head_dim 128 in 16 bits
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or later
 MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode` in kernel.py
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:

@@ -10,12 +10,11 @@ from nanopaged import engine, kernel
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
-from nanopaged.arithmetic import cdiv, wrap_int64
 from nanopaged.device.runner import Runner, pick_device, pick_kernels
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling, wrap_int64
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config, read_tensors
 from nanopaged.weights.families import read_model_config
@@ -90,7 +89,7 @@ class LLM:
         # must fit.
         window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
         if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
-            raise ValueError(f"max_model_len {max_model_len} needs {cdiv(max_model_len, block_size)} blocks of "
+            raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
                              f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
                              "memory")
         self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
-from nanopaged.arithmetic import cdiv
 
 WIDTH = 100  # columns of a line
 LABEL = 14  # columns of a line's label
@@ -198,7 +197,7 @@ class Trace:
             name = self._name(seq)
             hosts = [host for host in before.host_tables.get(seq, ()) if host in came]
             moved = {NULL, *(came[host] for host in hosts)}
-            num_old = len(old) if old is not None else cdiv(seq.num_hit_tokens, self.manager.block_size)
+            num_old = len(old) if old is not None else engine.cdiv(seq.num_hit_tokens, self.manager.block_size)
             if old is None:  # the sequence was admitted in this step
                 self._found(seq, [block for block in table[:num_old] if block not in moved], holders)
             if hosts:
@@ -405,11 +404,11 @@ def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
     runner = llm.runner
     tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
-    sixteenth = cdiv(seq_len, 16 * tile) * tile
-    least = cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
+    sixteenth = engine.cdiv(seq_len, 16 * tile) * tile
+    least = engine.cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
     length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
     num_outside = max(seq_len - config.window, 0) // length if config.window else 0  # splits that the window hides
-    return cdiv(seq_len, length) - num_outside, length
+    return engine.cdiv(seq_len, length) - num_outside, length
 
 
 def _real(table: Iterable[int]) -> list[int]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import model
-from nanopaged.arithmetic import cdiv
+from nanopaged.tiles import cdiv
 
 # Limits, found by timing products in bfloat16 on an H200.
 MAX_ONE_ROW_WEIGHTS = 2**26  # for more weights the library reads a one-row product's weights at full rate as well

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanopaged.arithmetic import cdiv
+from nanopaged import engine
 from nanopaged.device.sampler import SamplingNeeds
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
 def choose_num_blocks(runner: "Runner", gpu_memory_utilization: float) -> int:
     """On a CPU 1 GiB or max_num_seqs full sequences, whichever is less; on a GPU the memory that `profile` finds."""
     if runner.device.type == "cpu":
-        blocks_per_seq = cdiv(runner.max_model_len, runner.block_size)
+        blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
         return max(1, min(DEFAULT_CPU_POOL // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
     return profile(runner, gpu_memory_utilization) // runner.block_bytes
 
@@ -124,7 +124,7 @@ def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
     numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
     """
     c, length, device = runner.config, min(CALIBRATION_TOKENS, runner.max_model_len), runner.device
-    num_blocks = cdiv(length, runner.block_size)
+    num_blocks = engine.cdiv(length, runner.block_size)
     shape = 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim
     cache = [torch.zeros(shape, dtype=runner.dtype, device=device) for _ in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.arithmetic import cdiv
 from nanopaged.device import memory, results, warmup
 from nanopaged.device.garbage import no_garbage_collection
 from nanopaged.device.sampler import Sampler, SamplingBatch, SamplingNeeds, mix
@@ -107,7 +106,8 @@ class Runner:
         """A row for each running sequence, and one that no sequence has, for the padding of a recorded step."""
         num_rows = self.max_num_seqs + 1
         ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
-        width = 4 * cdiv(self.max_model_len, 4 * self.block_size)  # torch gathers rows of a multiple of 16 bytes faster
+        # torch gathers rows of a multiple of 16 bytes faster
+        width = 4 * engine.cdiv(self.max_model_len, 4 * self.block_size)
         try:
             self.block_tables = torch.zeros(num_rows, width, **ints)
         except (RuntimeError, TypeError):

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.arithmetic import wrap_int64
 from nanopaged.device.fused import compile_rows
-from nanopaged.sampling_params import SMALLEST_TEMPERATURE
+from nanopaged.sampling_params import SMALLEST_TEMPERATURE, wrap_int64
 
 if TYPE_CHECKING:
     from nanopaged.device.logits import LogitsEditor
