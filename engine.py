@@ -36,8 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block that fell out of the sliding window and was freed
-STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
+NULL = -1  # in a block table: a block that was freed behind a sliding window (nanopaged/scheduling/window.py)
 NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -170,19 +169,13 @@ class BlockManager:
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
-
-    **Swapping.** A preempted sequence's blocks may wait on the host, in a second, smaller pool.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0,
-                 num_host_blocks: int = 0):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.window = window  # tokens that the next one attends to, itself included, in any layer; 0: all
-        self.max_blocks_per_seq = num_blocks  # with a window, Scheduler lowers it
         self.ref_counts = [0] * num_blocks
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
-        self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
         self.prefix_cache: dict[tuple, tuple[int, int]] = {}  # (prefix key before, tokens) -> (block, prefix key)
         self.key_of_block: dict[int, tuple] = {}  # block -> its key in `prefix_cache`
         self.prefix_keys = itertools.count(ROOT + 1)
@@ -194,12 +187,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return len(self.free_queue)
 
+    def largest_chunk(self, max_num_batched_tokens: int) -> int:
+        """Tokens of one sequence that one step computes at most."""
+        return max_num_batched_tokens
+
     def begin_step(self) -> SchedulerOutput:
-        # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
-        # now.
-        if self.step.swaps_in:
-            self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
-            self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
         self.step = SchedulerOutput()
         return self.step
 
@@ -239,7 +231,7 @@ class BlockManager:
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                if block == NULL:  # freed, and the blocks behind it can only be found through it
+                if block == NULL:  # blocks behind a freed one can only be found through it
                     return
                 self._evict(block)  # its older key may be behind a block that has left the window, out of reach
                 self.prefix_cache[key] = block, next(self.prefix_keys)
@@ -253,25 +245,18 @@ class BlockManager:
         for block in blocks:
             self._evict(block)
 
-    def free_out_of_window(self, seq: Sequence) -> None:
-        """Free the blocks that lie before the sliding window of the sequence's next token."""
-        for i in range(seq.num_null_blocks, self._num_blocks_before_window(seq.num_computed_tokens)):
-            self._decref(seq.block_table[i])
-            seq.block_table[i] = NULL
-            seq.num_null_blocks = i + 1
-
-    def _num_blocks_before_window(self, position: int) -> int:
-        """Leading blocks that the token at this position does not attend to."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
-
     def free(self, seq: Sequence) -> None:
         """Free the blocks from last to first. The last one is then reused first; the head is shared more often."""
         for block in reversed(seq.block_table):
             self._decref(block)
-        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
-        seq.block_table, seq.host_table = [], []
-        seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = seq.num_null_blocks = 0
-        seq.prefix_key = ROOT
+        seq.block_table, seq.prefix_key = [], ROOT
+        seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
+
+    def preempt(self, seq: Sequence) -> Status:
+        """Take the sequence's blocks. Its tokens are computed again when it returns (recompute), unless swapping keeps
+        the blocks on the host (nanopaged/scheduling/swapping.py)."""
+        self.free(seq)
+        return Status.WAITING
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child go on where the parent is, with the same blocks. The first one that writes copies."""
@@ -280,70 +265,38 @@ class BlockManager:
         child.block_table = list(parent.block_table)
         child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
         child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
-        child.num_null_blocks, child.num_cached_tokens = parent.num_null_blocks, parent.num_cached_tokens
-
-    def swap_out(self, seq: Sequence) -> bool:
-        """Move the sequence's blocks to the host. Returns False, without changing anything, if the host pool is too
-        small."""
-        num_computed_tokens, table = seq.num_computed_tokens, seq.block_table
-        if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
-            return False
-        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
-        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
-        self.free(seq)
-        seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
-        return True
+        child.num_cached_tokens = parent.num_cached_tokens
 
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence. Returns False, without changing anything, if the pool has too
-        few free blocks for all its tokens. Each block has one of four sources, always in this order:
-
-            tokens    0..15     16..31    32..47    48..63    64..70
-            source    NULL      shared    shared    host      new (`allocate` takes it when a step computes its tokens)
-                      (window)  (prefix hit)        (swapped)
-        """
+        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds the others
+        when a step computes their tokens. Returns False, without changing anything, if the pool has too few free blocks
+        for all its tokens."""
         if self.is_still_blocked(seq):
             return False
         hit = self.find_prefix(seq)
-        num_hit_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
-        # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
-        num_computed_tokens = min(num_hit_tokens, seq.num_tokens - 1)
-        before_window = self._num_blocks_before_window(num_computed_tokens)
-        table: list[int] = []
-        swapped: list[int] = []
-        for i in range(max(len(hit.blocks), len(seq.host_table))):
-            if i < before_window:
-                table.append(NULL)
-            elif i < len(hit.blocks):
-                table.append(hit.blocks[i])
-            else:
-                swapped.append(seq.host_table[i])
-        not_needed = seq.host_table[:len(table)]
-        # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
-        num_needed = cdiv(seq.num_tokens, self.block_size) - swapped.count(NULL)
-        num_needed -= sum(block == NULL or self.ref_counts[block] > 0 for block in table)
-        num_needed = min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
+        num_needed = self.num_blocks_needed(seq, hit)
         if num_needed > self.num_free_blocks:
             seq.min_free_blocks = num_needed
             return False
-        for block in table:
-            self._incref(block)
-        for host_block in swapped:
-            table.append(NULL if host_block == NULL else self._pop_free_block())
-            if host_block != NULL:
-                self.step.swaps_in.append((host_block, table[-1]))
-        self.free_host_blocks += [block for block in not_needed if block != NULL]
-        seq.block_table, seq.host_table = table, []
-        seq.num_null_blocks = next((i for i, block in enumerate(table) if block != NULL), len(table))
-        seq.num_hit_tokens, seq.num_computed_tokens = num_hit_tokens, num_computed_tokens
-        seq.num_cached_blocks = len(hit.blocks) if hit.prefix_key is not None else 0
-        seq.prefix_key = ROOT if hit.prefix_key is None else hit.prefix_key
+        self.start(seq, hit)
         seq.min_free_blocks, seq.hit_then = 0, (None, None)
         if seq.num_cached_tokens is None:
             self._count_hits(seq, hit)
         return True
+
+    def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
+        # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
+        return cdiv(seq.num_tokens, self.block_size) - sum(self.ref_counts[block] > 0 for block in hit.blocks)
+
+    def start(self, seq: Sequence, hit: PrefixHit) -> None:
+        for block in hit.blocks:
+            self._incref(block)
+        # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
+        seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
+        seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
+        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, ROOT)
 
     def _count_hits(self, seq: Sequence, hit: PrefixHit) -> None:
         seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
@@ -377,11 +330,11 @@ class BlockManager:
     def _find_sibling(self, seq: Sequence) -> Sequence | None:
         """A running sequence of the same prompt that has the prompt's shareable tokens in its blocks."""
         num_tokens = self._num_shareable(seq)
-        for other in seq.siblings:
-            if (num_tokens <= other.num_computed_tokens
-                    and other.num_null_blocks <= self._num_blocks_before_window(num_tokens - 1)):
-                return other
-        return None
+        return next((other for other in seq.siblings if self.has_prompt(other, num_tokens)), None)
+
+    def has_prompt(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has the first num_tokens tokens of its prompt in its blocks."""
+        return num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
         """Prompt tokens that a sibling can give. All of them for a new sequence, though the last block may not be
@@ -415,25 +368,21 @@ class BlockManager:
             del self.prefix_cache[key]
 
     def _incref(self, block: int) -> None:
-        if block != NULL:
-            if self.ref_counts[block] == 0:
-                del self.free_queue[block]
-            self.ref_counts[block] += 1
+        if self.ref_counts[block] == 0:
+            del self.free_queue[block]
+        self.ref_counts[block] += 1
 
     def _decref(self, block: int) -> None:
-        if block != NULL:
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self.free_queue[block] = None
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self.free_queue[block] = None
 
     def check_idle(self) -> None:
         """With no request under way every block must be free. RuntimeError otherwise: a mistake in this file."""
         self.begin_step()
         num_held = self.num_blocks - len(self.free_queue)
-        num_on_host = self.num_host_blocks - len(self.free_host_blocks)
-        if num_held or num_on_host or any(self.ref_counts):
-            raise RuntimeError(f"the engine is idle, yet {num_held} blocks and {num_on_host} host blocks are held: "
-                               "please report this")
+        if num_held or any(self.ref_counts):
+            raise RuntimeError(f"the engine is idle, yet {num_held} blocks are held: please report this")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -463,11 +412,7 @@ class Scheduler:
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_chunk = max_num_batched_tokens  # tokens of one sequence that one step computes at most
-        if block_manager.window:  # window and chunk have to fit into the pool, and may begin within a block
-            size, window = block_manager.block_size, block_manager.window
-            self.max_chunk = min(self.max_chunk, (block_manager.num_blocks - 1) * size - window)
-            block_manager.max_blocks_per_seq = cdiv(window + self.max_chunk, size) + 1
+        self.max_chunk = block_manager.largest_chunk(max_num_batched_tokens)
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
@@ -490,8 +435,6 @@ class Scheduler:
             seq = self.running[turn]
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
-                if self.block_manager.window:
-                    self.block_manager.free_out_of_window(seq)
                 if not self._make_room(seq, num_tokens, step):
                     break
                 self._compute(seq, num_tokens, step)
@@ -529,15 +472,10 @@ class Scheduler:
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
-        """Take the blocks of the last running sequence; its tokens are kept. The blocks move to the host if there is
-        room (swapping); otherwise its tokens are computed again when it returns (recompute). On an H200 with
-        Qwen3-0.6B swapping was cheaper up to some 1,000 tokens; `bench.py --only swapping` measures both."""
+        """Take the blocks of the last running sequence. Its tokens are kept."""
         seq = self.running[-1]  # at or behind `turn`: none that this step already computes
-        is_swapped = self.block_manager.swap_out(seq)
+        seq.status = self.block_manager.preempt(seq)
         self._remove(seq)
-        if not is_swapped:
-            self.block_manager.free(seq)
-        seq.status = Status.SWAPPED if is_swapped else Status.WAITING
         self.add(seq)
         step.preempted.append(seq)
         return seq
@@ -708,14 +646,16 @@ class Engine:
     runner: runner.launch(step) starts a step and returns a function that waits for it and gives a Sampled
     updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
+    may_retry: whether the next step may succeed after this error (nanopaged/scheduling/budget.py)
     """
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0,
-                 interruptible: Callable[[], ContextManager] = nullcontext):
-        self.scheduler, self.runner, self.lookahead, self.interruptible = scheduler, runner, lookahead, interruptible
+                 interruptible: Callable[[], ContextManager] = nullcontext,
+                 may_retry: Callable[[BaseException], bool] = lambda error: False):
+        self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
+        self.interruptible, self.may_retry = interruptible, may_retry
         self.updates: deque[tuple[list[Sequence], Sampled]] = deque()
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()
-        self.full_budget, self.num_small_steps = scheduler.max_num_batched_tokens, 0
 
     def step(self) -> None:
         step = self.scheduler.schedule()
@@ -734,7 +674,6 @@ class Engine:
             self._recover(step, error)
         else:
             self.launched.append((step, read))
-            self._regrow_budget()
 
     def update(self) -> None:
         """Read the oldest launched step."""
@@ -757,24 +696,13 @@ class Engine:
     # ---- when a step fails
 
     def _recover(self, step: SchedulerOutput, error: BaseException) -> None:
-        """Forget the step. Raise the error again, unless a smaller step may do."""
+        """Forget the step. Raise the error, unless the next step may succeed."""
         self.runner.forget_rows(step.seqs)
         self.scheduler.undo(step)
         while self.launched:  # their tokens must be known before their sequences start over
             self.update()
-        budget = self.scheduler.max_num_batched_tokens // 2
-        if budget == 0 or not self.runner.is_out_of_memory(error):
+        if not self.may_retry(error):
             raise error
-        print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
-              "gpu_memory_utilization to leave room for more", file=sys.stderr)
-        self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
-
-    def _regrow_budget(self) -> None:
-        """The sequence that took the memory may have ended: let a reduced token budget grow back."""
-        if self.scheduler.max_num_batched_tokens < self.full_budget:
-            self.num_small_steps += 1
-            if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
-                self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
 
     @property
     def is_idle(self) -> bool:

@@ -15,6 +15,8 @@ from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling, wrap_int64
+from nanopaged.scheduling.budget import TokenBudget
+from nanopaged.scheduling.swapping import Swapping
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config, read_tensors
 from nanopaged.weights.families import read_model_config
@@ -93,12 +95,12 @@ class LLM:
                              f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
                              "memory")
         self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
-        num_host_blocks = self.runner.allocate_host_pool(swap_space)
-        manager = engine.BlockManager(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks)
+        manager = self._make_block_manager(num_blocks, block_size, enable_prefix_caching, window, swap_space)
         self.scheduler = engine.Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
+        self.budget = TokenBudget(self.scheduler, self.runner)
         self.engine = engine.Engine(self.scheduler, self.runner, self.runner.lookahead,
-                                    interruptible=self.lock.interrupts.let_through)
+                                    self.lock.interrupts.let_through, self.budget.shrink)
         self.use_priority = scheduling_policy == "priority"
         self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
         self.requests: dict[str, Request] = {}  # those under way
@@ -125,6 +127,13 @@ class LLM:
         self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
+
+    def _make_block_manager(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, window: int,
+                            swap_space: float) -> engine.BlockManager:
+        num_host_blocks = self.runner.allocate_host_pool(swap_space) if swap_space else 0
+        if window or num_host_blocks:
+            return Swapping(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks)
+        return engine.BlockManager(num_blocks, block_size, enable_prefix_caching)
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -240,6 +249,7 @@ class LLM:
         """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
         try:
             self.engine.step()
+            self.budget.regrow()
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())

@@ -64,9 +64,10 @@ class Trace:
         for name, show in shows.items():
             self._watch(self.scheduler, name, show)
         self._watch(llm, "_branch", self._beams)
+        num_host_blocks, window = (getattr(self.manager, name, 0) for name in ("num_host_blocks", "window"))
         self.write(f"a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
-                   + f", {self.manager.num_host_blocks} more on the host" * (self.manager.num_host_blocks > 0)
-                   + f", attention sees {self.manager.window} tokens" * (self.manager.window > 0))
+                   + f", {num_host_blocks} more on the host" * (num_host_blocks > 0)
+                   + f", attention sees {window} tokens" * (window > 0))
         self._say("A", "prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled")
         self._say("[4 5* 6c -]", "block table: own block, shared block, a copy made in this step, out of the window")
         self._say("pool", "A: held by A (Z: by Z or AZ ..), a: by several of A0 A1 .., *: by several requests")

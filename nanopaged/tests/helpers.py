@@ -83,16 +83,17 @@ def relative_error(actual, expected):
 def check_books(scheduler):
     """What the block manager promises, after every step."""
     manager, num_holders = scheduler.block_manager, Counter()
-    host_blocks = list(manager.free_host_blocks) + [host_block for host_block, _ in manager.step.swaps_in]
+    host_blocks = [host_block for host_block, _ in manager.step.swaps_in]
+    host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
         held = [block for block in seq.block_table if block != NULL]
-        assert len(set(held)) == len(held) and len(held) <= manager.max_blocks_per_seq
+        assert len(set(held)) == len(held) and len(held) <= getattr(manager, "max_blocks_per_seq", manager.num_blocks)
         assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL
         assert not held or seq.status is Status.RUNNING
         assert bool(seq.host_table) == (seq.status is Status.SWAPPED)
         num_holders.update(held)
         host_blocks += [block for block in seq.host_table if block != NULL]
-    assert sorted(host_blocks) == list(range(manager.num_host_blocks))
+    assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
     for block in range(manager.num_blocks):
         assert manager.ref_counts[block] == num_holders[block]
         assert (block in manager.free_queue) == (manager.ref_counts[block] == 0)

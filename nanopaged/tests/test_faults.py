@@ -5,8 +5,8 @@ from itertools import count
 import pytest
 import torch
 
-import engine
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.scheduling.budget import STEPS_UNTIL_REGROWTH
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten, shared, tokens_of
 
 # --------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
 def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
     llm = load("llama2", max_num_batched_tokens=64)
     launch = on_a_small_card(llm)
-    long = SamplingParams(temperature=0, max_tokens=engine.STEPS_UNTIL_REGROWTH + 10, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=STEPS_UNTIL_REGROWTH + 10, ignore_eos=True)
     llm.generate([PROMPT] * 5, GREEDY)
     assert llm.scheduler.max_num_batched_tokens == 16
     llm.runner.launch = launch

@@ -1,0 +1,74 @@
+"""Swapping: a preempted sequence's blocks move to a second, smaller pool on the host. An addition to chapter 3.
+
+Without it a preempted sequence gives up its blocks, and its tokens are computed again when it returns (recompute). On
+an H200 with Qwen3-0.6B swapping was cheaper up to some 1,000 tokens; `bench.py --only swapping` measures both. When the
+sequence returns, each of its blocks has one of four sources, always in this order:
+
+    tokens    0..15     16..31    32..47    48..63    64..70
+    source    NULL      shared    shared    host      new (`allocate` takes it when a step computes its tokens)
+              (window)  (prefix hit)        (swapped)
+
+The runner moves the blocks before a step's forward pass: first moves to the host, then copies, then moves from the
+host (nanopaged/device/runner.py).
+"""
+from collections.abc import Iterable
+
+from nanopaged import engine
+from nanopaged.scheduling.window import SlidingWindow
+
+
+class Swapping(SlidingWindow):
+    """A BlockManager with `num_host_blocks` blocks on the host for preempted sequences."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0,
+                 num_host_blocks: int = 0):
+        super().__init__(num_blocks, block_size, enable_prefix_caching, window)
+        self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
+
+    def begin_step(self) -> engine.SchedulerOutput:
+        # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
+        # now.
+        if self.step.swaps_in:
+            self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
+            self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
+        return super().begin_step()
+
+    def preempt(self, seq: engine.Sequence) -> engine.Status:
+        """Move the sequence's blocks to the host, or free them if the host pool is too small."""
+        num_computed_tokens, table = seq.num_computed_tokens, seq.block_table
+        if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
+            return super().preempt(seq)
+        host_table = [engine.NULL if block == engine.NULL else self.free_host_blocks.pop() for block in table]
+        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != engine.NULL]
+        self.free(seq)
+        seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
+        return engine.Status.SWAPPED
+
+    def start(self, seq: engine.Sequence, hit: engine.PrefixHit) -> None:
+        host_table, num_computed_tokens = seq.host_table, seq.num_computed_tokens
+        num_null, num_found = self.num_null_blocks(seq, hit), len(hit.blocks)
+        super().start(seq, hit)
+        if not host_table:
+            return
+        for i, host_block in enumerate(host_table[num_found:], num_found):
+            seq.block_table.append(engine.NULL if i < num_null else self._pop_free_block())
+            if i >= num_null:
+                self.step.swaps_in.append((host_block, seq.block_table[-1]))
+        self._free_on_host(host_table[:max(num_found, num_null)])
+        seq.host_table, seq.num_null_blocks = [], num_null
+        seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
+        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+
+    def free(self, seq: engine.Sequence) -> None:
+        super().free(seq)
+        self._free_on_host(reversed(seq.host_table))
+        seq.host_table = []
+
+    def _free_on_host(self, host_blocks: Iterable[int]) -> None:
+        self.free_host_blocks += [block for block in host_blocks if block != engine.NULL]
+
+    def check_idle(self) -> None:
+        super().check_idle()
+        num_held = self.num_host_blocks - len(self.free_host_blocks)
+        if num_held:
+            raise RuntimeError(f"the engine is idle, yet {num_held} host blocks are held: please report this")

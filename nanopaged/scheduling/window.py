@@ -1,0 +1,83 @@
+"""Sliding windows: blocks that no later token attends to are freed while their sequence runs. An addition to chapter 3.
+
+In a model whose layers all have a window, a token attends to the last `window` tokens, itself included. Blocks before
+the window of the next token leave the block table, and the table keeps NULL in their place, so that a position's block
+is still found by its index:
+
+    block_size 4, window 6, next position 11       block table    [ NULL, 5, 2 ]     attends to positions 6 .. 11
+
+A text of any length then runs in a pool that holds a window, a chunk and a block.
+"""
+from nanopaged import engine
+
+
+class SlidingWindow(engine.BlockManager):
+    """A BlockManager that frees blocks behind the window. window: 0 for none, so that swapping can build on this."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0):
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
+        self.window = window
+        self.max_blocks_per_seq = num_blocks
+
+    def largest_chunk(self, max_num_batched_tokens: int) -> int:
+        """Window and chunk have to fit into the pool, and the window may begin within a block."""
+        if not self.window:
+            return max_num_batched_tokens
+        chunk = min(max_num_batched_tokens, (self.num_blocks - 1) * self.block_size - self.window)
+        self.max_blocks_per_seq = engine.cdiv(self.window + chunk, self.block_size) + 1
+        return chunk
+
+    def allocate(self, seq: engine.Sequence, num_tokens: int) -> bool:
+        self.free_out_of_window(seq)
+        return super().allocate(seq, num_tokens)
+
+    def free_out_of_window(self, seq: engine.Sequence) -> None:
+        """Free the blocks that lie before the window of the sequence's next token."""
+        for i in range(seq.num_null_blocks, self._num_blocks_before_window(seq.num_computed_tokens)):
+            self._decref(seq.block_table[i])
+            seq.block_table[i] = engine.NULL
+            seq.num_null_blocks = i + 1
+
+    def find_prefix(self, seq: engine.Sequence) -> engine.PrefixHit:
+        hit = super().find_prefix(seq)
+        num_null = self.num_null_blocks(seq, hit)
+        return hit._replace(blocks=[engine.NULL if i < num_null else block for i, block in enumerate(hit.blocks)])
+
+    def num_null_blocks(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
+        """Leading entries of its block table that will be NULL, if it is admitted with this hit."""
+        num_computed_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
+        before_window = self._num_blocks_before_window(min(num_computed_tokens, seq.num_tokens - 1))
+        return min(before_window, max(len(hit.blocks), len(seq.host_table)))
+
+    def num_blocks_needed(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
+        num_null = self.num_null_blocks(seq, hit)
+        num_needed = super().num_blocks_needed(seq, hit._replace(blocks=hit.blocks[num_null:])) - num_null
+        return min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
+
+    def start(self, seq: engine.Sequence, hit: engine.PrefixHit) -> None:
+        super().start(seq, hit)
+        seq.num_null_blocks = seq.block_table.count(engine.NULL)
+
+    def has_prompt(self, seq: engine.Sequence, num_tokens: int) -> bool:
+        before_window = self._num_blocks_before_window(num_tokens - 1)
+        return super().has_prompt(seq, num_tokens) and seq.num_null_blocks <= before_window
+
+    def fork(self, parent: engine.Sequence, child: engine.Sequence) -> None:
+        super().fork(parent, child)
+        child.num_null_blocks = parent.num_null_blocks
+
+    def free(self, seq: engine.Sequence) -> None:
+        super().free(seq)
+        seq.num_null_blocks = 0
+
+    def _num_blocks_before_window(self, position: int) -> int:
+        """Leading blocks that the token at this position does not attend to."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+
+    def _incref(self, block: int) -> None:
+        if block != engine.NULL:
+            super()._incref(block)
+
+    def _decref(self, block: int) -> None:
+        if block != engine.NULL:
+            super()._decref(block)
