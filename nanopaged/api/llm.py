@@ -10,7 +10,8 @@ from nanopaged import engine, kernel
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
-from nanopaged.device.runner import Runner, pick_device, pick_kernels
+from nanopaged.device.choices import pick_device, pick_kernels
+from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
