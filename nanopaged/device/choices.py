@@ -99,11 +99,13 @@ def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
 
 @torch.inference_mode()
 def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
-    """The scales of K and V of each layer for an fp8 cache, powers of two, from the K and V of a random text.
+    """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
 
     The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
     numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
     """
+    if runner.kv_dtype is not FP8:
+        return [(1.0, 1.0)] * runner.config.num_layers
     c, length, device = runner.config, min(CALIBRATION_TOKENS, runner.max_model_len), runner.device
     num_blocks = engine.cdiv(length, runner.block_size)
     shape = 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim

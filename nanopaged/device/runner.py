@@ -131,9 +131,7 @@ class Runner:
         elif num_blocks is None:
             num_blocks = choices.choose_num_blocks(self)
         pool = choices.allocate(self, num_blocks)
-        is_fp8 = self.kv_dtype is choices.FP8
-        scales = choices.choose_scales(self) if is_fp8 else [(1.0, 1.0)] * self.config.num_layers
-        self.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
+        self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, choices.choose_scales(self))]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks of any type
         return num_blocks
 
