@@ -10,7 +10,8 @@ from nanopaged import engine, kernel
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
-from nanopaged.device.runner import Runner, pick_device, pick_kernels
+from nanopaged.device.choices import pick_device, pick_kernels
+from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
@@ -18,9 +19,14 @@ from nanopaged.sampling_params import BeamSearchParams, SamplingParams, Sequence
 from nanopaged.scheduling.budget import TokenBudget
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config, read_tensors
+from nanopaged.weights.checkpoint import (
+    eos_token_ids,
+    find_on_disk,
+    read_config,
+    read_generation_config,
+    read_tensors,
+)
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.find import find_checkpoint
 
 PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
 PROMPT_LOGPROBS_VALUES = 2**23  # most log probabilities of such a step
@@ -438,6 +444,22 @@ class LLM:
                          "yet; it has generate, chat and beam_search")
 
     embed = classify = score = reward = encode
+
+
+def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
+                    config_only: bool = False) -> Path:
+    """The directory of a checkpoint: a bundled name, a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
+
+    A name on the Hub is looked up in the cache of the Hugging Face tools, and otherwise downloaded into that cache, at
+    `revision` (a branch, tag or commit). nanopaged/weights/hub.py describes the download, its errors, and `check` and
+    `config_only`, which limit it. `find_on_disk` describes the errors of other models.
+    """
+    path = find_on_disk(model, revision)
+    if path is None:
+        from nanopaged.weights.hub import download  # imports requests, which a local model does not need
+
+        path = download(str(model), revision, check, config_only)
+    return path
 
 
 def _make_runner(device: str, attention: str, enforce_eager: bool, *args: Any, **options: Any) -> Runner:

@@ -28,20 +28,21 @@ is kept. Without --output each text is printed under the number and the prompt o
 import json
 import os
 import sys
-import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from numbers import Integral
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nanopaged.inputs import check_kind
-from nanopaged.outputs import CompletionOutput, RequestOutput
+from nanopaged.outputs import RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanopaged.cli.main import Progress
 try:
     import fcntl
 except ImportError:  # Windows: results are not locked
@@ -61,83 +62,7 @@ def open_file(option: str, path: str, mode: str) -> IO[Any]:
         raise ValueError(f"{option} {path!r} cannot be opened: {error.strerror or error}") from None
 
 
-class Progress:
-    """Runs the steps of an engine and measures the progress for the status line. Each step ends with `on_step`."""
-
-    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
-        self.llm = llm
-        self.pool = llm.scheduler.block_manager
-        self.on_step = on_step
-        self.started = time.perf_counter()
-        self.first: float | None = None  # the time of the first output
-        self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
-        self.saved_before = self.pool.num_saved_blocks
-        self.generated_before = llm.scheduler.num_generated_tokens
-        self.pool.most_blocks_held = self.blocks_in_use
-        self.num_finished = 0
-        self.num_cut = 0  # texts that ended because the pool was full
-
-    def step(self) -> list[RequestOutput]:
-        outputs = self.llm.step()
-        for output in outputs:
-            self.note_text()
-            if output.finished:
-                self.note_end(output)
-        self.on_step()
-        return outputs
-
-    def note_text(self) -> None:
-        self.first = self.first or time.perf_counter()
-
-    def note_end(self, output: RequestOutput) -> None:
-        self.num_finished += 1
-        self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
-
-    def count(self, num_new_tokens: int) -> None:
-        """Take these tokens for the new ones: the engine does not count those of beams."""
-        self.generated_before = self.llm.scheduler.num_generated_tokens - num_new_tokens
-
-    @property
-    def num_new_tokens(self) -> int:
-        return self.llm.scheduler.num_generated_tokens - self.generated_before
-
-    @property
-    def blocks_in_use(self) -> int:
-        return self.pool.num_blocks - self.pool.num_free_blocks
-
-    def _is_cut(self, output: RequestOutput, sample: CompletionOutput) -> bool:
-        """Whether the text fills the whole pool and is shorter than the model allows."""
-        num_tokens = len(output.prompt_token_ids) + len(sample.token_ids)
-        pool_size = self.pool.num_blocks * self.pool.block_size
-        return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
-                and pool_size < self.llm.config.max_position_embeddings)
-
-    @property
-    def pool_is_limit(self) -> str:
-        return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
-
-    def rate(self, after_first: bool = False) -> float:
-        """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
-        start = self.first if after_first and self.first else self.started
-        return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
-
-    def report(self, after_first: bool = False) -> str:
-        most_blocks = self.pool.most_blocks_held
-        num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
-        num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        num_saved = self.pool.num_saved_blocks - self.saved_before
-        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
-                + (f", {num_saved} blocks saved)" if num_saved else ")")
-                + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
-                + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
-                + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
-
-    def report_all(self) -> str:
-        """The report on several texts."""
-        return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
-
-
-def run_all(llm: Any, requests: Iterable[tuple], progress: Progress,
+def run_all(llm: Any, requests: Iterable[tuple], progress: "Progress",
             refuse: Callable[[Any, ValueError], object]) -> Generator[tuple[Any, RequestOutput], None, None]:
     """Run requests, each (key, prompt, sampling parameters, priority), and yield (key, output) as they finish.
 
@@ -252,14 +177,15 @@ class PromptFile:
                              f"{self.source!r} has {number} lines; give another file")
 
     def run(self, llm: Any, params: SamplingParams, render: Callable[[list, list | None], Any],
-            show_progress: bool = True) -> int:
+            progress: "Progress", show_progress: bool = True) -> int:
         """Run all lines without a result. Returns the exit code, 1 if the file has bad lines.
 
         render: a function of (messages, tools) that returns the prompt of a conversation
+        progress: of this engine; the file's progress bar is drawn after each of its steps
         """
         num_earlier = self.num_done
         self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
-        self.progress = Progress(llm, self._draw)
+        self.progress, progress.on_step = progress, self._draw
 
         def requests() -> Iterator[tuple]:
             for number, raw, digest in self._read_lines():

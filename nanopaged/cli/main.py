@@ -16,10 +16,11 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any, Callable
 
 from nanopaged import __version__
-from nanopaged.cli.batch import Progress, PromptFile, open_file, run_all
-from nanopaged.outputs import RequestError
+from nanopaged.cli.batch import PromptFile, open_file, run_all
+from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -113,7 +114,7 @@ def _run(args, llm_class) -> int:
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
     if is_batch:
-        return prompt_file.run(llm, params, render, show_progress=not args.trace)
+        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, system, params, render)
@@ -126,7 +127,7 @@ def _run(args, llm_class) -> int:
     return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not args.trace))
 
 
-def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Progress]:
+def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, "Progress"]:
     bar = ProgressBar(len(prompts), show_progress)
 
     def draw() -> None:
@@ -199,7 +200,7 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
     return int(went_wrong)
 
 
-def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
+def _print_all(titles: list[str], outputs: list, progress: "Progress") -> int:
     """Several texts, each under its prompt; the exit code."""
     samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
     for title, sample in samples:
@@ -311,6 +312,86 @@ def _read_template(path: str) -> str:
             return file.read().decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"--chat-template {path!r} is no text in UTF-8: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# The status line
+# --------------------------------------------------------------------------------------------------
+
+class Progress:
+    """Runs the steps of an engine and measures the progress for the status line. Each step ends with `on_step`."""
+
+    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
+        self.llm = llm
+        self.pool = llm.scheduler.block_manager
+        self.on_step = on_step
+        self.started = time.perf_counter()
+        self.first: float | None = None  # the time of the first output
+        self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
+        self.saved_before = self.pool.num_saved_blocks
+        self.generated_before = llm.scheduler.num_generated_tokens
+        self.pool.most_blocks_held = self.blocks_in_use
+        self.num_finished = 0
+        self.num_cut = 0  # texts that ended because the pool was full
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.llm.step()
+        for output in outputs:
+            self.note_text()
+            if output.finished:
+                self.note_end(output)
+        self.on_step()
+        return outputs
+
+    def note_text(self) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def note_end(self, output: RequestOutput) -> None:
+        self.num_finished += 1
+        self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
+
+    def count(self, num_new_tokens: int) -> None:
+        """Take these tokens for the new ones: the engine does not count those of beams."""
+        self.generated_before = self.llm.scheduler.num_generated_tokens - num_new_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.llm.scheduler.num_generated_tokens - self.generated_before
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.pool.num_blocks - self.pool.num_free_blocks
+
+    def _is_cut(self, output: RequestOutput, sample: CompletionOutput) -> bool:
+        """Whether the text fills the whole pool and is shorter than the model allows."""
+        num_tokens = len(output.prompt_token_ids) + len(sample.token_ids)
+        pool_size = self.pool.num_blocks * self.pool.block_size
+        return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
+                and pool_size < self.llm.config.max_position_embeddings)
+
+    @property
+    def pool_is_limit(self) -> str:
+        return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
+
+    def rate(self, after_first: bool = False) -> float:
+        """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
+        start = self.first if after_first and self.first else self.started
+        return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
+
+    def report(self, after_first: bool = False) -> str:
+        most_blocks = self.pool.most_blocks_held
+        num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
+        num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
+        num_saved = self.pool.num_saved_blocks - self.saved_before
+        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
+                + (f", {num_saved} blocks saved)" if num_saved else ")")
+                + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
+                + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
+                + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
+
+    def report_all(self) -> str:
+        """The report on several texts."""
+        return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.fused import fuse
-from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.results import PromptPart
 from nanopaged.device.runner import Runner, StepTensors, integers, on_its_device
 from nanopaged.device.sampler import SamplingNeeds
-from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
+from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE, no_garbage_collection
 from nanopaged.tiles import MANY_CONTEXTS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
@@ -62,11 +60,11 @@ class GraphRunner(Runner):
         self.record()
         return num_blocks
 
-    def _compute(self, batch: engine.StepInput, sampling: list[int], parts: list[PromptPart],
+    def _compute(self, batch: engine.StepInput, sampling: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        shape = None if parts else self.graph_shape(batch.num_tokens, batch.seq_lens)
+        shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
-            return super()._compute(batch, sampling, parts, needs)
+            return super()._compute(batch, sampling, more_rows, needs)
         return self._replay(shape, batch, sampling, needs)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:

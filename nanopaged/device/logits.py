@@ -1,8 +1,8 @@
-"""Editing the logits before a token is sampled from them, and the log probabilities that a request reports.
+"""Editing the logits before a token is sampled from them.
 
 The order is vLLM's. Disallowed tokens, bad words and, before min_tokens, stop tokens get -inf. Then logit_bias is
 added, the request's own logits processors run, and the penalties come last. Temperature, min_p, top_k and top_p follow
-in sampler.py. Log probabilities are computed from the model's logits, before any edit.
+in sampler.py. Log probabilities (logprobs.py) are computed from the model's logits, before any edit.
 
 With lookahead the host launches a step before it has read the tokens of the step before. The editor therefore keeps
 everything that these settings depend on in tables on the device: how often each token was generated, the last few
@@ -31,7 +31,7 @@ that are in use by then have slot 0.
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,11 @@ from nanopaged import engine
 from nanopaged.device.fused import compile_rows
 from nanopaged.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanopaged.device.runner import Runner
+
 ALWAYS = 2**31 - 1  # `until` of a ban without end
 NO_BIAS = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
-LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
 
 
 class Start(NamedTuple):
@@ -216,6 +218,14 @@ class LogitsEditor:
             self.recent[slots] = torch.cat([tokens[:, None].int() + 1, self.recent[slots][:, :-1]], 1)
 
 
+def start_editing(runner: "Runner", seqs: list[engine.Sequence]) -> None:
+    """Tell the runner's editor of sequences that are new in their rows. It is made for the first one that needs it."""
+    if runner.editor is None:
+        runner.editor = LogitsEditor(runner.max_num_seqs + 1, runner.config.vocab_size, runner.device, runner._send,
+                                     runner.fused)
+    runner.editor.start([Start.of(seq) for seq in seqs], runner.forget_free_rows())
+
+
 def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
     return logits.float() + bias[slots]
 
@@ -233,37 +243,6 @@ def penalise(logits: Tensor, slots: Tensor, seen: Tensor, settings: Tensor) -> T
     repetition, frequency, presence = settings[slots, 1:4].view(torch.float32)[:, :, None].unbind(1)
     logits = torch.where(seen > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * (seen >> 1) - presence * (seen > 1)
-
-
-def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log probabilities of the chosen tokens and of the k likeliest: logits [R, vocab_size], chosen [R].
-
-    The logits are the model's, unedited, as in vLLM's default (logprobs_mode="raw_logprobs"). If k is -1 or larger than
-    the vocabulary, all tokens are returned.
-
-    Returns the chosen token's log probability [R] and its rank [R], the number of tokens that are at least as likely;
-    then the likeliest tokens [R, k] and their log probabilities [R, k]. Among equals the lower id comes first.
-    """
-    vocab_size = logits.shape[1]
-    k = min(k, vocab_size) if k >= 0 else vocab_size
-    num_rows = max(1, LOGPROBS_AT_ONCE // vocab_size)  # R may be the tokens of a prompt: a few rows at a time
-    parts = []
-    for some_logits, tokens in zip(logits.split(num_rows), chosen.long()[:, None].split(num_rows)):
-        logprobs = some_logits.float().log_softmax(-1)
-        of_chosen = logprobs.gather(1, tokens)
-        ids = best_tokens(logprobs, k)
-        parts.append((of_chosen[:, 0], (logprobs >= of_chosen).sum(-1), ids, logprobs.gather(1, ids)))
-    chosen_logprobs, ranks, best, best_logprobs = map(torch.cat, zip(*parts))
-    return chosen_logprobs, ranks, best, best_logprobs
-
-
-def best_tokens(logprobs: Tensor, k: int) -> Tensor:
-    """The k likeliest tokens of each row, [R, k]. Among equal numbers torch.topk picks any, and the pick may depend on
-    the batch. The keys are therefore unique: the float's bits, as an integer of the same order, followed by the id."""
-    bits = logprobs.view(torch.int32)
-    order = (bits ^ ((bits >> 31) & (2**31 - 1))).long()
-    keys = order * 2**32 - torch.arange(logprobs.shape[1], device=logprobs.device)
-    return -keys.topk(k).values % 2**32
 
 
 def encode_bad_words(words: list[str], tokenizer: Any) -> list[list[int]]:

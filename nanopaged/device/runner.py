@@ -18,31 +18,25 @@ num_layers * num_kv_heads * head_dim numbers: Llama-2-7B 2 * 32 * 32 * 128, whic
 4,096 tokens; Llama-3.1-8B, of whose query heads four share a kv head, 128 KiB.
 
 This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place, fused.py compiled functions, and
-warmup.py compiles both ahead; `enforce_eager=True` leaves all three off. memory.py decides how large the pool can be.
+warmup.py compiles both ahead; `enforce_eager=True` leaves all three off. choices.py decides types and kernels, and
+memory.py how large a GPU's pool can be. Rare features: swapping.py, logits.py (edited logits), logprobs.py.
 """
 import gc
-import struct
 import weakref
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import memory, results, warmup
-from nanopaged.device.garbage import no_garbage_collection
-from nanopaged.device.sampler import Sampler, SamplingBatch, SamplingNeeds, mix
+from nanopaged.device import choices, logprobs, memory, swapping, warmup
+from nanopaged.device.logits import LogitsEditor, start_editing
+from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
 
-if TYPE_CHECKING:
-    from nanopaged.device.logits import LogitsEditor
-
-FP8 = torch.float8_e4m3fn
-SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
-MOST_BYTES_MOVED = 2**28  # of blocks at once: they are gathered in between
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
 
@@ -80,11 +74,8 @@ class Runner:
         self._to_device, self._send = partial(_to_device, device), partial(_send, device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if device.type == "cuda" else 16)
-        self.dtype = pick_dtype(dtype, config.torch_dtype, device)
-        self.kv_dtype = self.dtype if kv_cache_dtype == "auto" else FP8
-        if self.kv_dtype is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or "
-                             "H100); use 'auto'")
+        self.dtype = choices.pick_dtype(dtype, config.torch_dtype, device)
+        self.kv_dtype = choices.pick_kv_dtype(kv_cache_dtype, self.dtype, device)
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             self.release_memory()
@@ -95,7 +86,7 @@ class Runner:
         self.compiled: Future | None = None
         if device.type == "cuda" and kernels is kernel.TRITON:
             self.compiled = ThreadPoolExecutor(1).submit(on_its_device(warmup.compile_kernels), self)
-        with no_garbage_collection():
+        with warmup.no_garbage_collection() if device.type == "cuda" else nullcontext():
             self._make_model(tensors)
         self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
         if kernels is kernel.TRITON:
@@ -120,7 +111,7 @@ class Runner:
     def _make_model(self, tensors: Iterable | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
-        self.editor: "LogitsEditor | None" = None  # until a sequence edits its logits
+        self.editor: LogitsEditor | None = None  # until a sequence edits its logits
 
     # ---- memory
 
@@ -135,18 +126,21 @@ class Runner:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
         if self.compiled is not None:
             warmup.finish(self)
-        if num_blocks is None:
+        if num_blocks is None and self.device.type == "cuda":
             num_blocks = memory.choose_num_blocks(self, gpu_memory_utilization)
-        pool = memory.allocate(self, num_blocks)
-        scales = memory.choose_scales(self) if self.kv_dtype is FP8 else [(1.0, 1.0)] * self.config.num_layers
-        self.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
+        elif num_blocks is None:
+            num_blocks = choices.choose_num_blocks(self)
+        pool = choices.allocate(self, num_blocks)
+        self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, choices.choose_scales(self))]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks of any type
         return num_blocks
 
     @on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks."""
-        self.host_pool = memory.allocate_on_host(self, swap_space)
+        if not swap_space:
+            return 0
+        self.host_pool = swapping.allocate_on_host(self, swap_space)
         return len(self.host_pool)
 
     def release_memory(self) -> None:
@@ -174,29 +168,24 @@ class Runner:
         sampling = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
         seqs = [batch.seqs[i] for i in sampling]
         needs = SamplingNeeds.of(seqs, self.editor) if seqs else SamplingNeeds()
-        parts = list(results.prompt_parts(batch))
-        tokens, logits = self._compute(batch, sampling, parts, needs)
-        tensors = [tokens, *results.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)]
-        return partial(results.read_sampled, results.read_later(tensors), seqs, step.sampled, parts)
+        wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
+        parts = logprobs.prompt_parts(batch) if wants_prompts else []
+        tokens, logits = self._compute(batch, sampling, [row for part in parts for row in part.rows], needs)
+        tensors = [tokens]
+        if parts or needs.num_logprobs is not None:
+            tensors += logprobs.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)
+        return partial(read_sampled, read_later(tensors), seqs, step.sampled, parts)
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
         """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
-        target of a later one. All layers of many blocks move at once."""
-        most = max(1, MOST_BYTES_MOVED // self.block_bytes)
-        for start in range(0, len(step.swaps_out), most):
-            blocks, host_blocks = map(list, zip(*step.swaps_out[start:start + most]))
-            gathered = self.pool.index_select(2, self._send([blocks])[0]).movedim(2, 0).contiguous()
-            for i, host, count in consecutive(host_blocks):
-                self.host_pool[host:host + count].copy_(gathered[i:i + count], non_blocking=True)
+        target of a later one."""
+        if step.swaps_out:
+            swapping.move_out(self, step.swaps_out)
         if step.copies:
             sources, copies = self._send(list(map(list, zip(*step.copies))))
             self.pool.index_copy_(2, copies.long(), self.pool.index_select(2, sources))
-        for start in range(0, len(step.swaps_in), most):
-            host_blocks, blocks = map(list, zip(*step.swaps_in[start:start + most]))
-            gathered = torch.empty(len(blocks), *self.host_pool.shape[1:], dtype=torch.uint8, device=self.device)
-            for i, host, count in consecutive(host_blocks):
-                gathered[i:i + count].copy_(self.host_pool[host:host + count], non_blocking=True)
-            self.pool.index_copy_(2, self._send([blocks])[0].long(), gathered.movedim(0, 2))
+        if step.swaps_in:
+            swapping.move_in(self, step.swaps_in)
 
     def _send_rows(self, seqs: list[engine.Sequence]) -> None:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
@@ -216,8 +205,9 @@ class Runner:
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
                 blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
                 seq.num_sent_blocks = len(seq.block_table)
-        if new:
-            self._start_editing(new)
+        if new and (self.editor is not None or any(seq.sampling.params.edits_logits
+                                                   or seq.sampling.params.logits_processors for seq in new)):
+            start_editing(self, new)
         if cells:
             settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]
             sent = self._send([cells, blocks, [seq.row for seq in new], settings])
@@ -225,18 +215,7 @@ class Runner:
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
 
-    def _start_editing(self, seqs: list[engine.Sequence]) -> None:
-        """Tell the logits editor of new sequences. It is made for the first one that needs it."""
-        if self.editor is None and not any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
-                                           for seq in seqs):
-            return
-        from nanopaged.device.logits import LogitsEditor, Start
-        if self.editor is None:
-            self.editor = LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device, self._send,
-                                       self.fused)
-        self.editor.start([Start.of(seq) for seq in seqs], self._forget_free_rows())
-
-    def _forget_free_rows(self) -> list[int]:
+    def forget_free_rows(self) -> list[int]:
         """Rows that their sequence has left. If it comes back, its settings are sent again."""
         owners = [owner() for owner in self.owners]
         free_rows = [row for row, seq in enumerate(owners) if seq is None or seq.row != row]
@@ -249,14 +228,13 @@ class Runner:
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
-    def _compute(self, batch: engine.StepInput, sampling: list[int], parts: list[results.PromptPart],
+    def _compute(self, batch: engine.StepInput, sampling: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
         """The forward pass and the sampler. Returns the tokens of the sequences at the indices `sampling`,
-        [num_samples], and the logits of these and then of the prompt parts, [num_samples + ..., vocab_size]."""
-        logit_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling]  # of the flat batch: last tokens of sequences
-        for part in parts:
-            logit_rows += range(part.start, part.start + part.num_tokens)
-        *lists, sampling_index, logits_indices = self._send([*batch.lists, sampling, logit_rows])
+        [num_samples], and the logits of these and then of more rows of the flat batch, [num_samples + ..., vocab_size].
+        """
+        last_tokens = [batch.query_start_loc[i + 1] - 1 for i in sampling]  # of sequences, in the flat batch
+        *lists, sampling_index, logits_indices = self._send([*batch.lists, sampling, last_tokens + more_rows])
         sent = StepTensors(*lists)
         tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
@@ -293,11 +271,7 @@ class Runner:
         return tokens
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        settings = self.settings.index_select(0, rows)  # [R, SETTINGS_INTS], see `pack_settings`
-        floats, longs = settings.view(torch.float32), settings.view(torch.int64)
-        return self.sampler(logits, SamplingBatch(
-            temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2], top_k=longs[:, 3],
-            position=positions.long(), all_greedy=needs.greedy, any_filter=needs.filters))
+        return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
 
     def send_step(self, lists: list[list[int]]) -> StepTensors:
         """A StepInput's lists on the device."""
@@ -314,12 +288,6 @@ class Runner:
 # To the device
 # --------------------------------------------------------------------------------------------------
 
-def pack_settings(params: Any, seed: int) -> tuple[int, ...]:
-    """Sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
-    top_k = min(params.top_k, 2**31 - 1)
-    return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
-
-
 def integers(lists: list[list[int]]) -> Tensor:
     """Lists of integers, one after another, as one int32 tensor on the host."""
     return torch.frombuffer(array("i", [value for part in lists for value in part]), dtype=torch.int32)
@@ -335,54 +303,33 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def consecutive(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Stretches of consecutive numbers: (index, first number, count)."""
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            yield start, numbers[start], end - start
-            start = end
-
-
 # --------------------------------------------------------------------------------------------------
-# Choices of device, dtype and kernels
+# From the device
 # --------------------------------------------------------------------------------------------------
 
-def pick_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        picked = torch.device(device)
-    except (RuntimeError, TypeError):
-        picked = torch.device("meta")
-    if picked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {device!r}")
-    if picked.type == "cuda":
-        if not torch.cuda.is_available() or (picked.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
-        picked = torch.device("cuda", picked.index if picked.index is not None else torch.cuda.current_device())
-    return picked
+def read_later(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start copying tensors to the host. The function returned waits for the copies."""
+    is_cuda = tensors[0].device.type == "cuda"
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors):
+        copy.copy_(tensor, non_blocking=True)
+    if not is_cuda:
+        return lambda: copies
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[Tensor]:
+        done.synchronize()
+        return copies
+
+    return read
 
 
-def pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    dtype = str(dtype).removeprefix("torch.")
-    dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-    if dtype != "auto" and dtype not in names:
-        raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, names))}, not {dtype!r}")
-    if dtype != "auto":
-        return names[dtype]
-    if device.type == "cpu":
-        return torch.float32
-    if checkpoint_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16  # cards before Ampere
-    return checkpoint_dtype
-
-
-def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
-    if attention not in ("auto", "triton", "torch"):
-        raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
-    if attention == "torch" or attention == "auto" and (device.type != "cuda" or kernel.triton is None):
-        return kernel.TORCH
-    kernel.require_triton(device)
-    return kernel.TRITON
+def read_sampled(read: Callable[[], list[Tensor]], seqs: list[engine.Sequence], sampled: list[engine.Sequence],
+                 parts: list[logprobs.PromptPart]) -> engine.Sampled:
+    """Wait for a step's tensors. seqs: the sequences that sampled, in the batch's order; sampled: in the scheduler's.
+    """
+    tensor, *more = read()
+    token_of = dict(zip(seqs, tensor.tolist()))
+    tokens = [token_of[seq] for seq in sampled]
+    return logprobs.add_logprobs(tokens, more, seqs, sampled, parts) if more else engine.Sampled(tokens)

@@ -6,6 +6,7 @@ The number picks a token by inverse transform sampling: the probabilities are la
 the token whose probability covers the number is drawn.
 """
 import math
+import struct
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.fused import compile_rows
-from nanopaged.sampling_params import SMALLEST_TEMPERATURE, wrap_int64
+from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
 
 if TYPE_CHECKING:
     from nanopaged.device.logits import LogitsEditor
@@ -28,7 +29,7 @@ class SamplingNeeds(NamedTuple):
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False  # penalties, biases, bans: nanopaged/device/logits.py
     processors: list[tuple] = []  # see LogitsEditor.__call__
-    num_logprobs: int = 0  # the largest number of log probabilities; -1: of all tokens
+    num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
     def of(cls, seqs: list[engine.Sequence], editor: "LogitsEditor | None") -> "SamplingNeeds":
@@ -40,7 +41,7 @@ class SamplingNeeds(NamedTuple):
         wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
         return cls(greedy=all(p.is_greedy for p in params), filters=any(p.has_filter for p in params),
                    edits=editor is not None and editor.edits(seq.row for seq in seqs), processors=processors,
-                   num_logprobs=-1 if -1 in wanted else max(wanted, default=0))
+                   num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
 
 
 @dataclass
@@ -55,7 +56,21 @@ class SamplingBatch:
     all_greedy: bool  # every row is greedy: nothing is drawn
     any_filter: bool  # some row has a top_k, top_p or min_p: the rows are sorted
 
+    @classmethod
+    def of(cls, settings: Tensor, positions: Tensor, needs: SamplingNeeds) -> "SamplingBatch":
+        """settings: [R, SETTINGS_INTS] int32, each row from `pack_settings`."""
+        floats, longs = settings.view(torch.float32), settings.view(torch.int64)
+        return cls(temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2],
+                   top_k=longs[:, 3], position=positions.long(), all_greedy=needs.greedy, any_filter=needs.filters)
 
+
+def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
+    """Sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
+    top_k = min(params.top_k, 2**31 - 1)
+    return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
+
+
+SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
 UNIT = 2.0**38  # the integer that stands for probability 1, see `units`
 COLDEST = 2.0**120  # the inverse temperature of greedy rows
 CHUNK = 128  # tokens of the vocabulary in one partial sum of `summarise`

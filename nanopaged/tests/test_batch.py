@@ -4,13 +4,15 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 
 import pytest
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli import batch
-from nanopaged.cli.batch import Progress, PromptFile, run_all
+from nanopaged.cli.batch import PromptFile, run_all
+from nanopaged.cli.main import Progress
 from nanopaged.device.runner import Runner
 from nanopaged.progress import ProgressBar
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, nothing_left, run, shared_llm
@@ -512,7 +514,7 @@ def test_the_progress_bar(folder, monkeypatch):
     """The bar is drawn on a terminal only; it is gone when a line has to be told, and at the end."""
     terminal, clock = Terminal(), iter(range(10**6))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(batch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sys, "stderr", terminal)
     write_lines(folder / "in.jsonl", *[{"prompt": ROMEO}] * 3, "{", {"prompt": JULIET, "max_tokens": 30})
     argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL, "--max-num-seqs", "1"]
@@ -547,7 +549,7 @@ def test_the_remaining_time(monkeypatch):
 
 def test_the_progress_bar_when_nobody_knows_how_many_lines_there_are(folder, monkeypatch):
     terminal, clock = Terminal(), iter(range(10**6))
-    monkeypatch.setattr(batch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(b"ROMEO:\nJULIET:\n")))
     assert run("--prompts", "-", *GREEDY, *POOL) == 0

@@ -18,10 +18,10 @@ import torch
 from kernel import TORCH
 from model import Batch, build_model
 from nanopaged.api.beam import BeamGroup
+from nanopaged.api.llm import find_checkpoint
 from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.find import find_checkpoint
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 GOLDEN = Path(__file__).parents[1] / "golden"

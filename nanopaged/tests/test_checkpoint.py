@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.weights import checkpoint, find
-from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, read_config, read_safetensors, read_tensors
-from nanopaged.weights.find import find_checkpoint
+from nanopaged.weights import checkpoint
+from nanopaged.weights.checkpoint import (
+    DTYPES,
+    eos_token_ids,
+    find_on_disk,
+    read_config,
+    read_safetensors,
+    read_tensors,
+)
 
 ROOT = Path(checkpoint.__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
@@ -61,29 +67,29 @@ def read_error(path, kind=ValueError):
 
 def test_finds_a_directory(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert find_checkpoint(str(tmp_path)) == tmp_path
-    assert find_checkpoint(tmp_path) == tmp_path
+    assert find_on_disk(str(tmp_path)) == tmp_path
+    assert find_on_disk(tmp_path) == tmp_path
 
 
 def test_finds_the_bundled_model(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(find.BUNDLED, "shakespeare", tmp_path)
-    assert find_checkpoint("shakespeare") == tmp_path
+    monkeypatch.setitem(checkpoint.BUNDLED, "shakespeare", tmp_path)
+    assert find_on_disk("shakespeare") == tmp_path
 
 
 def test_bundled_model_lies_in_the_package():
-    assert find.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
+    assert checkpoint.BUNDLED["shakespeare"] == ROOT / "nanopaged" / "shakespeare"
 
 
 def test_a_directory_without_config_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no config.json"):
-        find_checkpoint(str(tmp_path))
+        find_on_disk(str(tmp_path))
 
 
 def test_a_file_is_an_error(tmp_path):
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file; pass the directory"):
-        find_checkpoint(str(tmp_path / "model.safetensors"))
+        find_on_disk(str(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("names, words", [
@@ -94,7 +100,7 @@ def test_a_directory_in_another_format(tmp_path, names, words, has_config):
     for name in [*names, *["config.json"] * has_config]:
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError) as caught:
-        list(read_tensors(find_checkpoint(str(tmp_path))))
+        list(read_tensors(find_on_disk(str(tmp_path))))
     message = str(caught.value)
     assert message.startswith(str(tmp_path)) and "\n" not in message and ". " not in message
     assert all(word in message for word in words)
@@ -104,7 +110,7 @@ def test_a_directory_in_another_format(tmp_path, names, words, has_config):
 def test_a_gguf_file(tmp_path, name):
     (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=rf"{name}' is in GGUF format \({name}\).* pass the model in Hugging Face"):
-        find_checkpoint(str(tmp_path / name))
+        find_on_disk(str(tmp_path / name))
 
 
 def test_reads_config(tmp_path):
@@ -230,7 +236,7 @@ def test_prefers_safetensors_and_ignores_other_files(tmp_path):
 
 def test_reads_the_goldens():
     for directory in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
-        assert find_checkpoint(str(directory)) == directory and read_config(directory)["model_type"]
+        assert find_on_disk(str(directory)) == directory and read_config(directory)["model_type"]
         assert eos_token_ids(directory)
         assert all(tensor.numel() for _, tensor in read_tensors(directory)), directory
 

@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from nanopaged import LLM
+from nanopaged.api.llm import find_checkpoint
 from nanopaged.text.chat import load_chat_template
 from nanopaged.weights import hub
-from nanopaged.weights.checkpoint import read_config, read_tensors
-from nanopaged.weights.find import BUNDLED, find_checkpoint
+from nanopaged.weights.checkpoint import BUNDLED, read_config, read_tensors
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 WEIGHTS = bytes(range(256)) * 1200    # several chunks of a download

@@ -13,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, engine
-from nanopaged.device import logits as logits_module
-from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words, top_logprobs
+from nanopaged.device import logprobs as logprobs_module
+from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words
+from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
 
@@ -600,7 +601,7 @@ def test_logprobs_of_a_row_are_those_of_the_row_alone(device, dtype, monkeypatch
     together = top_logprobs(logits, chosen, 20)
     assert torch.equal(together[3], together[3].sort(descending=True).values)
     alone = [top_logprobs(logits[i:i + 1], chosen[i:i + 1], 20) for i in range(40)]
-    monkeypatch.setattr(logits_module, "LOGPROBS_AT_ONCE", 7 * 3000 + 5)
+    monkeypatch.setattr(logprobs_module, "LOGPROBS_AT_ONCE", 7 * 3000 + 5)
     pieces = top_logprobs(logits, chosen, 20)
     for i in range(40):
         for a, b, c in zip(together, alone[i], pieces):

@@ -8,7 +8,7 @@ import torch
 from nanopaged import SamplingParams, outputs
 from nanopaged.api.beam import BeamGroup
 from nanopaged.api.request import _Sample
-from nanopaged.device import results
+from nanopaged.device import logprobs
 from nanopaged.outputs import token_logprobs
 from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.tests.helpers import load
@@ -70,7 +70,7 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
     """The request gets no more beside one that wants all of them, whether rows stay tensors or not."""
     kept = {}
     for many in (1024, 2):
-        monkeypatch.setattr(results, "MANY_LOGPROBS", many)
+        monkeypatch.setattr(logprobs, "MANY_LOGPROBS", many)
         llm = load(num_blocks=64)
         params = [SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n) for n in (1, -1, 0)]
         ids = [llm.add_request("ROMEO:", p) for p in params]

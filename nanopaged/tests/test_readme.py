@@ -15,7 +15,7 @@ import bench
 from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
 from nanopaged.cli.main import HELP, main
-from nanopaged.device import graphs, memory, runner
+from nanopaged.device import choices, graphs, runner
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_the_names_beside_those_of_vllm_exist():
     names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
     names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
     assert len(names) > 25
-    homes = (runner, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, memory=memory, block_size=0))
+    homes = (runner, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
     for name in names:
         first, *rest = name.split(".")
         found = next((getattr(home, first) for home in homes if hasattr(home, first)), None)

@@ -8,7 +8,7 @@ import torch
 import kernel
 from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.device import warmup
-from nanopaged.device.runner import pick_dtype
+from nanopaged.device.choices import pick_dtype
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,

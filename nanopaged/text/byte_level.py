@@ -4,11 +4,19 @@ Byte-level BPE is the tokenizer of GPT-2, OPT, Llama 3, SmolLM2 and Qwen. Encodi
 
     "Hi<|end|> there"   the added tokens are cut out        "Hi"  <|end|>  " there"
     text segments       are normalized (not at all, or NFC) and cut into pieces by a regex
-    a piece             becomes one symbol per UTF-8 byte; listed pairs of symbols are merged (nanopaged/text/bpe.py)
+    a piece             becomes one symbol per UTF-8 byte; listed pairs of symbols are merged
     a symbol            is a token id
 
-tiktoken cuts and merges fast. `bpe.merge` replaces it for the rare vocabulary that tiktoken cannot express, and for
-bytes that are not in the vocabulary. A tokenizer of another kind raises NotByteLevel.
+The list of merges names pairs of symbols in the order in which training found them. Encoding joins the adjacent pair
+that comes first in this list, and repeats that until no adjacent pair is listed. Each remaining symbol is a token
+(Sennrich et al. 2016):
+
+    merges: ("h", "e"), ("l", "l"), ("he", "ll")        h e l l o  ->  he l l o  ->  he ll o  ->  hell o
+
+tiktoken cuts and merges fast, but follows another rule. It joins *any* adjacent pair whose bytes together are a token,
+lowest rank first, and it takes a whole piece that is a token without any merge. `tiktoken_ranks` finds ranks for which
+both rules give the same tokens. `merge` applies the list itself, more slowly, for the rare vocabulary that has no such
+ranks, and for bytes that are not in the vocabulary. A tokenizer of another kind raises NotByteLevel.
 """
 import codecs
 import re
@@ -19,8 +27,6 @@ from typing import Any
 import regex
 import tiktoken
 
-from nanopaged.text import bpe
-
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-2's split of the text between digits. It sees each stretch alone, so a digit ends the text for `\s+(?!\S)`.
@@ -29,6 +35,15 @@ _DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _MAX_TIKTOKEN_TEXT = 400_000  # characters: tiktoken's regex panics on somewhat less than a million spaces in a row
+
+# GPT-2 writes each byte as one printable character: the byte's own character if printable, else one from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_OF = {chr(b): b for b in _PRINTABLE}
+BYTE_OF |= {chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+CHAR_OF = {b: c for c, b in BYTE_OF.items()}
+NO_RANK = 1 << 32
+
+Merges = dict[tuple[str, str], int]  # pair of symbols -> its place in the list of merges
 
 
 class NotByteLevel(Exception):
@@ -53,8 +68,8 @@ class Tokenizer:
         added = spec.get("added_tokens", [])
         self._added_passes = [_AddedTokens({t["content"]: t for t in added if not t["normalized"]}),
                               _AddedTokens({self._normalize(t["content"]): t for t in added if t["normalized"]})]
-        self._token_bytes = {i: bpe.bytes_of(token) for token, i in self._tokens.items()}
-        self._token_bytes |= {t["id"]: bpe.bytes_of(self._normalize(t["content"])) for t in added if t["normalized"]}
+        self._token_bytes = {i: bytes_of(token) for token, i in self._tokens.items()}
+        self._token_bytes |= {t["id"]: bytes_of(self._normalize(t["content"])) for t in added if t["normalized"]}
         special = {token["id"] for token in added if token["special"]}
         self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
         self._prepare_bpe(spec["model"])
@@ -75,15 +90,15 @@ class Tokenizer:
     def _prepare_bpe(self, model: dict[str, Any]) -> None:
         self._vocab: dict[str, int] = model["vocab"]
         self._ignore_merges = bool(model.get("ignore_merges"))
-        pairs: Any = (tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"])
-        self._merges: bpe.Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
-        self._missing_bytes = {b for b, char in bpe.CHAR_OF.items() if char not in self._vocab}
+        pairs: Any = (tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
+        self._merges: Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
+        self._missing_bytes = {b for b, char in CHAR_OF.items() if char not in self._vocab}
         if model.get("unk_token") is not None and not self._missing_bytes <= _NEVER_IN_UTF8:
             raise NotByteLevel("an unknown token in place of missing bytes")
         self._encoding = None
-        if ranks := bpe.tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
+        if ranks := tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
             self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
-            byte_ranks = {bpe.bytes_of(token): rank for token, rank in ranks.items()}
+            byte_ranks = {bytes_of(token): rank for token, rank in ranks.items()}
             try:
                 self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
                                                    special_tokens={})
@@ -139,10 +154,10 @@ class Tokenizer:
         """The ids of one piece. Bytes outside of the vocabulary (SmolLM2 lacks some) are dropped before the merges."""
         if self._encoding and self._missing_bytes.isdisjoint(piece.encode()):
             return self._ids(self._encoding._encode_single_piece(piece))
-        chars = "".join(bpe.CHAR_OF[b] for b in piece.encode())
+        chars = "".join(CHAR_OF[b] for b in piece.encode())
         if self._ignore_merges and chars in self._vocab:
             return [self._vocab[chars]]
-        symbols, _ = bpe.merge([char for char in chars if char in self._vocab], self._merges)
+        symbols, _ = merge([char for char in chars if char in self._vocab], self._merges)
         return [self._vocab[symbol] for symbol in symbols]
 
     def _ids(self, ranks: list[int]) -> list[int]:
@@ -249,3 +264,60 @@ def _template_ids(post_processor: dict[str, Any] | None) -> tuple[list[int], lis
         elif stage["type"] != "ByteLevel":  # ByteLevel moves offsets only
             raise NotByteLevel(f"a {stage['type']} post-processor")
     return before, after
+
+
+# --------------------------------------------------------------------------------------------------
+# Byte pair encoding
+# --------------------------------------------------------------------------------------------------
+
+def bytes_of(token: str) -> bytes:
+    """The bytes of a token of tokenizer.json. A token outside of GPT-2's byte characters stands for its own UTF-8."""
+    if all(char in BYTE_OF for char in token):
+        return bytes(BYTE_OF[char] for char in token)
+    return token.encode()
+
+
+def merge(symbols: list[str], merges: Merges) -> tuple[list[str], int]:
+    """Join listed pairs until none is left. Returns the remaining symbols and the rank of the last merge."""
+    ranks = [merges.get(pair, NO_RANK) for pair in zip(symbols, symbols[1:])]
+    last = NO_RANK
+    while ranks and (lowest := min(ranks)) < NO_RANK:
+        i = ranks.index(lowest)
+        last = lowest
+        symbols[i:i + 2] = [symbols[i] + symbols[i + 1]]
+        del ranks[i]
+        for j in (i - 1, i):
+            if 0 <= j < len(ranks):
+                ranks[j] = merges.get((symbols[j], symbols[j + 1]), NO_RANK)
+    return symbols, last
+
+
+def tiktoken_ranks(vocab: dict[str, int], merges: Merges, ignore_merges: bool) -> dict[str, int] | None:
+    """Ranks with which tiktoken gives the tokens of `merge` for every text; None if no such ranks exist.
+
+    Only a token t with merge(t) = [t] gets a rank: the rank of the last merge of that run.
+
+    Proof. Run both rules on a piece up to the first step at which they differ. All merges so far are listed ones, so
+    the merges inside the bytes of any single token t are the first merges of merge(t) run alone. Let the adjacent
+    symbols c and d join to t. Then merge(t) alone also reaches [c, d]. If (c, d) is not listed, merge(t) stops there
+    and t has no rank. If (c, d) is listed, merge(t) ends in [t]. So each adjacent pair that tiktoken would join is a
+    listed pair with the same rank, and both rules choose the same pair, the leftmost one first.
+
+    Training lists only pairs that its own run reaches, so a trained vocabulary has no other tokens. Vocabularies made
+    in another way have some. Neither rule finds them, except that with `ignore_merges` (Llama 3) a whole piece may be
+    one. tiktoken also looks for the whole piece first, so with `ignore_merges` such a token gets a rank after all
+    merges. The exception is a token for which merge(t) leaves two symbols: tiktoken would join these two inside longer
+    pieces as well, so a vocabulary with such a token has no ranks.
+    """
+    ranks = {char: b for b, char in CHAR_OF.items()}
+    for token in vocab:
+        if len(token) < 2 or not all(char in BYTE_OF and char in vocab for char in token):
+            continue
+        symbols, last = merge(list(token), merges)
+        if len(symbols) == 1:
+            ranks[token] = 256 + last
+        elif ignore_merges and len(symbols) == 2:
+            return None
+        elif ignore_merges:
+            ranks[token] = 256 + len(merges) + vocab[token]
+    return ranks

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: reads its files, and makes the Tokenizer that can run them.
 
 Text becomes token ids and token ids become text with `Tokenizer`, a byte-level BPE on tiktoken
-(nanopaged/text/byte_level.py, on the merges of nanopaged/text/bpe.py). A tokenizer of another kind runs on the optional
-package `tokenizers` (nanopaged/text/huggingface.py). None of these files knows about models or uses the network.
+(nanopaged/text/byte_level.py). A tokenizer of another kind runs on the optional package `tokenizers`
+(nanopaged/text/huggingface.py). None of these files knows about models or uses the network.
 """
 from pathlib import Path
 from types import NoneType

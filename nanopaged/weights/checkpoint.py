@@ -1,4 +1,4 @@
-"""Reading a checkpoint in Hugging Face layout, with torch alone.
+"""Finding and reading a checkpoint in Hugging Face layout, with torch alone.
 
 A checkpoint is a directory. `config.json` describes the model. The optional `generation_config.json` names the tokens
 that end a text. The weights are in `model.safetensors`, or in several such files (shards) with an index,
@@ -15,6 +15,8 @@ model's own. This module knows nothing about models: it yields names and tensors
 """
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Iterable, Iterator
 
@@ -22,6 +24,9 @@ import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
 
+BUNDLED = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
+# A name on the Hub is "org/name", or "name" for the oldest models. The Hub's rules exclude paths: ./x, ~/x, x/y/z.
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 WEIGHT_FILES = (  # in the order of preference: the first that exists is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit for the table of contents
@@ -31,6 +36,33 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
 }
+
+
+def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
+    """The directory of a checkpoint: a bundled name ("shakespeare") or a path. None for a name on the Hub
+    ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name.
+
+    Raises FileNotFoundError if no such directory exists or if the directory lacks config.json. Raises ValueError for a
+    directory with a revision, for an adapter, and for a model in GGUF format.
+    """
+    bundled = BUNDLED.get(model) if isinstance(model, str) else None
+    path = bundled or Path(os.path.expanduser(model))
+    if path.is_file():
+        refuse_other_formats(f"model {str(model)!r}", [path.name])
+        raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
+    if not path.is_dir():
+        if not isinstance(model, str) or not HUB_NAME.fullmatch(model):
+            raise FileNotFoundError(
+                f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
+                "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
+        return None
+    if revision is not None:
+        raise ValueError(f"revision {revision!r} was given with the directory {path}, which has no revisions; leave it "
+                         "out, or pass the model's name on the Hub")
+    if not (path / "config.json").is_file():
+        refuse_other_formats(str(path), [file.name for file in path.iterdir()])
+        raise FileNotFoundError(f"{path} holds no config.json, so it is not a checkpoint in Hugging Face layout")
+    return path
 
 
 def refuse_other_formats(model: str, names: Iterable[str]) -> None:

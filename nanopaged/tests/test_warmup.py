@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from nanopaged.device.garbage import no_garbage_collection
+from nanopaged.device.warmup import no_garbage_collection
 
 
 class Node:

@@ -1,0 +1,130 @@
+"""What the runner decides before the first step: device, types and kernels, the pool and the scales of an fp8 cache.
+
+On a GPU memory.py measures how many blocks there is room for.
+"""
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine, kernel
+
+if TYPE_CHECKING:
+    from nanopaged.device.runner import Runner
+
+GIB = 2**30
+DEFAULT_CPU_POOL = GIB  # bytes
+FP8 = torch.float8_e4m3fn
+# For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
+LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
+SMALLEST_SCALED = 2.0**-20  # smaller maxima count as this one: a layer of zeros has a scale, too
+CALIBRATION_TOKENS = 512
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+    except (RuntimeError, TypeError):
+        picked = torch.device("meta")
+    if picked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {device!r}")
+    if picked.type == "cuda":
+        if not torch.cuda.is_available() or (picked.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
+        picked = torch.device("cuda", picked.index if picked.index is not None else torch.cuda.current_device())
+    return picked
+
+
+def pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtype = str(dtype).removeprefix("torch.")
+    dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    if dtype != "auto" and dtype not in names:
+        raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, names))}, not {dtype!r}")
+    if dtype != "auto":
+        return names[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    if checkpoint_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16  # cards before Ampere
+    return checkpoint_dtype
+
+
+def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the cache's numbers: that of the model, or fp8."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or "
+                         "H100); use 'auto'")
+    return FP8
+
+
+def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
+    if attention not in ("auto", "triton", "torch"):
+        raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
+    if attention == "torch" or attention == "auto" and (device.type != "cuda" or kernel.triton is None):
+        return kernel.TORCH
+    kernel.require_triton(device)
+    return kernel.TRITON
+
+
+# --------------------------------------------------------------------------------------------------
+# The pool
+# --------------------------------------------------------------------------------------------------
+
+def choose_num_blocks(runner: "Runner") -> int:
+    """The size of a CPU's pool: 1 GiB or max_num_seqs full sequences, whichever is less."""
+    blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
+    return max(1, min(DEFAULT_CPU_POOL // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
+
+
+def allocate(runner: "Runner", num_blocks: int) -> Tensor:
+    """The pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. ValueError: too little memory."""
+    c = runner.config
+    try:
+        return torch.empty(c.num_layers, 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim,
+                           dtype=runner.kv_dtype, device=runner.device)
+    except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks raise a TypeError
+        raise no_memory(runner, num_blocks) from None
+
+
+def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
+    return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * runner.block_bytes / GIB:.2f} GiB, which "
+                      f"{runner.device} does not have; lower num_blocks or block_size")
+
+
+@torch.inference_mode()
+def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
+    """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
+
+    The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
+    numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
+    """
+    if runner.kv_dtype is not FP8:
+        return [(1.0, 1.0)] * runner.config.num_layers
+    c, length, device = runner.config, min(CALIBRATION_TOKENS, runner.max_model_len), runner.device
+    num_blocks = engine.cdiv(length, runner.block_size)
+    shape = 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim
+    cache = [torch.zeros(shape, dtype=runner.dtype, device=device) for _ in range(c.num_layers)]
+    ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    positions = list(range(length))
+    sent = runner.send_step([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
+    no_logits = torch.zeros(0, dtype=torch.int64, device=device)
+    batch = runner._model_batch(sent, no_logits, length, length, int(length == 1),
+                                runner._to_device(runner._query_tiles([length], [length])))
+    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    runner.model(batch, [(layer[0], layer[1], 1.0, 1.0) for layer in cache], runner.kernels)
+    return [(power_of_two_scale(layer[0]), power_of_two_scale(layer[1])) for layer in cache]
+
+
+def power_of_two_scale(values: Tensor) -> float:
+    """The smallest power of two that divides all values to at most LARGEST_STORED. With broken weights, which give
+    values that are not finite, it is 1; every request then ends with an error."""
+    largest = values.abs().max().item()
+    if not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALED) / LARGEST_STORED))

@@ -1,0 +1,109 @@
+"""The log probabilities of a step, which few requests want: of sampled tokens, and of tokens of a prompt."""
+from itertools import islice
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine
+from nanopaged.device.sampler import SamplingNeeds
+
+MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
+LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
+
+
+class PromptPart(NamedTuple):
+    """Prompt tokens whose log probabilities a step computes."""
+    seq: engine.Sequence
+    first: int  # position of the first
+    num_tokens: int
+    rows: range  # in the flat batch, of the tokens that predict them
+
+
+def prompt_parts(batch: engine.StepInput) -> list[PromptPart]:
+    """For sequences that want log probabilities of their prompts: the token at each position predicts the next one."""
+    parts = []
+    for seq, num_tokens, index in zip(batch.seqs, batch.num_tokens, batch.query_start_loc):
+        if seq.sampling.num_prompt_logprobs is not None:
+            start = seq.num_computed_tokens - num_tokens
+            count = min(seq.num_computed_tokens, seq.num_prompt_tokens - 1) - start
+            if count > 0:
+                parts.append(PromptPart(seq, start + 1, count, range(index, index + count)))
+    return parts
+
+
+def logprob_tensors(send: Callable, seqs: list[engine.Sequence], parts: list[PromptPart], tokens: Tensor,
+                    logits: Tensor, needs: SamplingNeeds) -> list[Tensor]:
+    """What `top_logprobs` returns for the sampled tokens of the sequences that want it, and then for prompt parts.
+    logits: those of the sampled tokens, then those of the parts."""
+    wanting = [i for i, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
+    tensors: list[Tensor] = []
+    if needs.num_logprobs is not None:
+        at = send([wanting])[0]
+        chosen = tokens.index_select(0, at).clamp(min=0)
+        tensors += top_logprobs(logits.index_select(0, at), chosen, needs.num_logprobs)
+    if parts:
+        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + part.num_tokens]]
+        wanted = [part.seq.sampling.num_prompt_logprobs for part in parts]
+        tensors += top_logprobs(logits[len(seqs):], send([ids])[0], -1 if -1 in wanted else max(wanted))
+    return tensors
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log probabilities of the chosen tokens and of the k likeliest: logits [R, vocab_size], chosen [R].
+
+    The logits are the model's, unedited, as in vLLM's default (logprobs_mode="raw_logprobs"). If k is -1 or larger than
+    the vocabulary, all tokens are returned.
+
+    Returns the chosen token's log probability [R] and its rank [R], the number of tokens that are at least as likely;
+    then the likeliest tokens [R, k] and their log probabilities [R, k]. Among equals the lower id comes first.
+    """
+    vocab_size = logits.shape[1]
+    k = min(k, vocab_size) if k >= 0 else vocab_size
+    num_rows = max(1, LOGPROBS_AT_ONCE // vocab_size)  # R may be the tokens of a prompt: a few rows at a time
+    parts = []
+    for some_logits, tokens in zip(logits.split(num_rows), chosen.long()[:, None].split(num_rows)):
+        logprobs = some_logits.float().log_softmax(-1)
+        of_chosen = logprobs.gather(1, tokens)
+        ids = best_tokens(logprobs, k)
+        parts.append((of_chosen[:, 0], (logprobs >= of_chosen).sum(-1), ids, logprobs.gather(1, ids)))
+    chosen_logprobs, ranks, best, best_logprobs = map(torch.cat, zip(*parts))
+    return chosen_logprobs, ranks, best, best_logprobs
+
+
+def best_tokens(logprobs: Tensor, k: int) -> Tensor:
+    """The k likeliest tokens of each row, [R, k]. Among equal numbers torch.topk picks any, and the pick may depend on
+    the batch. The keys are therefore unique: the float's bits, as an integer of the same order, followed by the id."""
+    bits = logprobs.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & (2**31 - 1))).long()
+    keys = order * 2**32 - torch.arange(logprobs.shape[1], device=logprobs.device)
+    return -keys.topk(k).values % 2**32
+
+
+def as_list(tensor: Tensor) -> list:
+    """As Python's numbers, row by row; very long rows stay tensors until their numbers are looked at."""
+    return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
+
+
+def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], sampled: list[engine.Sequence],
+                 parts: list[PromptPart]) -> engine.Sampled:
+    """The step's tokens, in the order of `sampled`, and their log probabilities, from the tensors of `logprob_tensors`,
+    whose order is that of `seqs`: (own, rank, ids of the best tokens, theirs) for each token."""
+    lists = [as_list(tensor) for tensor in tensors]
+    wanting = [seq for seq in seqs if seq.sampling.num_logprobs is not None]
+    logprobs = {seq: only(seq.sampling.num_logprobs, *found) for seq, found in zip(wanting, zip(*lists[:4]))}
+    of_prompts, prompts = zip(*lists[-4:]), []
+    for part in parts:
+        count = part.seq.sampling.num_prompt_logprobs
+        prompts.append((part.seq, part.first, [only(count, *found) for found in islice(of_prompts, part.num_tokens)]))
+    return engine.Sampled(tokens, [logprobs.get(seq) for seq in sampled] if wanting else None, prompts)
+
+
+def only(count: int, own: float, rank: int, ids: Any, logprobs: Any) -> tuple:
+    """A token's log probabilities with those of the `count` best only (-1: all): another sequence of the step may
+    want more."""
+    if 0 <= count < len(ids):
+        ids, logprobs = ids[:count], logprobs[:count]
+        if isinstance(ids, Tensor):  # as lists, because a slice would keep the whole tensor in memory
+            ids, logprobs = ids.tolist(), logprobs.tolist()
+    return own, rank, ids, logprobs
