@@ -92,8 +92,7 @@ class Sequence:
     num_cached_blocks: int = 0  # leading blocks that have been offered to the prefix cache
     prefix_key: int | None = ROOT  # of the tokens in those blocks
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
-    min_free_blocks: int = 0  # blocks that were needed when admission was last refused; 0: it was not
-    hit_then: tuple = (None, None)  # (first missing prefix-cache key, sibling) at that refusal
+    refusals: "dict[BlockManager, Refusal]" = field(default_factory=dict)  # the last one, while it waits
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
 
@@ -146,6 +145,14 @@ class PrefixHit(NamedTuple):
     blocks: list[int]
     num_tokens: int
     prefix_key: int | None  # of these blocks; None: unknown, so they are looked up block by block later
+    missing_key: tuple | None  # the first one that the prefix cache does not have; None: it has all
+    sibling: Sequence | None  # a running sequence with the same prompt
+
+
+class Refusal(NamedTuple):
+    """A sequence could not be admitted: the free blocks that it needed, and the blocks that it could share then."""
+    num_needed: int
+    hit: PrefixHit
 
 
 class BlockManager:
@@ -273,18 +280,21 @@ class BlockManager:
         """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds the others
         when a step computes their tokens. Returns False, without changing anything, if the pool has too few free blocks
         for all its tokens."""
+        hit = self.plan(seq)
+        if hit is not None:
+            self.start(seq, hit)
+        return hit is not None
+
+    def plan(self, seq: Sequence) -> PrefixHit | None:
+        """The blocks that the sequence can share; None if too few are free for the rest of its tokens."""
         if self.is_still_blocked(seq):
-            return False
+            return None
         hit = self.find_prefix(seq)
         num_needed = self.num_blocks_needed(seq, hit)
         if num_needed > self.num_free_blocks:
-            seq.min_free_blocks = num_needed
-            return False
-        self.start(seq, hit)
-        seq.min_free_blocks, seq.hit_then = 0, (None, None)
-        if seq.num_cached_tokens is None:
-            self._count_hits(seq, hit)
-        return True
+            seq.refusals[self] = Refusal(num_needed, hit)
+            return None
+        return hit
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
         # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
@@ -297,6 +307,9 @@ class BlockManager:
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
         seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
         seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, ROOT)
+        seq.refusals.clear()
+        if seq.num_cached_tokens is None:
+            self._count_hits(seq, hit)
 
     def _count_hits(self, seq: Sequence, hit: PrefixHit) -> None:
         seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
@@ -306,26 +319,26 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
         """The longer one of what the prefix cache has and what a sibling has."""
-        hit, missing_key = self._find_in_cache(seq)
+        blocks, prefix_key, missing_key = self._find_in_cache(seq)
         sibling = self._find_sibling(seq)
-        seq.hit_then = missing_key, sibling
         num_tokens = self._num_shareable(seq)
-        if sibling and hit.num_tokens < num_tokens:
-            return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
-        return hit
+        if sibling and len(blocks) * self.block_size < num_tokens:
+            blocks = sibling.block_table[:cdiv(num_tokens, self.block_size)]
+            return PrefixHit(blocks, num_tokens, None, missing_key, sibling)
+        return PrefixHit(blocks, len(blocks) * self.block_size, prefix_key, missing_key, sibling)
 
-    def _find_in_cache(self, seq: Sequence) -> tuple[PrefixHit, tuple | None]:
-        """Blocks found one after the other, and the key of the first one that is not there; None: none is missing."""
+    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int, tuple | None]:
+        """Blocks found one after the other, their prefix key, and the first key that is missing."""
         blocks: list[int] = []
         prefix_key, size = ROOT, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
                 key = (prefix_key, tuple(seq.token_ids[end - size:end]))
                 if key not in self.prefix_cache:
-                    return PrefixHit(blocks, len(blocks) * size, prefix_key), key
+                    return blocks, prefix_key, key
                 block, prefix_key = self.prefix_cache[key]
                 blocks.append(block)
-        return PrefixHit(blocks, len(blocks) * size, prefix_key), None
+        return blocks, prefix_key, None
 
     def _find_sibling(self, seq: Sequence) -> Sequence | None:
         """A running sequence of the same prompt that has the prompt's shareable tokens in its blocks."""
@@ -347,9 +360,11 @@ class BlockManager:
     def is_still_blocked(self, seq: Sequence) -> bool:
         """Whether nothing has changed since admission was last refused: fewer blocks are free than were needed, and no
         more than then can be shared. The prompt need not be looked up again."""
-        missing_key, sibling = seq.hit_then
-        return (self.num_free_blocks < seq.min_free_blocks and missing_key not in self.prefix_cache
-                and self._find_sibling(seq) is sibling)
+        if self not in seq.refusals:
+            return False
+        num_needed, hit = seq.refusals[self]
+        return (self.num_free_blocks < num_needed and hit.missing_key not in self.prefix_cache
+                and self._find_sibling(seq) is hit.sibling)
 
     # ---- single blocks
 

@@ -600,7 +600,7 @@ def test_preemption_takes_from_the_back_and_the_first_goes_on():
     assert all(len(seq.token_ids) == 20 for seq in seqs)
 
 
-def test_priority_goes_before_arrival_when_seats_or_blocks_are_short():
+def test_priority_goes_before_arrival_when_rows_or_blocks_are_short():
     for shortage in (dict(max_num_seqs=2), dict(num_blocks=6), dict(max_num_batched_tokens=8)):
         model = fake(**shortage)
         for i in range(3):

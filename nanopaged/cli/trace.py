@@ -179,9 +179,9 @@ class Trace:
         if seq in step.preempted:
             why = "it was preempted in this step"
         elif len(self.scheduler.running) >= max_num_seqs:
-            why = f"no seat is free, max_num_seqs is {max_num_seqs}"
-        elif seq.min_free_blocks > num_free:
-            why = f"free blocks needed {seq.min_free_blocks}, there are {num_free}"
+            why = f"no batch row is free, max_num_seqs is {max_num_seqs}"
+        elif self.manager in seq.refusals and seq.refusals[self.manager].num_needed > num_free:
+            why = f"free blocks needed {seq.refusals[self.manager].num_needed}, there are {num_free}"
         else:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"

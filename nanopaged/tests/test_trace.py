@@ -203,7 +203,7 @@ CASES = {  # engine options, prompts, sampling; and events that must come up
     "samples, few blocks": (dict(num_blocks=12), [COMMON], SamplingParams(n=4, temperature=0.9, seed=1, max_tokens=15),
                             "copied", "preempted", "evicted"),
     "prompts in chunks": (dict(max_num_batched_tokens=5), MANY, greedy(6)),
-    "few seats": (dict(max_num_seqs=2), MANY, greedy(6), "found"),
+    "few batch rows": (dict(max_num_seqs=2), MANY, greedy(6), "found"),
     "no caching": (dict(enable_prefix_caching=False), MANY, greedy(6), "taken"),
     "a window": (dict(model="mistral", num_blocks=7), [list(range(40)), [3, 4, 5]], greedy(30), "slid out", "evicted"),
     "samples, a window": (dict(model="mistral", num_blocks=12), [list(range(21))], greedy(30, n=3), "slid out"),
@@ -296,7 +296,7 @@ def test_swapping_out_and_in():
 def test_why_others_wait():
     lines = traced(llm := small(max_num_seqs=1))
     llm.generate([[1, 2], [3, 4], [5, 6], [7]], greedy(2))
-    assert "  B           waits: no seat is free, max_num_seqs is 1" in lines
+    assert "  B           waits: no batch row is free, max_num_seqs is 1" in lines
     assert "              behind it: C D" in lines
     lines = traced(llm := small(max_num_batched_tokens=4))
     llm.generate([list(range(10, 20)), [1, 2, 3]], greedy(2))
