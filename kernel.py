@@ -95,7 +95,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if not len(slot_mapping):
         return
     slots = slot_mapping.long()
-    # Dropping the rows with slot -1 would make the host wait for the GPU. Such a row repeats another row's write.
+    # A row with slot -1 repeats the write of another row. Dropping such rows would make the host wait for a GPU.
     skips = slots.device.type != "cpu" or bool(slots.min() < 0)
     if skips:
         largest, last = slots.max(0)
@@ -404,9 +404,9 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    A load of K or V has to wait for its block id. The compiler overlaps such a pair of loads with computation only if
-    the first one is made earlier, so the loops load block ids one tile ahead. No program reads the table behind the
-    sequence's last block, where it may hold anything."""
+    A load of K or V waits for its block id, and the compiler overlaps computation with single loads only. The loops
+    therefore load block ids one tile ahead. No program reads the table behind the sequence's last block, where it may
+    hold anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -501,7 +501,7 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
 @jit
 def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
     """A tile of K or V. MASKED reads 0 for slots behind the last token, which hold garbage, and for blocks before a
-    window, which belong to other sequences. Without it a NaN there would remain in spite of a weight of 0."""
+    window, which belong to other sequences: a weight of 0 would not remove a NaN."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
     elif sizes.HEAD_DIM < sizes.DIM_PADDED:
@@ -545,8 +545,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
         NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1)
 
-    This is one loop over tiles: the compiler would not pipeline the loads of a loop over splits around it, or of a loop
-    with a branch. Every tile therefore merges or stores, under a mask that is true after the last tile of a split.
+    All tiles of all its splits are one loop, because the compiler pipelines the loads of neither a nested loop nor a
+    loop with a branch. Every tile therefore merges or stores, under a mask that is true for a split's last tile only.
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)

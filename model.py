@@ -73,7 +73,7 @@ class Batch:
     plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
 
     def last_tokens(self, seqs: Tensor) -> "Batch":
-        """What attention needs for a decode batch of these sequences, each with its last token alone."""
+        """A decode batch of these sequences, each with its last token alone, for attention."""
         seq_lens = self.seq_lens.index_select(0, seqs)
         # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
@@ -168,7 +168,7 @@ class Layer(nn.Module):
         c = self.config = config
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
         self.input_layernorm = Norm(c, c.hidden_size)
-        # One matrix holds q, k and v, and one gate and up: fewer, larger products are faster.
+        # One matrix computes q, k and v, and one gate and up: fewer, larger products are faster.
         self.qkv_proj = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
@@ -179,7 +179,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two: one reading of memory for both."""
+        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two in its one pass over memory."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.project(self.attend(q, batch, cache, kernels), residual)
 
@@ -354,17 +354,13 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
     targets = {theirs: target for name, parameter in model.named_parameters()
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}
     missing = set(targets)
-    embed, head = config.names.get("embed_tokens", "embed_tokens") + ".weight", "lm_head.weight"
-    if config.tie_word_embeddings:  # one matrix; safetensors' save_model stores only the head
-        targets[head] = targets[embed]
+    embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
     for name, tensor in tensors:
         bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
-        if bare not in targets:  # a buffer such as GPT-2's causal mask
+        if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
+            bare = embed  # one matrix, which safetensors' save_model stores as the head only
+        if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more
             continue
-        if bare == head and config.tie_word_embeddings:
-            if embed not in missing:  # stored under both names: the embedding wins
-                continue
-            bare = embed
         missing.discard(bare)
         target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):

@@ -1,4 +1,4 @@
-"""The sizes of the attention kernel's work: tiles, pipeline stages, splits, and the device queries behind them.
+"""The constants of kernel launches: tiles, pipeline stages, splits, and the device queries behind them.
 
 Chapter 1 (kernel.py) computes correct attention with any of these numbers; they decide how fast. Autotuning would time
 candidates at every start, so small rules stand here instead. Their constants were measured on an H200 (132
