@@ -1,8 +1,9 @@
 """Chapter 1: attention over a paged cache.
 
-**What is cached.** For every token, each attention layer computes a query, a key and a value per head (Q, K, V). The
-token's result is the average of V over all tokens up to it, with weights softmax(scale * Q . K). The K and V of a token
-never change, and every later token reads them again. So a **KV cache** keeps them.
+**What is cached.** For every token, each attention layer computes queries, keys and values (Q, K, V): for each head a
+vector of head_dim numbers. A **group** of one or more query heads shares a kv head, and so its K and V. The result of a
+query is the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token
+never change, and every later token reads them again. A **KV cache** therefore keeps them.
 
 **Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence owns any blocks, in any order; its
 **block table** lists them:
@@ -17,9 +18,9 @@ never change, and every later token reads them again. So a **KV cache** keeps th
 
 Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
 needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
-section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 rows of 128 numbers, 2,048 in all. vLLM's
-CUDA kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes, so that neighbouring threads
-read neighbouring addresses. Triton arranges its loads itself, so K and V can have the plain layout.
+section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers, 2,048 in all. vLLM's CUDA
+kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes, so that neighbouring threads read
+neighbouring addresses. Triton arranges its loads itself, so K and V can have the plain layout.
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of its
 `seq_len` tokens: a whole prompt or a chunk of it (**prefill**), or the one token sampled last (**decode**). The step
@@ -33,31 +34,31 @@ stores their K and V first. Then query i, at position seq_len - query_len + i, a
 A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
 **Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
-here reads each tile of K and V once and keeps running sums: m, the largest score so far; l, the sum of exp(s - m); acc,
-the sum of exp(s - m) * v. A tile that raises m to m' first multiplies both sums by alpha = exp(m - m'). The result is
-acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
+here reads the context in **tiles**, the K and V of 64 tokens say, each of them once. It keeps running sums: m, the
+largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. A tile that raises m to m' first
+multiplies both sums by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
 
-The same rule merges the sums of two programs. A long context can therefore be cut into **splits** that run in parallel
-(flash-decoding, Dao et al. 2023; vLLM's "V2").
-
-**The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memory, the fastest first:
-
-    registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB for each pipeline stage
-    L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
-    HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
+The same rule merges the sums of two parts of a context. A long context can therefore be cut into **splits** of several
+tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2").
 
 **Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place along the
 first axis. A program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a
 tensor of addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which
 elements exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for
-each combination of values of its `tl.constexpr` parameters; an `if` over them costs nothing. A loop loads the next
-num_stages - 1 tiles into shared memory while it computes. The compiler also does what vLLM's CUDA kernel writes out: a
-block per warp, a token per thread group, vectors of 16 bytes per thread. On a CPU, Triton's interpreter runs a kernel
-line by line, also under a debugger: `python engine.py --attention triton --enforce-eager`.
+each combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline
+with num_stages stages: it loads the next num_stages - 1 tiles while it computes. What vLLM's CUDA kernel spells out, a
+block per warp, a token per thread group, vectors of 16 bytes per thread, the compiler decides. On a CPU, Triton's
+interpreter runs a kernel line by line, also under a debugger: `python engine.py --attention triton --enforce-eager`.
+
+**The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
+
+    registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
+    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB for each pipeline stage
+    L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
+    HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
 """
 import math
 from collections import namedtuple
@@ -69,13 +70,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import tiles
-from nanopaged.fill_cache import as_bytes, rotate_and_store_reference
-from nanopaged.fill_cache import rms_norm as rms_norm
-from nanopaged.fill_cache import store_kv as store_kv
 from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
 from nanopaged.optional_triton import triton as triton
 from nanopaged.tiles import cdiv as cdiv
-from nanopaged.tiles import make_query_tiles, next_power_of_2, programs_per_context, tokens_per_tile
+from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_tile
 
 # Kernels may read a global only if it is a constexpr.
 FP8_MAX = tl.constexpr(448)  # the largest e4m3 number
@@ -84,16 +82,83 @@ MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a tim
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention in plain torch
+# In plain torch
 # --------------------------------------------------------------------------------------------------
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
+             v_scale: float = 1.0) -> None:
+    """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
+
+    Slot -1: do not write (padding, or a token whose shared block already holds its K and V). The caches' slots must be
+    evenly spaced. An fp8 cache gets K / k_scale and V / v_scale, clamped to what e4m3 has; others need scales of 1.
+    """
+    if not len(slot_mapping):
+        return
+    slots = slot_mapping.long()
+    # A row with slot -1 repeats the write of another row. Dropping such rows would make the host wait for a GPU.
+    skips = slots.device.type != "cpu" or bool(slots.min() < 0)
+    if skips:
+        largest, last = slots.max(0)
+        token = torch.where(slots < 0, last, torch.arange(len(slots), device=slots.device))
+        k, v, slots = k[token], v[token], slots[token].clamp(min=0)
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        if cache.element_size() == 1:
+            largest_fp8 = torch.finfo(cache.dtype).max
+            new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
+        flat, new = as_bytes(cache).view(-1, *cache.shape[2:]), as_bytes(new.to(cache.dtype))
+        if skips:
+            new = torch.where(largest >= 0, new, flat[:1])  # if all rows are skipped, slot 0 gets what it has
+        flat.index_copy_(0, slots, new)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """An fp8 tensor as bytes, which torch can index on a CPU."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
+                               k_norm: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor,
+                               slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
+    """The steps between a layer's projection and attention: norm and rope of q and k, then `store_kv`. Returns q.
+
+    qkv              [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    rotation         [num_tokens, head_dim] float32: cosines, then sines, of each token's angles; None: no rope
+    q_norm, k_norm   [head_dim], weights of an RMS norm over each head, with eps; None: no norm
+    """
+    num_kv_heads = k_cache.shape[2]
+    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        qk = rms_norm(qk, torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)]), eps)
+    if rotation is not None:
+        qk = rotate(qk, rotation[:, None])
+    q, k = qk.split([num_heads, num_kv_heads], dim=1)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+    exact = x.float()
+    mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
+    return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding, "rope" (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1,
+    head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates it
+    by the angle of (position, i). The product of a query and a key then depends on their distance only."""
+    cos, sin = rotation.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
+
 
 def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                               query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
                               out: Tensor | None = None, plan: dict | None = None, k_scale: float = 1.0,
                               v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention` in plain torch, for the CPU; some arguments are ignored. Sequences with the same number of new
-    tokens form one rectangular problem. A decode step is therefore one gather and one attention call. All layers of a
-    step share the dict `plan`: the first layer puts the problems there."""
+    """`paged_attention` (below) in plain torch, for the CPU; some of its arguments are ignored. Sequences with the same
+    number of new tokens form one rectangular problem, so a decode step is one gather and one attention call. All layers
+    of a step share the dict `plan`: the first layer puts the problems there."""
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
     plan = {} if plan is None else plan
@@ -110,8 +175,8 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     """For each query length Q, the problem of the S sequences with Q new tokens and at most K tokens in the cache:
     their rows of q [S, Q], the slots to read [S, K], and the mask [S, 1, group * Q, K] to add to the scores.
 
-    Two sequences decode (Q = 1, S = 2) with 7 and 5 tokens in the cache (K = 7). The second sees the keys x x x x x . .
-    and reads the slot of key 4 again in place of the masked keys 5 and 6."""
+    Example: two sequences decode (Q = 1, S = 2) with 7 and 5 tokens in the cache (K = 7). The second sees the keys
+    x x x x x . . and reads the slot of key 4 again in place of the masked keys 5 and 6."""
     query_lens = query_start_loc.diff()
     for Q in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
         members = (query_lens == Q).nonzero()[:, 0]  # [S]
@@ -121,7 +186,7 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         query_position = (lens - Q + torch.arange(Q, device=members.device))[:, :, None]  # [S, Q, 1]
         window = sliding_window or len(key_position)
         visible = (key_position <= query_position) & (key_position > query_position - window)  # [S, Q, K]
-        # Other slots may hold NaN, and 0 * NaN = NaN. So masked keys, too, come from slots of the sequence.
+        # Masked keys, too, are read from slots of the sequence: others may hold NaN, and 0 * NaN = NaN.
         oldest = (lens - Q - window + 1).clamp(min=0)
         position = key_position.clamp(oldest, lens - 1)  # [S, K]
         block = block_tables[members].gather(1, position // block_size).long()
@@ -149,31 +214,20 @@ def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Filling the cache
+# In Triton: filling the cache
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
                      eps: float, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
                      v_scale: float = 1.0) -> Tensor:
-    """The steps between a layer's projection and attention, in one launch: norm and rope of q and k, then k and v go
-    into their cache slots. Returns q. nanopaged/fill_cache.py has the same in plain torch, for the CPU.
-
-    qkv               [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    rotation          [num_tokens, head_dim] float32: cosines, then sines, of each token's angles; None: no rope
-    q_norm, k_norm    [head_dim], weights of an RMS norm over each head, with eps; None: no norm
-    slot_mapping      [num_tokens]; -1: do not write (padding, or a token whose shared block already holds its K and V)
-    k_scale, v_scale  an fp8 cache (e4m3) gets K / k_scale and V / v_scale, clamped to -448 and 448; otherwise 1
-    """
+    """`rotate_and_store_reference` in one launch."""
     (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
+    optional = (qkv if x is None else x for x in (rotation, q_norm, k_norm))  # a kernel gets a tensor in any case
     rotate_and_store_kernel[(num_tokens, 2)](
-        qkv, q, rotation if rotation is not None else qkv, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale,
-        qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=num_heads,
-        KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS_PADDED=next_power_of_2(num_heads),
-        KV_PADDED=next_power_of_2(num_kv_heads), HALF_PADDED=next_power_of_2(head_dim // 2),
-        ROTATE=rotation is not None, NORM=q_norm is not None,
-        num_warps=tiles.store_warps(num_heads, head_dim), **launch_options(qkv.device))
+        qkv, q, *optional, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], ROTATE=rotation is not None, NORM=q_norm is not None,
+        **tiles.store_constants(num_heads, num_kv_heads, head_dim, k_cache.shape[1]), **launch_options(qkv.device))
     return q
 
 
@@ -197,7 +251,7 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         tl.store(q_at, q_a, mask=valid)
         tl.store(q_at + HALF, q_b, mask=valid)
     else:
-        slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool of more than 2^31 elements is normal
+        slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool may have more than 2^31 elements
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         kv_head = tl.arange(0, KV_PADDED)[:, None]
         written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
@@ -241,14 +295,14 @@ def _store(at, x, factor, mask):
 @jit
 def _wait_for_previous_kernel(PDL: tl.constexpr):
     """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. Here
-    they wait for its results, and allow the next kernel to start."""
+    they wait for its results, and then let the next kernel start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 # --------------------------------------------------------------------------------------------------
-# The kernel
+# In Triton: the attention kernel
 # --------------------------------------------------------------------------------------------------
 
 # The kernel's functions pass each other these tuples. The compiler knows every value of Sizes.
@@ -279,9 +333,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
-    """A program takes one kv head and a tile of one sequence's queries. The tile holds all GROUP query heads that share
-    the kv head, so the program loads each tile of K and V once for all of them. A sequence's query length picks its
-    launch, so the result has the same bits in any batch:
+    """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
+    pair, and the tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A
+    sequence's query length picks its launch, so the result has the same bits in any batch:
 
                  new tokens   rows of a tile                    grid
         DECODE   1            GROUP                             (sequence and kv head, programs that share its splits)
@@ -292,7 +346,6 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     _wait_for_previous_kernel(PDL)
-    # The sequence, the kv head, and the queries.
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
@@ -302,11 +355,10 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:
             return
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)  # 64 bits: an offset may exceed 2^31
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
         return
-    # The keys.
     seq_len = tl.load(seq_lens + seq)
     first_position = seq_len - query_len + first
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
@@ -314,7 +366,6 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
     table = block_tables + seq.to(tl.int64) * table_row
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-
     queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
@@ -353,9 +404,9 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    Finding an address takes two loads, first the block id and then K or V. The compiler overlaps only single loads with
-    computation, so the loops load the next tile's block id one tile ahead.
-    The table may hold anything behind the sequence's last block, so no program reads it there."""
+    A load of K or V waits for its block id, and the compiler overlaps computation with single loads only. The loops
+    therefore load block ids one tile ahead. No program reads the table behind the sequence's last block, where it may
+    hold anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -400,8 +451,8 @@ def _normalize(acc, weights, v_scale):
 
 @jit
 def _prefill(queries, keys, first_position, scale, v_scale, sizes):
-    """Attend with TILE_M rows in two halves a and b: the softmax of one half overlaps with the matrix products of the
-    other. Every row sees the tiles of keys before the diagonal, so these need no mask:
+    """The result of TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of
+    the other. Every row sees the tiles of keys before the diagonal, so these need no mask:
 
         3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
         at position 6                       x x x x   x x x .   .
@@ -449,8 +500,8 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
 
 @jit
 def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
-    """A tile of K or V. MASKED leaves out slots behind the last token, which hold garbage, and blocks before a window,
-    which belong to other sequences. A weight of 0 would not remove a NaN there: 0 * NaN = NaN."""
+    """A tile of K or V. MASKED reads 0 for slots behind the last token, which hold garbage, and for blocks before a
+    window, which belong to other sequences: a weight of 0 would not remove a NaN."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
     elif sizes.HEAD_DIM < sizes.DIM_PADDED:
@@ -474,7 +525,7 @@ def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexp
 
 
 # --------------------------------------------------------------------------------------------------
-# Decode: one query token, its context in splits
+# Decode: one query token, and its context in splits
 # --------------------------------------------------------------------------------------------------
 
 @jit
@@ -488,12 +539,14 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 @jit
 def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
-    """Attend with one query token. A program computes a run of the context's splits, one after the other. Splits are
-    merged in the same order in both cases, so the bits are the same:
+    """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
         NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1)
+
+    All tiles of all its splits are one loop, because the compiler pipelines the loads of neither a nested loop nor a
+    loop with a branch. Every tile therefore merges or stores, under a mask that is true for a split's last tile only.
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)
@@ -510,9 +563,6 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
     block = _block_of(keys, start, sizes)
-    # For each split, for each of its tiles: add the tile to the split's sums. Then merge the sums (V1) or store them
-    # (V2). This is one loop over tiles, and every tile merges or stores under a mask: the compiler would not pipeline
-    # the loads of a nested loop, or of a loop with a branch.
     for tile in range(start, end, sizes.TILE_N):
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
@@ -536,7 +586,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
 @jit
 def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
     """The running sums after one more tile of keys. Tensor cores multiply at least 16 rows by 8 columns, and a group
-    often has fewer heads. So the products are transposed, with the heads as columns:
+    often has fewer heads. The products are therefore transposed, with the heads as columns:
 
         K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
         V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
@@ -547,25 +597,24 @@ def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
     exists = token < end
     if sizes.WINDOW:
         exists &= token >= keys.oldest
-    k = tl.load(keys.k + dim[None, :] + slot_k[:, None], mask=exists[:, None] & (dim < sizes.HEAD_DIM)[None, :],
-                other=0.0)
-    scores = tl.dot(k.to(q.dtype), q, input_precision=sizes.PRECISION)
+    inside = dim < sizes.HEAD_DIM
+    k = _load_tile(keys.k + dim[None, :] + slot_k[:, None], exists[:, None], inside[None, :], q, True, sizes)
+    scores = tl.dot(k, q, input_precision=sizes.PRECISION)
     scores = tl.where(exists[:, None], scores, -float("inf"))
     p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 0, True)
     p = p.to(q.dtype)
     if keys.v.dtype.element_ty == tl.float8e4nv:
         update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
     else:
-        v = tl.load(keys.v + dim[:, None] + slot_v[None, :], mask=exists[None, :] & (dim < sizes.HEAD_DIM)[:, None],
-                    other=0.0)
+        v = _load_tile(keys.v + dim[:, None] + slot_v[None, :], exists[None, :], inside[:, None], q, True, sizes)
         update = tl.dot(v, p, input_precision=sizes.PRECISION)
     return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
 
 
 @jit
 def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
-    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V. The hardware can transpose elements of 16 bits, but
-    not of 8 bits. So the program loads pairs of dims and transposes the pairs:
+    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V. The hardware transposes elements of 16 bits, but not
+    of 8 bits. The program therefore loads pairs of dims and transposes the pairs:
 
         memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
         even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
@@ -590,7 +639,8 @@ def _where(condition, yes, no):
 @jit
 def _merge(total, split):
     """The running sums of the splits so far and of this one, as one. Decode with NO_SPLIT and merge_splits_kernel both
-    call this function. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
+    merge with this function, in the same order. The bits of their results are the same if the compiler fuses
+    multiplications and additions alike in both."""
     new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
@@ -628,7 +678,7 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
 
 
 # --------------------------------------------------------------------------------------------------
-# Launching it
+# In Triton: launching attention
 # --------------------------------------------------------------------------------------------------
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
@@ -665,10 +715,9 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
             tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
         if len(query_tiles):
-            config = tiles.tile_config("prefill", group, head_dim, q.element_size(), tiles.shared_memory(q.device))
             paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
                 out, out, out, *inputs, query_tiles, *scales, 1, *strides, DECODE=False, NO_SPLIT=True, **constants,
-                **config, **launch_options(q.device))
+                **tiles.prefill_config(group, head_dim, q.dtype, q.device), **launch_options(q.device))
     num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
         _launch_decode(out, inputs, num_decodes, max_seq_len, scales, strides, constants)
@@ -678,7 +727,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
 def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple, strides: tuple,
                    constants: dict) -> None:
     """Attention of the sequences with one new token."""
-    q, k_cache, _, block_tables, seq_lens, query_start_loc = inputs
+    q, k_cache, _, _, seq_lens, query_start_loc = inputs
     _, num_heads, head_dim = q.shape
     num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
     sharing = programs_per_context(num_contexts, num_splits)
@@ -686,11 +735,9 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     if sharing > 1:
         split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
         split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
-    stages = tiles.decode_stages(num_contexts, sharing, head_dim * k_cache.element_size(), q.device)
-    config = tiles.tile_config("decode", constants["GROUP"], head_dim, q.element_size(), tiles.shared_memory(q.device),
-                               k_cache.element_size(), stages)
+    config = tiles.decode_config(num_contexts, sharing, constants["GROUP"], head_dim, q.dtype, k_cache.dtype, q.device)
     paged_attention_kernel[(num_contexts, sharing)](
-        out, split_acc, split_sums, *inputs, block_tables, *scales, num_splits, *strides, DECODE=True,
+        out, split_acc, split_sums, *inputs, seq_lens, *scales, num_splits, *strides, DECODE=True,
         NO_SPLIT=sharing == 1, **constants, **config, **launch_options(q.device))
     if sharing > 1:
         merge_splits_kernel[(num_decodes, num_heads)](

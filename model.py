@@ -1,20 +1,18 @@
 """Chapter 2: the model. One decoder for GPT-2, OPT, Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
 
 A decoder reads tokens and computes logits for the next one: a number for each entry of the vocabulary. These families
-share one architecture with a few switches. Every layer computes
+share one architecture. Each token is a vector x of hidden_size numbers, and every layer adds to it twice:
 
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-and `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or rope, biases or none, an MLP with or
-without a gate, the number of query heads that share a kv head. The decoder never asks for a family by name;
-`nanopaged/weights/families.py` translates each family's config.json and tensor names.
-
-**The cache.** Chapter 1 explains why K and V are cached. Each layer writes the new tokens' K and V into their slots
-before its attention reads them, so attention finds all tokens, old and new, in the cache.
+The sum of these additions is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
+positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
+share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
+config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
-per step: the last sampled one, whose K and V are not cached yet. It adds one slot in every layer. In an empty pool:
+per step: the last sampled one, whose K and V are not in the cache yet. It fills one slot in every layer:
 
     step      tokens in            positions   cached before   slots written   sampled
     prefill   The cat sat on the   0 1 2 3 4   0               0 1 2 3 4       mat
@@ -22,12 +20,12 @@ per step: the last sampled one, whose K and V are not cached yet. It adds one sl
     decode    .                    6           6               6               Then
 
 Both phases run the same code, but their cost differs. A step reads every weight once, two bytes in bfloat16, and
-computes two FLOPs per weight and token. An H200 computes about 180 FLOPs in the time in which it reads one byte
-(measured). More than about 180 tokens are therefore bound by compute: prefill. Fewer are bound by memory: decode, which
-also reads all cached K and V of a sequence for one token. Sequences that decode in the same step share the reading of
-the weights; therefore an engine batches.
+computes two FLOPs per weight and token. While an H200 reads one byte, it can compute about 180 FLOPs (measured). More
+than about 180 tokens are therefore bound by compute: prefill. Fewer are bound by memory: decode, which also reads the
+K and V of a whole sequence for one token. Sequences that decode in the same step share the reading of the weights,
+which is why an engine batches them.
 
-On a GPU `nanopaged/device/fused.py` replaces some modules by faster ones; `enforce_eager=True` keeps these.
+On a GPU, `nanopaged/device/fused.py` replaces some modules by faster ones; `enforce_eager=True` leaves them as here.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -48,9 +46,8 @@ LayerCache = tuple[Tensor, Tensor, float, float]
 
 @dataclass
 class Batch:
-    """The inputs of a step: a **flat batch**, the new tokens of all sequences in one dimension.
-
-    A and C decode their 7th and 5th token, and B brings a prompt of 4. (StepInput in engine.py adds blocks and slots.)
+    """The inputs of a step, a **flat batch**: the new tokens of all sequences in one dimension. A and C decode, and B
+    brings a prompt of 4 tokens (StepInput in engine.py adds blocks and slots):
 
         sequence           A   C   B
         input_ids          a6  c4  b0  b1  b2  b3
@@ -59,25 +56,24 @@ class Batch:
         seq_lens           7   5   4
 
     Only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i] up to
-    query_start_loc[i + 1], and the keys from the cache. A query at position p reads the keys 0 to p, so B's queries
-    need a mask, whether the prompt comes whole or in chunks. No key comes after the one query of A or C.
+    query_start_loc[i + 1], and its keys through row i of the block tables.
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
-    slot_mapping: Tensor  # [T] the cache slot for each token's K and V; -1: K and V are cached already, do not write
+    slot_mapping: Tensor  # [T] the slot of each token's K and V; -1: do not write (a shared block has them, or padding)
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # [num_samples] the tokens that need logits, as rows of the T; None: all
     max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query, and 2 in a CUDA graph
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # sequences with one new token are among the first num_decodes; in a CUDA graph: all sequences
+    num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph: all sequences
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with their last rows
     plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
 
     def last_tokens(self, seqs: Tensor) -> "Batch":
-        """A decode batch of these sequences, each with its last token alone."""
+        """A decode batch of these sequences, each with its last token alone, for attention."""
         seq_lens = self.seq_lens.index_select(0, seqs)
         # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
@@ -135,7 +131,8 @@ class Transformer(nn.Module):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         if c.learned_positions:
             self.embed_positions = Embedding(c.max_position_embeddings + c.position_offset, c.hidden_size)
-        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers))
+        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers - 1))
+        self.layers.append(LastLayer(c, c.num_layers - 1))
         self.norm = Norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
@@ -143,11 +140,10 @@ class Transformer(nn.Module):
                 out: Tensor | None = None) -> Tensor:
         """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
-        x = torch.zeros_like(residual)  # each norm adds the output of the sublayer before it; the first adds zeros
-        *layers, (last_layer, last_cache) = zip(self.layers, kv_cache)
-        for layer, cache in layers:
+        x = torch.zeros_like(residual)  # a norm adds the sublayer's output before it to the residual; the first adds 0
+        for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
             x, residual = layer(x, residual, rope, batch, cache, kernels)
-        x = self.finish(last_layer, x, residual, rope, batch, last_cache, kernels)  # [num_samples, D]
+        x, _ = self.norm(x, residual)  # [num_samples, D]
         return torch.matmul(x, self.lm_head.weight.T, out=out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -156,35 +152,6 @@ class Transformer(nn.Module):
         if self.config.learned_positions:
             return x + self.embed_positions(batch.positions + self.config.position_offset), None
         return x, self.rope_table.index_select(0, batch.positions)
-
-    def finish(self, layer: "Layer", x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-               kernels: kernel.Kernels) -> Tensor:
-        """The last layer and the final norm, of the rows that need logits: [num_samples, D].
-
-        No layer reads this layer's output, so prompt tokens that do not sample need only K and V here. Rows that sample
-        would be computed in a prefill tile beside prompts, so they run as a decode call of their own: the bits of their
-        attention do not depend on their neighbours. A batch without prompts is one such call.
-        """
-        q, residual = layer.write_kv(x, residual, rope, batch, cache, kernels)
-        rows, seqs = batch.logits_indices, batch.sampled
-        if rows is not None and not len(rows):
-            return residual[:0]  # only chunks of prompts, none of them the last
-        if rows is None or seqs is None or batch.max_query_len == 1:
-            return self.norm_rows(rows, *layer.attend(q, residual, batch, cache, kernels))
-        hidden, last, prompt_rows = [], rows[:len(seqs)], rows[len(seqs):]
-        if len(last):
-            q_last, residual_last = q.index_select(0, last), residual.index_select(0, last)
-            decodes = batch.last_tokens(seqs)
-            hidden.append(self.norm_rows(None, *layer.attend(q_last, residual_last, decodes, cache, kernels)))
-        if len(prompt_rows):  # the prompt tokens' log probabilities are wanted
-            hidden.append(self.norm_rows(prompt_rows, *layer.attend(q, residual, batch, cache, kernels)))
-        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-
-    def norm_rows(self, rows: Tensor | None, x: Tensor, residual: Tensor) -> Tensor:
-        """The final norm of these rows; None: of all."""
-        if rows is not None:
-            x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
-        return self.norm(x, residual)[0]
 
     def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
         """rope_table [num_positions, head_dim] float32: a position's cosines, then its sines, one for each angle."""
@@ -201,7 +168,7 @@ class Layer(nn.Module):
         c = self.config = config
         self.window = c.sliding_windows[index] if c.sliding_windows else 0
         self.input_layernorm = Norm(c, c.hidden_size)
-        # One matrix holds q, k and v, and one gate and up: fewer, larger products are faster.
+        # One matrix computes q, k and v, and one gate and up: fewer, larger products are faster.
         self.qkv_proj = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
@@ -212,13 +179,13 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual). The next norm adds the two, which saves reading memory a second time."""
+        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two in its one pass over memory."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
-        return self.attend(q, residual, batch, cache, kernels)
+        return self.project(self.attend(q, batch, cache, kernels), residual)
 
     def write_kv(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                  kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """Write all tokens' K and V into their cache slots. Returns Q [T, H, head_dim] and the residual stream."""
+        """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim] and the residual stream [T, D]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         x, residual = self.input_layernorm(x, residual)  # [T, D]
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
@@ -228,21 +195,53 @@ class Layer(nn.Module):
                                      k_scale, v_scale)
         return q, residual
 
-    def attend(self, q: Tensor, residual: Tensor, batch: Batch, cache: LayerCache,
-               kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """The rest of the layer: attention of these queries over the cache, which holds the new K and V; the MLP."""
+    def attend(self, q: Tensor, batch: Batch, cache: LayerCache, kernels: kernel.Kernels) -> Tensor:
+        """Attention of these queries over the cache: [T, H, head_dim] -> [T, H, head_dim]."""
         k_cache, v_cache, k_scale, v_scale = cache
-        o = kernels.attention(  # [T, H, head_dim]
+        return kernels.attention(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             self.config.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles, plan=batch.plan,
             k_scale=k_scale, v_scale=v_scale)
+
+    def project(self, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """o_proj of attention's result, and the MLP."""
         x, residual = self.post_attention_layernorm(self.o_proj(o.flatten(1)), residual)
         return self.mlp(x), residual
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""
         return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
+
+
+class LastLayer(Layer):
+    """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Of a
+    prompt's other rows it computes only K and V. A decodes, B brings a whole prompt, and C a first chunk:
+
+        token             a6  b0  b1  b2  b3  c0  c1  c2
+        K and V           x   x   x   x   x   x   x   x
+        attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4, sampled 0 1
+    """
+
+    def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
+        q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
+        rows, seqs = batch.logits_indices, batch.sampled
+        if rows is not None and not len(rows):
+            return residual[:0], residual[:0]
+        if rows is None or seqs is None or not len(seqs) or batch.max_query_len == 1:
+            o = self.attend(q, batch, cache, kernels)
+        else:
+            # Beside prompts, the rows that sample attend as a decode batch of their own, as they would without prompts.
+            # The bits of their attention therefore do not depend on their neighbours.
+            last = rows[:len(seqs)]
+            o_last = self.attend(q.index_select(0, last), batch.last_tokens(seqs), cache, kernels)
+            if len(last) == len(rows):
+                return self.project(o_last, residual.index_select(0, rows))
+            # The other rows are prompt tokens whose log probabilities are wanted.
+            o = self.attend(q, batch, cache, kernels).index_copy_(0, last.long(), o_last)
+        x, residual = self.project(o, residual)
+        return (x, residual) if rows is None else (x.index_select(-2, rows), residual.index_select(0, rows))
 
 
 class Embedding(nn.Module):
@@ -326,9 +325,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype,
                 device: torch.device | str, num_positions: int) -> Transformer:
-    """A Transformer on `device` with a checkpoint's (name, tensor) pairs, or random weights if `tensors` is None.
-    Tensors are copied one at a time, so memory stays near one copy of the weights. ValueError: the device has too
-    little memory, or `config` implies other tensors."""
+    """A Transformer with a checkpoint's (name, tensor) pairs, or with random weights if `tensors` is None. Tensors are
+    copied one at a time, so one copy of the weights is in memory. ValueError: too little memory, or other tensors than
+    `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = Transformer(config)
     is_cuda = torch.device(device).type == "cuda"
@@ -355,17 +354,13 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
     targets = {theirs: target for name, parameter in model.named_parameters()
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}
     missing = set(targets)
-    embed, head = config.names.get("embed_tokens", "embed_tokens") + ".weight", "lm_head.weight"
-    if config.tie_word_embeddings:  # one matrix; safetensors' save_model stores only the head
-        targets[head] = targets[embed]
+    embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
     for name, tensor in tensors:
         bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
-        if bare not in targets:  # a buffer such as GPT-2's causal mask
+        if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
+            bare = embed  # one matrix, which safetensors' save_model stores as the head only
+        if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more
             continue
-        if bare == head and config.tie_word_embeddings:
-            if embed not in missing:  # stored under both names: the embedding wins
-                continue
-            bare = embed
         missing.discard(bare)
         target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):

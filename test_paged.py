@@ -947,6 +947,28 @@ def test_the_flat_batch_of_the_models_text():
     assert batch.sampled.tolist() == [0, 1, 2] and batch.logits_indices.tolist() == [0, 1, 5]
 
 
+def test_the_rows_of_the_last_layer():
+    """The drawing in the model's text: the MLP of the last layer computes the rows that need logits, the others all."""
+    rows = {name: cells for name, *cells in as_rows(model.LastLayer.__doc__, "token  ")}
+    llm = load("qwen3", device="cpu", max_num_batched_tokens=8, enable_prefix_caching=False)
+    decoder, batches, num_rows = llm.runner.model, [], []
+    decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
+    for layer in decoder.layers:
+        layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
+    for prompt in ([1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]):
+        llm.add_request(prompt, GREEDY)
+        if prompt[0] == 1:
+            llm.step()
+    num_rows.clear()
+    llm.step()
+    names = [name[0] for name in rows["token"]]
+    assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
+    needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
+    assert rows["attention, MLP"][8] == "logits_indices {} {}, sampled {} {}".format(*needed, *batches[1].sampled)
+    assert batches[1].logits_indices.tolist() == needed
+    assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
+
+
 def test_the_last_layer_attends_only_for_what_samples():
     llm, rows = load("qwen3", max_num_batched_tokens=32, enable_prefix_caching=False), []
     kernels, layers = llm.runner.kernels, llm.config.num_layers

@@ -1,4 +1,4 @@
-"""The sizes of the attention kernel's work: tiles, pipeline stages, splits, and the device queries behind them.
+"""The constants of kernel launches: tiles, pipeline stages, splits, and the device queries behind them.
 
 Chapter 1 (kernel.py) computes correct attention with any of these numbers; they decide how fast. Autotuning would time
 candidates at every start, so small rules stand here instead. Their constants were measured on an H200 (132
@@ -126,9 +126,25 @@ def decode_stages(num_contexts: int, sharing: int, row: int, device: torch.devic
     return 4 if sharing == 1 and row == WIDE_ROW and 3 < per_multiprocessor < 4 else 3
 
 
-def store_warps(num_heads: int, head_dim: int) -> int:
-    """Warps of a program of rotate_and_store: one holds a token's q, or its k and v (H200)."""
-    return 4 if num_heads * head_dim <= 4096 else 8
+def prefill_config(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """`tile_config` of a prefill launch."""
+    return tile_config("prefill", group, head_dim, dtype.itemsize, shared_memory(device))
+
+
+def decode_config(num_contexts: int, sharing: int, group: int, head_dim: int, dtype: torch.dtype,
+                  cache_dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """`tile_config` of a decode launch with `sharing` programs per context."""
+    stages = decode_stages(num_contexts, sharing, head_dim * cache_dtype.itemsize, device)
+    return tile_config("decode", group, head_dim, dtype.itemsize, shared_memory(device), cache_dtype.itemsize, stages)
+
+
+@lru_cache
+def store_constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+    """What a model's shape fixes when rotate_and_store_kernel is compiled, and its warps: a program holds a token's q,
+    or its k and v (H200)."""
+    return dict(BLOCK_SIZE=block_size, HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+                HEADS_PADDED=next_power_of_2(num_heads), KV_PADDED=next_power_of_2(num_kv_heads),
+                HALF_PADDED=next_power_of_2(head_dim // 2), num_warps=4 if num_heads * head_dim <= 4096 else 8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +169,7 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
 
 def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Query tokens in a tile of prefill, as `make_query_tiles` needs it."""
-    return tile_config("prefill", group, head_dim, dtype.itemsize, shared_memory(device))["TILE_M"] // group
+    return prefill_config(group, head_dim, dtype, device)["TILE_M"] // group
 
 
 def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile: int) -> torch.Tensor:

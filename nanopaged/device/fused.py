@@ -56,6 +56,8 @@ def fuse(transformer: model.Transformer) -> None:
 
     class FusedNorm(model.Norm):
         def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            if not len(residual):  # no row needs logits, and torch would compile the function again for no rows
+                return residual, residual
             return compiled_norm(x, residual, self.weight, self.bias, self.eps)
 
     class FusedLayer(model.Layer):
@@ -65,8 +67,11 @@ def fuse(transformer: model.Transformer) -> None:
                 return self.down_proj(compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp))
             return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
 
+    class FusedLastLayer(FusedLayer, model.LastLayer):
+        pass
+
     for layer in transformer.layers:
-        layer.__class__ = FusedLayer
+        layer.__class__ = FusedLastLayer if isinstance(layer, model.LastLayer) else FusedLayer
         layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
         layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
     for module in transformer.modules():
@@ -149,7 +154,7 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
 
 def partial_products(x: Tensor, weight: Tensor, count: int) -> Tensor:
     """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product. (The
-    model's `norm_rows` selects rows by dimension -2, so that it works for both.)
+    model's last layer selects rows by dimension -2, so that it works for both.)
 
     The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
     own. Here the norm that follows adds them up while it reads them, which saves about 2 microseconds for each product

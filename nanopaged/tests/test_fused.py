@@ -43,6 +43,21 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
     assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
 
 
+def test_compiled_functions_get_rows(monkeypatch):
+    """torch would compile them once more for no rows, as a step has them in which no row needs logits."""
+    rows = []
+
+    def compiled(function, **_):
+        return lambda x, *others: rows.append(x.shape[-2]) or function(x, *others)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda *_: None)
+    llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, max_num_batched_tokens=8)
+    fuse(llm.runner.model)
+    llm.generate(list(range(1, 20)), SamplingParams(max_tokens=1))  # 8, 8 and 3 tokens
+    assert {8, 3, 1} == set(rows)
+
+
 def test_partial_products_add_up_to_the_product():
     x, weight = torch.randn(7, 256), torch.randn(24, 256)
     for num_parts in (1, 2, 4):
