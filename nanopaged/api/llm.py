@@ -255,7 +255,8 @@ class LLM:
         """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
         try:
             self.engine.step()
-            self.budget.regrow()
+            if self.scheduler.max_num_batched_tokens < self.budget.full:
+                self.budget.regrow()
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())

@@ -29,8 +29,7 @@ class TokenBudget:
         return True
 
     def regrow(self) -> None:
-        """A step was computed. The sequence that took the memory may have ended."""
-        if self.scheduler.max_num_batched_tokens < self.full:
-            self.num_small_steps += 1
-            if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
-                self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full)
+        """A step with a reduced budget was computed. The sequence that took the memory may have ended."""
+        self.num_small_steps += 1
+        if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
+            self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full)
