@@ -106,8 +106,8 @@ ATTENTION_CASES = {
     "decode": (([1, 1, 1], [5, 16, 33]), {}),
     "prefill": (([3, 17], [3, 17]), {}),
     "mixed batch": (MIXED, {}),
-    "splits": (([1, 1], [1100, 513]), dict(heads=2, kv_heads=1)),
-    "splits under a window": (([1, 1], [1100, 100]), dict(heads=2, kv_heads=1, window=600)),
+    "splits": (([1, 1], [600, 257]), dict(heads=2, kv_heads=1)),
+    "splits under a window": (([1, 1], [600, 100]), dict(heads=2, kv_heads=1, window=300)),
     "long prefill": (([70], [90]), dict(heads=2, kv_heads=1)),
     "window shorter than the chunk": (MIXED, dict(window=4)),
     "window of one": (MIXED, dict(window=1)),
@@ -165,10 +165,10 @@ def test_cache_strides_are_read():
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
     """A sequence's result is the same bits alone and among others, and whatever bounds size the grid."""
-    query_lens, seq_lens = [1, 6, 1, 1], [60, 40, 17, 400]
+    query_lens, seq_lens = [1, 6, 1, 1], [60, 40, 17, 280]
     problem = paged_problem(query_lens, seq_lens, heads=2, kv_heads=1, dtype=dtype)
     together = run_attention(paged_attention, problem)
-    for programs in (1, 3):  # that share a context's splits, as they would in a batch of another size
+    for programs in (1, 2):  # that share a context's splits, as they would in a batch of another size
         monkeypatch.setattr(kernel, "programs_per_context", lambda *_: programs)
         assert torch.equal(run_attention(paged_attention, problem), together)
     monkeypatch.undo()
@@ -177,12 +177,12 @@ def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
         rows = slice(starts[i], starts[i + 1])
         alone = paged_attention(q[rows], k_cache, v_cache, tables[i:i + 1], lens[i:i + 1],
                                 (starts[i:i + 2] - starts[i]).int(), q.shape[-1] ** -0.5,
-                                max_query_len=query_lens[i], max_seq_len=1000)
+                                max_query_len=query_lens[i], max_seq_len=500)
         assert torch.equal(together[rows], alone)
 
 
 @needs_kernel
-@pytest.mark.parametrize("window, fp8", [(600, False), (0, True)], ids=["window", "fp8"])
+@pytest.mark.parametrize("window, fp8", [(300, False), (0, True)], ids=["window", "fp8"])
 def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypatch):
     """Splits before the window are neither computed nor merged: nothing that is in their place, not even NaN, changes
     the result."""
@@ -191,11 +191,11 @@ def test_programs_that_share_a_context_give_the_same_bits(window, fp8, monkeypat
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kwargs: (
         new_empty(x, *shape, **kwargs).fill_(math.nan) if x.is_floating_point() else new_empty(x, *shape, **kwargs)))
-    problem = paged_problem([1, 1], [1030, 60], heads=2, kv_heads=1)
+    problem = paged_problem([1, 1], [530, 60], heads=2, kv_heads=1)
     if fp8:
         problem[1:3] = [cache.nan_to_num().to(torch.float8_e4m3fn) for cache in problem[1:3]]
     results = []
-    for programs in (1, 8):
+    for programs in (1, 4):
         monkeypatch.setattr(kernel, "programs_per_context", lambda *_: programs)
         results.append(run_attention(paged_attention, problem, window))
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
@@ -286,13 +286,9 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
 def test_the_kernels_compile_and_fit_the_devices_shared_memory():
     """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and
     `python -m nanopaged.tests.compile_kernels` compiles all of them."""
-    runs = [  # side by side
-        subprocess.Popen([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", capability], cwd=ROOT,
+    run = subprocess.run([sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", "90", "75"], cwd=ROOT,
                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for capability in ("90", "75")]
-    for run in runs:
-        output, _ = run.communicate()
-        assert run.returncode == 0, output
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
@@ -422,6 +418,7 @@ class FakeModel:
         self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
+            tokens = tuple(self.tokens(seq))
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
                 if position >= seq.num_hit_tokens:
                     block = seq.block_table[position // manager.block_size]
@@ -430,11 +427,12 @@ class FakeModel:
                     assert manager.ref_counts[block] == 1 or any(
                         block in other.block_table and other in step.seqs
                         for other in self.scheduler.running if other is not seq)
-                    self.slots[self.slot(seq, position)] = tuple(self.tokens(seq)[:position + 1])
+                    self.slots[self.slot(seq, position)] = tokens[:position + 1]
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             oldest = max(0, seq.num_computed_tokens - num_tokens - manager.window + 1) if manager.window else 0
+            tokens = tuple(self.tokens(seq))
             for position in range(oldest, seq.num_computed_tokens):
-                assert self.slots[self.slot(seq, position)] == tuple(self.tokens(seq)[:position + 1])
+                assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
         # A small vocabulary, so that different sequences often generate the same text.
         sampled = [sum(self.tokens(seq)) * 31 % 3 for seq in step.sampled]
         for seq, token in zip(step.sampled, sampled):
@@ -844,12 +842,16 @@ def test_logits_equal_transformers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
 def test_greedy_continuations_equal_transformers(variant):
-    """The models whose modules (biases, a relu) are not among those of test_graphs.py run with CUDA graphs."""
+    """The models whose modules (biases, a relu) are not among those of test_graphs.py run with CUDA graphs.
+
+    A continuation of 300 tokens is five requests side by side, each with the tokens before its own as the prompt."""
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, graphs=variant in ("opt", "llama-linear-bias"))
-    params = SamplingParams(temperature=0, max_tokens=len(continuations[0]), ignore_eos=True)
-    outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
-    assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
+    pieces = [(torch.cat([prompt, text[:start]]).tolist(), text[start:start + 60].tolist())
+              for prompt, text in zip(prompts, continuations) for start in range(0, len(text), 60)]
+    params = [SamplingParams(temperature=0, max_tokens=len(piece), ignore_eos=True) for _, piece in pieces]
+    outputs = llm.generate([prompt for prompt, _ in pieces], params)
+    assert tokens_of(outputs) == [piece for _, piece in pieces]
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
 
 
@@ -1048,14 +1050,14 @@ def test_n_samples_are_requests_with_seeds_of_their_own():
 @lru_cache
 def samples_alone():
     params = [SamplingParams(temperature=0.9, seed=7 + j, max_tokens=20) for j in range(6)]
-    return [shared().generate(PROMPT, p)[0].outputs[0].token_ids for p in params]
+    return [shared("qwen3").generate(PROMPT, p)[0].outputs[0].token_ids for p in params]
 
 
 @pytest.mark.parametrize("options", [
     {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
     dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
-    output = load(**options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
+    output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
 
 
@@ -1118,7 +1120,7 @@ BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_s
 
 @pytest.mark.parametrize("model, options", [
     *((model, {}) for model in sorted({case["model"] for case in BEAM_CASES})),
-    *itertools.product(["shakespeare", "mistral", "qwen3"], BEAM_SHORTAGES)], ids=str)
+    *itertools.product(["mistral", "qwen3"], BEAM_SHORTAGES), ("shakespeare", BEAM_SHORTAGES[0])], ids=str)
 def test_beam_search_equals_transformers(model, options):
     cases = [case for case in BEAM_CASES if case["model"] == model][::3 if options else 1]
     if "num_blocks" in options:
@@ -1200,11 +1202,11 @@ def test_settings_do_what_they_say():
     llm = load()
 
     def run(**settings):
-        params = SamplingParams(**dict(max_tokens=40, seed=1, ignore_eos=True) | settings)
+        params = SamplingParams(**dict(max_tokens=24, seed=1, ignore_eos=True) | settings)
         return llm.generate(PROMPT, params)[0].outputs[0]
 
     assert set(run(allowed_token_ids=[3, 4]).token_ids) <= {3, 4}
-    assert run(logit_bias={7: 100.0}, temperature=0).token_ids == [7] * 40
+    assert run(logit_bias={7: 100.0}, temperature=0).token_ids == [7] * 24
     assert len(set(run(presence_penalty=2.0, temperature=0).token_ids)) > len(set(run(temperature=0).token_ids))
     plain = run()
     assert len(run(stop_token_ids=list(range(1000)), min_tokens=9).token_ids) == 10
