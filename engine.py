@@ -86,6 +86,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # prompt tokens that were there on its first admission; None: not admitted yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
     block_table: list[int] = field(default_factory=list)
+    pool: "BlockManager | None" = None  # the pool of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of the block table that the runner has
     num_null_blocks: int = 0  # leading entries that are NULL
@@ -269,7 +270,7 @@ class BlockManager:
         """Let the child go on where the parent is, with the same blocks. The first one that writes copies."""
         for block in parent.block_table:
             self._incref(block)
-        child.block_table = list(parent.block_table)
+        child.block_table, child.pool = list(parent.block_table), self
         child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
         child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
         child.num_cached_tokens = parent.num_cached_tokens
@@ -305,6 +306,7 @@ class BlockManager:
             self._incref(block)
         # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
+        seq.pool = self
         seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
         seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, ROOT)
         seq.refusals.clear()
@@ -346,8 +348,8 @@ class BlockManager:
         return next((other for other in seq.siblings if self.has_prompt(other, num_tokens)), None)
 
     def has_prompt(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence has the first num_tokens tokens of its prompt in its blocks."""
-        return num_tokens <= seq.num_computed_tokens
+        """Whether a running sequence has the first num_tokens tokens of its prompt in blocks of this pool."""
+        return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
         """Prompt tokens that a sibling can give. All of them for a new sequence, though the last block may not be
@@ -441,11 +443,12 @@ class Scheduler:
         step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
-            if may_admit and self.waiting and (turn == len(self.running)
-                                               or self.waiting[0].order < self.running[turn].order):
-                may_admit = self._admit(turn, step)
+            is_last = turn == len(self.running)
+            first = self.next_waiting() if may_admit and self.waiting else None
+            if first is not None and (is_last or first.order < self.running[turn].order):
+                may_admit = self._admit(first, turn, step)
                 continue
-            if turn == len(self.running):
+            if is_last:
                 break
             seq = self.running[turn]
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
@@ -459,17 +462,24 @@ class Scheduler:
         manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
         return step
 
-    def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence if a batch row and enough blocks are free, preempting later sequences if
-        necessary."""
-        seq = self.waiting[0]
+    def next_waiting(self) -> Sequence | None:
+        return self.waiting[0]
+
+    def _admit(self, seq: Sequence, turn: int, step: SchedulerOutput) -> bool:
+        """Admit the first waiting sequence, preempting later sequences if necessary."""
         if seq in step.preempted:  # not in this step: the token it sampled last may not be known on the host yet
             return False
-        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
+        while not self._place(seq):
             if len(self.running) == turn:
                 return False
             self._preempt(step)
-        del self.waiting[0]
+        return True
+
+    def _place(self, seq: Sequence) -> bool:
+        """Let a waiting sequence run if a batch row and enough blocks are free."""
+        if len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
+            return False
+        self._remove(seq)
         self._run(seq)
         return True
 
@@ -658,7 +668,7 @@ class Engine:
     that reuses the block is launched later, and the device runs steps in order. With a lookahead of 0 each step is
     read before the next one is planned; more than 1 is not supported.
 
-    runner: runner.launch(step) starts a step and returns a function that waits for it and gives a Sampled
+    runner: runner.launch(step) starts a step. Calling what it returns waits for the step and gives a Sampled
     updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
     may_retry: whether the next step may succeed after this error (nanopaged/scheduling/budget.py)
@@ -675,13 +685,13 @@ class Engine:
     def step(self) -> None:
         step = self.scheduler.schedule()
         if step.seqs:
-            self._launch(step)
+            self.launch(step)
         else:
-            self._unblock(step)
+            self.unblock(step)
         if len(self.launched) > self.lookahead or not step.seqs:
             self.update()
 
-    def _launch(self, step: SchedulerOutput) -> None:
+    def launch(self, step: SchedulerOutput) -> None:
         try:
             with self.interruptible():
                 read = self.runner.launch(step)
@@ -700,7 +710,7 @@ class Engine:
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))
 
-    def _unblock(self, step: SchedulerOutput) -> None:
+    def unblock(self, step: SchedulerOutput) -> None:
         """No sequence can compute. Moves that this step planned are dropped. If no launched step is left, only paused
         sequences are running, and they give up their blocks."""
         self.scheduler.undo(step)

@@ -323,11 +323,11 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | None, dtype: torch.dtype,
+def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | None, dtype: torch.dtype,
                 device: torch.device | str, num_positions: int) -> Transformer:
-    """A Transformer with a checkpoint's (name, tensor) pairs, or with random weights if `tensors` is None. Tensors are
-    copied one at a time, so one copy of the weights is in memory. ValueError: too little memory, or other tensors than
-    `config` implies."""
+    """A Transformer with a checkpoint's (name, tensor) pairs, or with the weights of another Transformer, or with
+    random weights if `tensors` is None. Tensors are copied one at a time, so one copy of the weights is in memory.
+    ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = Transformer(config)
     is_cuda = torch.device(device).type == "cuda"
@@ -338,7 +338,10 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Non
         size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None
-    if tensors is None:
+    if isinstance(tensors, Transformer):
+        for parameter, source in zip(model.parameters(), tensors.parameters()):
+            parameter.data.copy_(source.data)
+    elif tensors is None:
         for name, parameter in model.named_parameters():
             nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
     else:

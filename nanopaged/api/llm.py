@@ -6,11 +6,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Callable, Generator, Iterator
 
-from nanopaged import engine, kernel
+from nanopaged import engine, kernel, model
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
-from nanopaged.device.choices import pick_device, pick_kernels
+from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
 from nanopaged.outputs import RequestError, RequestOutput
@@ -52,6 +52,8 @@ class LLM:
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
+    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs and max_num_batched_tokens are
+        per GPU (nanopaged/scheduling/data_parallel.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
@@ -71,7 +73,7 @@ class LLM:
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+                 data_parallel_size: int = 1, tokenizer: str | None = None, skip_tokenizer_init: bool = False,
                  num_gpu_blocks_override: int | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
@@ -80,19 +82,20 @@ class LLM:
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space)
+            swap_space=swap_space, data_parallel_size=data_parallel_size)
         self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
                              "made for")
         tensors = None if load_format == "dummy" else read_tensors(self.path)
-        self.runner = _make_runner(
-            device, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed, block_size=block_size,
-            max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
+        self.runners = _make_runners(
+            device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
+            block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        num_blocks, block_size = self.runner.allocate_pool(num_blocks, gpu_memory_utilization), self.runner.block_size
+        pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
+        num_blocks, block_size = min(pools), self.runners[0].block_size
         # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
         # must fit.
         window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
@@ -101,12 +104,10 @@ class LLM:
                              f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
                              "memory")
         self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
-        manager = self._make_block_manager(num_blocks, block_size, enable_prefix_caching, window, swap_space)
-        self.scheduler = engine.Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
-        self.budget = TokenBudget(self.scheduler, self.runner)
-        self.engine = engine.Engine(self.scheduler, self.runner, self.runner.lookahead,
-                                    self.lock.interrupts.let_through, self.budget.shrink)
+        managers = [_make_block_manager(runner, size, enable_prefix_caching, window, swap_space)
+                    for runner, size in zip(self.runners, pools)]
+        self._make_engine(managers, max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
         self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
         self.requests: dict[str, Request] = {}  # those under way
@@ -134,12 +135,22 @@ class LLM:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
 
-    def _make_block_manager(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, window: int,
-                            swap_space: float) -> engine.BlockManager:
-        num_host_blocks = self.runner.allocate_host_pool(swap_space) if swap_space else 0
-        if window or num_host_blocks:
-            return Swapping(num_blocks, block_size, enable_prefix_caching, window, num_host_blocks)
-        return engine.BlockManager(num_blocks, block_size, enable_prefix_caching)
+    def _make_engine(self, managers: list[engine.BlockManager], *limits: int) -> None:
+        """The scheduler and the step loop; with several GPUs, one of each for each of them."""
+        schedulers: list[Any] = [engine.Scheduler(managers[0], *limits)]
+        if len(managers) > 1:
+            from nanopaged.scheduling import data_parallel
+            schedulers = data_parallel.make_schedulers(managers, self.runners, *limits)
+        self.budgets = [TokenBudget(*pair) for pair in zip(schedulers, self.runners)]
+        interruptible = self.lock.interrupts.let_through
+        engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, budget.shrink)
+                   for scheduler, runner, budget in zip(schedulers, self.runners, self.budgets)]
+        self.runner: Runner = self.runners[0]
+        self.scheduler: Any = schedulers[0]
+        self.engine: Any = engines[0]
+        if len(managers) > 1:
+            self.scheduler = data_parallel.Pools(schedulers)
+            self.engine = data_parallel.Engines(engines, interruptible)
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -255,8 +266,9 @@ class LLM:
         """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
         try:
             self.engine.step()
-            if self.scheduler.max_num_batched_tokens < self.budget.full:
-                self.budget.regrow()
+            for budget in self.budgets:
+                if budget.is_reduced:
+                    budget.regrow()
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())
@@ -463,14 +475,26 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
     return path
 
 
-def _make_runner(device: str, attention: str, enforce_eager: bool, *args: Any, **options: Any) -> Runner:
+def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, config: model.ModelConfig, tensors: Any,
+                  **options: Any) -> list[Runner]:
     """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which
-    cannot be recorded.)"""
-    picked = pick_device(device)
-    kernels, runner = pick_kernels(attention, picked), Runner
-    if picked.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
-        from nanopaged.device.graphs import GraphRunner as runner
-    return runner(*args, device=picked, kernels=kernels, **options)
+    cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
+    runners: list[Runner] = []
+    for picked in pick_devices(device, count):
+        kernels, runner = pick_kernels(attention, picked), Runner
+        if picked.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
+            from nanopaged.device.graphs import GraphRunner as runner
+        weights = runners[0].model if runners else tensors
+        runners.append(runner(config, weights, device=picked, kernels=kernels, **options))
+    return runners
+
+
+def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,
+                        swap_space: float) -> engine.BlockManager:
+    num_host_blocks = runner.allocate_host_pool(swap_space) if swap_space else 0
+    if window or num_host_blocks:
+        return Swapping(num_blocks, runner.block_size, enable_prefix_caching, window, num_host_blocks)
+    return engine.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)
 
 
 def _refuse_lora(lora_request: Any) -> None:

@@ -68,6 +68,7 @@ ENGINE
   --no-enable-prefix-caching   compute common beginnings every time
   --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
+  --data-parallel-size N       GPUs, each with the model and a pool; blocks and limits are per GPU [1]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace                      print each step: who computes what, in which blocks
   --version                    print the version
@@ -425,7 +426,7 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    seed=int)
+    data_parallel_size=int, seed=int)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
     beam_width=int, length_penalty=float, model=str, trace=True)

@@ -65,9 +65,9 @@ class Runner:
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with compiled functions
 
-    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
-                 kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int,
-                 max_num_batched_tokens: int, kv_cache_dtype: str):
+    def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
+                 device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
+                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
@@ -108,7 +108,7 @@ class Runner:
         self.settings = torch.zeros(num_rows, SETTINGS_INTS, **ints)
         self.owners: list[Callable] = [NOBODY] * num_rows  # weakly, the sequence whose settings these are
 
-    def _make_model(self, tensors: Iterable | None) -> None:
+    def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
@@ -159,8 +159,8 @@ class Runner:
 
     @on_its_device
     @torch.inference_mode()
-    def launch(self, step: engine.SchedulerOutput) -> Callable[[], engine.Sampled]:
-        """Start computing a step. The function returned waits for it."""
+    def launch(self, step: engine.SchedulerOutput) -> "Result":
+        """Start computing a step. Calling the result waits for it."""
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
@@ -174,7 +174,7 @@ class Runner:
         tensors = [tokens]
         if parts or needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)
-        return partial(read_sampled, read_later(tensors), seqs, step.sampled, parts)
+        return Result(tensors, partial(as_sampled, seqs, step.sampled, parts))
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
         """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
@@ -307,29 +307,31 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
 # From the device
 # --------------------------------------------------------------------------------------------------
 
-def read_later(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Start copying tensors to the host. The function returned waits for the copies."""
-    is_cuda = tensors[0].device.type == "cuda"
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors):
-        copy.copy_(tensor, non_blocking=True)
-    if not is_cuda:
-        return lambda: copies
-    done = torch.cuda.Event()
-    done.record()
+class Result:
+    """What a launched step computes: `result()` waits for it, and `result.is_done()` tells whether it would wait."""
 
-    def read() -> list[Tensor]:
-        done.synchronize()
-        return copies
+    def __init__(self, tensors: list[Tensor], convert: Callable[[list[Tensor]], engine.Sampled]):
+        is_cuda = tensors[0].device.type == "cuda"
+        self.convert, self.done = convert, torch.cuda.Event() if is_cuda else None
+        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+        for copy, tensor in zip(self.copies, tensors):
+            copy.copy_(tensor, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
 
-    return read
+    def is_done(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def __call__(self) -> engine.Sampled:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.convert(self.copies)
 
 
-def read_sampled(read: Callable[[], list[Tensor]], seqs: list[engine.Sequence], sampled: list[engine.Sequence],
-                 parts: list[logprobs.PromptPart]) -> engine.Sampled:
-    """Wait for a step's tensors. seqs: the sequences that sampled, in the batch's order; sampled: in the scheduler's.
-    """
-    tensor, *more = read()
+def as_sampled(seqs: list[engine.Sequence], sampled: list[engine.Sequence], parts: list[logprobs.PromptPart],
+               tensors: list[Tensor]) -> engine.Sampled:
+    """seqs: the sequences that sampled, in the batch's order; sampled: in the scheduler's."""
+    tensor, *more = tensors
     token_of = dict(zip(seqs, tensor.tolist()))
     tokens = [token_of[seq] for seq in sampled]
     return logprobs.add_logprobs(tokens, more, seqs, sampled, parts) if more else engine.Sampled(tokens)

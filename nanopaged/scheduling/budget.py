@@ -16,7 +16,7 @@ class TokenBudget:
 
     def __init__(self, scheduler: engine.Scheduler, runner: Any):
         self.scheduler, self.runner = scheduler, runner
-        self.full, self.num_small_steps = scheduler.max_num_batched_tokens, 0
+        self.full, self.is_reduced, self.num_small_steps = scheduler.max_num_batched_tokens, False, 0
 
     def shrink(self, error: BaseException) -> bool:
         """A step has failed. Whether a smaller one may succeed."""
@@ -25,7 +25,7 @@ class TokenBudget:
             return False
         print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
               "gpu_memory_utilization to leave room for more", file=sys.stderr)
-        self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
+        self.scheduler.max_num_batched_tokens, self.is_reduced, self.num_small_steps = budget, True, 0
         return True
 
     def regrow(self) -> None:
@@ -33,3 +33,4 @@ class TokenBudget:
         self.num_small_steps += 1
         if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
             self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full)
+            self.is_reduced = self.scheduler.max_num_batched_tokens < self.full

@@ -8,6 +8,7 @@ from model import activate
 from nanopaged import LLM, SamplingParams
 from nanopaged.device import fused as fused_module
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
+from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import pick
 from nanopaged.tests.helpers import CUDA, GOLDEN, needs_gpu
 
@@ -104,13 +105,16 @@ def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
                         lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
     for width, eps in ((64, 1e-6), (96, 1e-5)):
         norm, activation = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
-        draw = compile_rows(pick, 4)
+        draw, bias, penalties = compile_rows(pick, 4), compile_rows(add_bias, 3), compile_rows(penalise, 4)
         for rows in (5, 9):  # as many rows as one likes
             x, whole = torch.randn(rows, width), torch.ones(rows, dtype=torch.int64)
             weight = torch.nn.Parameter(torch.ones(width))
             norm(x, x + 1, weight, None, eps)
             activation(x, "silu", True)
             draw(x, whole.float(), whole, whole)
+            bias(x, whole, x)
+            penalties(x, whole, x.int(), torch.ones(rows, 5, dtype=torch.int32))
         # Nothing but the number of rows varies. (eps would be a tensor, too, of shape ().)
-        assert graphs == [{("rows", width), (width,)}, {("rows", width)}, {("rows", width), ("rows",)}]
+        assert graphs == [{("rows", width), (width,)}, {("rows", width)}, {("rows", width), ("rows",)},
+                          {("rows", width), ("rows",)}, {("rows", width), ("rows",), ("rows", 5)}]
         graphs.clear()

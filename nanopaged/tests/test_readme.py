@@ -1,6 +1,7 @@
 """README.md held to the code: its commands, traces, numbers, names and paths."""
 import ast
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -34,6 +35,7 @@ torch.set_num_threads(1)
 FIRST, LONGER = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
 
 
+@functools.cache
 def run(*arguments: str) -> tuple[str, list[str]]:
     """stdout and the lines on stderr of `python engine.py` on a CPU."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")

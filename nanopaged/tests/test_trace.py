@@ -21,11 +21,11 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 LEGEND = 5  # lines before the first step
 
 
-def small(model="shakespeare", *, lookahead=0, text=False, **options) -> LLM:
+def small(model="qwen3", *, lookahead=0, text=False, **options) -> LLM:
     """An engine with few blocks. Without `text` it has no tokenizer, and the trace shows token ids, which can be read
-    back."""
+    back. With it, the model is the bundled one."""
     options = dict(num_blocks=24, block_size=4, max_num_seqs=256) | options
-    llm = load(model, device="cpu", lookahead=lookahead, **options)
+    llm = load("shakespeare" if text else model, device="cpu", lookahead=lookahead, **options)
     llm.tokenizer = llm.tokenizer if text else None
     return llm
 
@@ -189,9 +189,9 @@ def assert_rows_true(section: list[str], step):
 # Everything printed is so, and everything that happens is printed
 # --------------------------------------------------------------------------------------------------
 
-COMMON = [200 + i for i in range(10)]
+COMMON = [100 + i for i in range(10)]
 TWO = [COMMON + [1, 2, 3], COMMON + [4, 5]]
-MANY = [COMMON + [i] for i in range(3)] + [[i, i + 1, 300] for i in range(4)]
+MANY = [COMMON + [i] for i in range(3)] + [[i, i + 1, 120] for i in range(4)]
 EVENTS = ("found", "taken", "evicted", "copied", "registered", "preempted", "swapped in", "slid out", "finished")
 CASES = {  # engine options, prompts, sampling; and events that must come up
     "two prompts with a common beginning": (dict(), TWO, greedy(12), "found"),
@@ -265,7 +265,7 @@ def test_a_wholly_cached_prompt_computes_its_last_token_again():
 def test_samples_share_the_prompt_and_copy_what_they_write():
     lines = traced(llm := small())
     llm.generate([COMMON], SamplingParams(n=3, seed=0, max_tokens=3))
-    assert "  arrives     A0 A1 A2, 10 prompt tokens: 200 201 202 203 204 205 206 207 208 209" in lines
+    assert "  arrives     A0 A1 A2, 10 prompt tokens: 100 101 102 103 104 105 106 107 108 109" in lines
     first, second = sections(lines)[:2]
     assert texts(first, "pool")[0].startswith("aaa_")
     assert texts(second, "copied") == ["2 to 3, for A0 to write in; 2 is kept by A2 (copy-on-write)",
@@ -413,16 +413,17 @@ def decode_once(llm: LLM, *lengths: int) -> list[str]:
 
 
 def test_where_the_kernel_splits_a_context():
-    assert decode_once(small(num_blocks=300), 127) and not texts(decode_once(small(num_blocks=300), 127), "attention")
-    section = decode_once(small(num_blocks=300), 128, 20, 300)
+    section = decode_once(small("shakespeare", num_blocks=300), 127)
+    assert section and not texts(section, "attention")
+    section = decode_once(small("shakespeare", num_blocks=300), 128, 20, 300)
     assert texts(section, "attention") == [
         "on a GPU (torch does not split): A 129 tokens in 2 splits of 128 (V2) and 1 more"]
-    llm = small(num_blocks=300)
+    llm = small("shakespeare", num_blocks=300)
     llm.runner.kernels = kernel.TRITON
     section = decode_once(llm, 128, 20, 300)
     assert texts(section, "attention") == ["B in one piece (V1)",
                                            "A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]
-    llm = small(num_blocks=5000, max_num_batched_tokens=20000)
+    llm = small("shakespeare", num_blocks=5000, max_num_batched_tokens=20000)
     llm.runner.kernels = kernel.TRITON  # 128 sequences and 2 kv heads keep the device busy without splits
     [text] = texts(decode_once(llm, *[130] * 128), "attention")
     assert text == "A 131 tokens in 2 splits of 128 in turn (V1) and 127 more"
@@ -478,7 +479,7 @@ def test_no_line_is_longer_than_100_columns():
 
 
 def test_a_large_pool_shows_the_rows_that_are_held():
-    lines = traced(llm := small(num_blocks=5000))
+    lines = traced(llm := small("shakespeare", num_blocks=5000))
     llm.generate([list(range(300)), [5, 6]], greedy(2))
     section = sections(lines)[0]
     assert texts(section, "pool")[0] == "76 held (0 shared), 0 free but cached, 4924 empty"
