@@ -528,6 +528,53 @@ def large(limits: Limits, quick: bool) -> None:
     workload(llm, limits, "8B")
 
 
+def data_parallel(limits: Limits, quick: bool) -> None:
+    """Workload 256 once for each GPU, in one engine for all of them, beside one GPU with one. The host's time for a
+    step bounds the process: the CPU time of its thread. Then 64 chats with one system prompt."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise CardTooSmall(f"several GPUs are needed, and torch sees {count}")
+    for shape in SHAPES:
+        alone, _ = rate_and_host_ms(random_llm(shape, max_model_len=4096), 1)
+        gc.collect()
+        together, host_ms = rate_and_host_ms(random_llm(shape, max_model_len=4096, data_parallel_size=count), count)
+        gc.collect()
+        row(f"{shape} workload 256 on one GPU", alone, "tokens/s")
+        row(f"{shape} workload 256 on each of {count} GPUs", together, "tokens/s",
+            note=f"{together / alone:.2f} times one GPU; host {host_ms:.2f} ms a step")
+    llm = random_llm("0.6B", max_model_len=4096, data_parallel_size=count, enable_prefix_caching=True)
+    common, *own = random_prompts(random.Random(1), [1000] + [20] * 64)
+    llm.generate([common + prompt for prompt in own], SamplingParams(max_tokens=1, ignore_eos=True))
+    managers = llm.scheduler.block_manager.managers
+    computed = [manager.num_prompt_tokens - manager.num_cached_tokens for manager in managers]
+    row("64 chats with 1,000 common tokens, 20 of their own: computed", sum(computed), "tokens",
+        note=f"on each GPU {', '.join(map(str, computed))}")
+
+
+def rate_and_host_ms(llm: LLM, count: int) -> tuple[float, float]:
+    """Tokens/s of `count` times workload 256, and ms of CPU time per step."""
+    prompts: list[list[int]] = []
+    params: list[SamplingParams] = []
+    for seed in range(count):
+        more, settings = workload_256(seed)
+        prompts += more
+        params += settings
+    warm_up(llm, prompts)
+    steps, started = [0], time.thread_time()
+    for runner in llm.runners:
+        runner.launch = counted(runner.launch, steps)
+    tokens_per_second = rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params)))
+    return tokens_per_second, (time.thread_time() - started) / steps[0] * 1000
+
+
+def counted(function: Callable[[Any], Any], calls: list[int]) -> Callable[[Any], Any]:
+    """The function, which adds its calls to calls[0]."""
+    def call(argument: Any) -> Any:
+        calls[0] += 1
+        return function(argument)
+    return call
+
+
 def latency(limits: Limits, quick: bool) -> None:
     """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
     between the sequences' tokens, and the prompts' time to first token."""
@@ -638,7 +685,7 @@ def _version(package: str) -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching]
 ON_CUDA: list[Callable[..., None]] = [
-    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large]
+    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, data_parallel]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
 
 

@@ -410,6 +410,12 @@ def by_order(seq: Sequence) -> tuple:
     return seq.order
 
 
+def discard(queue: list[Sequence], seq: Sequence) -> None:
+    index = bisect_left(queue, seq.order, key=by_order)
+    if index < len(queue) and queue[index] is seq:
+        del queue[index]
+
+
 class Scheduler:
     """Decides what each step computes.
 
@@ -443,12 +449,11 @@ class Scheduler:
         step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
-            is_last = turn == len(self.running)
-            first = self.next_waiting() if may_admit and self.waiting else None
-            if first is not None and (is_last or first.order < self.running[turn].order):
-                may_admit = self._admit(first, turn, step)
+            if may_admit and self.waiting and (turn == len(self.running)
+                                               or self.waiting[0].order < self.running[turn].order):
+                may_admit = self._admit(turn, step)
                 continue
-            if is_last:
+            if turn == len(self.running):
                 break
             seq = self.running[turn]
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
@@ -462,24 +467,17 @@ class Scheduler:
         manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
         return step
 
-    def next_waiting(self) -> Sequence | None:
-        return self.waiting[0]
-
-    def _admit(self, seq: Sequence, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence, preempting later sequences if necessary."""
+    def _admit(self, turn: int, step: SchedulerOutput) -> bool:
+        """Admit the first waiting sequence if a batch row and enough blocks are free, preempting later sequences if
+        necessary."""
+        seq = self.waiting[0]
         if seq in step.preempted:  # not in this step: the token it sampled last may not be known on the host yet
             return False
-        while not self._place(seq):
+        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
                 return False
             self._preempt(step)
-        return True
-
-    def _place(self, seq: Sequence) -> bool:
-        """Let a waiting sequence run if a batch row and enough blocks are free."""
-        if len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
-            return False
-        self._remove(seq)
+        del self.waiting[0]
         self._run(seq)
         return True
 
@@ -575,10 +573,8 @@ class Scheduler:
             self.add(seq)
 
     def _remove(self, seq: Sequence) -> None:
-        for queue in (self.running, self.waiting):
-            index = bisect_left(queue, seq.order, key=by_order)
-            if index < len(queue) and queue[index] is seq:
-                del queue[index]
+        discard(self.running, seq)
+        discard(self.waiting, seq)
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1

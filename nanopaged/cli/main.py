@@ -68,7 +68,7 @@ ENGINE
   --no-enable-prefix-caching   compute common beginnings every time
   --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
-  --data-parallel-size N       GPUs, each with the model and a pool; blocks and limits are per GPU [1]
+  --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace                      print each step: who computes what, in which blocks
   --version                    print the version

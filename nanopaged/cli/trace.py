@@ -11,13 +11,19 @@ code for the trace, so the trace costs nothing when it is off. A step of two pro
       taken       B 5
       sampled     A ' me', B ';'
 
+With data_parallel_size each step is one GPU's. Its section shows all pools, and where it admitted sequences to:
+
+      placed      C on GPU 1: its next step has 24 tokens with it, 39 on GPU 0
+      pool 0      AAAA______  4 held (0 shared), 0 free but cached, 6 empty
+      pool 1      BBBCCC____  6 held (0 shared), 0 free but cached, 4 empty
+
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2. A line has
 at most 100 columns: the first of many sequences or blocks are shown, and the others are counted.
 """
 import itertools
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -44,16 +50,21 @@ class Trace:
     """Prints every step of an LLM until close().
 
     write: a function that takes each line without its line end (default: print to stderr)
+    first: the Trace of the first pool; the others, which it makes, share its names and numbers
     """
 
-    def __init__(self, llm: Any, write: Callable[[str], object] | None = None):
+    def __init__(self, llm: Any, write: Callable[[str], object] | None = None, first: "Trace | None" = None):
         self.llm = llm
-        self.scheduler: engine.Scheduler = llm.scheduler
-        self.manager: engine.BlockManager = llm.scheduler.block_manager
+        self.pools: list[Trace] = first.pools if first else []
+        self.index = len(self.pools)
+        self.pools.append(self)
+        schedulers = getattr(llm.scheduler, "pools", [llm.scheduler])
+        self.scheduler: engine.Scheduler = schedulers[self.index]
+        self.manager: engine.BlockManager = self.scheduler.block_manager
         self.write = write or (lambda line: print(line, file=sys.stderr, flush=True))
-        self.letters: dict[int, str] = {}  # arrival -> the request's name
+        self.letters: dict[int, str] = first.letters if first else {}  # arrival -> the request's name
         self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
-        self.counter = itertools.count()
+        self.counter: Iterator[int] = first.counter if first else itertools.count()
         self.last: int | None = None  # the number of the step scheduled last
         self.num_computed: dict[tuple, int] = {}  # order of a sequence -> the largest number of tokens computed for it
         self.attention: dict[tuple, str] = {}  # order of a sequence -> the splits of its last decode step
@@ -64,8 +75,13 @@ class Trace:
         for name, show in shows.items():
             self._watch(self.scheduler, name, show)
         self._watch(llm, "_branch", self._beams)
+        if first:
+            return
+        while len(self.pools) < len(schedulers):
+            Trace(llm, self.write, self)
         num_host_blocks, window = (getattr(self.manager, name, 0) for name in ("num_host_blocks", "window"))
-        self.write(f"a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
+        several = f"on each of {len(schedulers)} GPUs, " * (len(schedulers) > 1)
+        self.write(f"{several}a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
                    + f", {num_host_blocks} more on the host" * (num_host_blocks > 0)
                    + f", attention sees {window} tokens" * (window > 0))
         self._say("A", "prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled")
@@ -75,6 +91,9 @@ class Trace:
 
     def close(self) -> None:
         """Restore the methods of the scheduler and the LLM."""
+        for trace in self.pools[1:][::-1]:
+            trace.pools = []
+            trace.close()
         while self.originals:
             watched, name, original = self.originals.pop()
             if original:
@@ -92,8 +111,8 @@ class Trace:
             if self.is_inside:  # the scheduler calls its own method: the outer call prints the changes of both
                 return method(*args, **kwargs)
             before = State(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
-                           {seq: len(seq.token_ids) for seq in scheduler.running + scheduler.waiting},
-                           {seq: list(seq.host_table) for seq in scheduler.waiting})
+                           {seq: len(seq.token_ids) for seq in scheduler.running + self.llm.scheduler.waiting},
+                           {seq: list(seq.host_table) for seq in self.llm.scheduler.waiting})
             self.is_inside = True
             try:
                 result = method(*args, **kwargs)
@@ -109,7 +128,7 @@ class Trace:
 
     def _step(self, before: State, step: engine.SchedulerOutput) -> None:
         running = self.scheduler.running
-        waiting = self.scheduler.waiting
+        waiting = sorted(self.scheduler.waiting + getattr(self.scheduler, "queue", []), key=engine.by_order)
         budget = self.scheduler.max_num_batched_tokens
         spent = sum(step.num_tokens)
         self.write("")
@@ -120,7 +139,8 @@ class Trace:
             return
         self.last = self.numbers[step] = next(self.counter)
         num_tokens = dict(zip(step.seqs, step.num_tokens))
-        self.write(f"step {self.last}: {spent} of at most {budget} tokens, "
+        where = f" on GPU {self.index}" * (len(self.pools) > 1)
+        self.write(f"step {self.last}{where}: {spent} of at most {budget} tokens, "
                    f"for {len(step.seqs)} of {len(running)} running sequences")
         work = [self._work(seq, num_tokens[seq], step) if seq in num_tokens else self._pause(seq, spent == budget)
                 for seq in running]
@@ -130,11 +150,23 @@ class Trace:
         if waiting:
             self._say(self._name(waiting[0]), self._why_not(waiting[0], step, spent == budget))
             self._items("", [self._name(seq) for seq in waiting[1:]], "behind it: ", " ")
-        self._pool()
+        self._placements()
+        for trace in self.pools:
+            trace._pool()
         self._moves(before, step)
         self._attention(step)
         for seq in step.seqs:
             self.num_computed[seq.order] = max(seq.num_computed_tokens, self.num_computed.get(seq.order, 0))
+
+    def _placements(self) -> None:
+        """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
+        lines = []
+        for seq, pool, offers in getattr(self.scheduler, "placements", []):
+            why = ": its next step has " + ", ".join(
+                [f"{offers[pool].num_tokens} tokens with it" if offers else ""]
+                + [f"{offer.num_tokens} on GPU {other.index}" for other, offer in offers.items() if other is not pool])
+            lines.append(("placed", f"{self._name(seq)} on GPU {pool.index}" + (why if offers else "")))
+        self._lines(lines)
 
     def _arrivals(self, seqs: list[engine.Sequence]) -> None:
         requests: dict[int, list[engine.Sequence]] = {}
@@ -281,8 +313,9 @@ class Trace:
             if candidates := self._candidates(seq):
                 what = f"{self._text([candidates[0][0]])} (best of {len(candidates)})"
             sampled.append(f"{self._name(seq)} {what}")
-        self._items("sampled", sampled, f"in step {number}, read only now: " if number != self.last else "")
-        alive = {*self.scheduler.running, *self.scheduler.waiting}
+        when = f"in step {number}, read only now: " if number != self.last else ""
+        self._items("sampled", sampled, when or f"in step {number}: " * (len(self.pools) > 1))
+        alive = {*self.scheduler.running, *self.llm.scheduler.waiting}
         ended = [seq for seq in step.sampled if seq in before.num_known and seq not in alive]
         self._lines([("finished", self._end(seq) + self._freed(seq, before, ended[i + 1:]))
                      for i, seq in enumerate(ended)])
@@ -290,10 +323,13 @@ class Trace:
             self._pool()
 
     def _beams(self, before: State, branches: list[tuple], search: BeamSearch) -> None:
-        dead = [seq for seq in before.num_known if self._is_beam_of(seq, search) and seq not in search.beams]
+        dead = [seq for seq in before.num_known if self._is_beam_of(seq, search) and seq not in search.beams
+                and seq.pool in (None, self.manager)]
         self._lines([("beam ends", self._name(beam) + self._freed(beam, before, dead[i + 1:]))
                      for i, beam in enumerate(dead)])
         for parent, child, token in branches:
+            if child.pool not in (None, self.manager):
+                continue
             fork = f"shares {_blocks(_real(child.block_table))}" if child.block_table else "computes its tokens again"
             self._say("beam", f"{self._name(child)} goes on with {self._text([token])}"
                       + f", as a fork of {self._name(parent)}: {fork}" * (child is not parent))
@@ -338,7 +374,8 @@ class Trace:
         num_cached = cells.count(".")
         num_empty = cells.count("_")
         counts = f"{len(holders)} held ({num_shared} shared), {num_cached} free but cached, {num_empty} empty"
-        self._say("pool", f"{_tens(cells)}  {counts}" if count <= 30 else counts)
+        label = f"pool {self.index}" if len(self.pools) > 1 else "pool"
+        self._say(label, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
         if count > 30:
             self._lines([(f"{start:>10}", _tens(cells[start:start + row])) for start in range(0, count, row)
                          if count <= row or cells[start:start + row].strip("._")], most=4)

@@ -3,27 +3,32 @@
 Each GPU has the weights, a pool, a BlockManager with that pool's books, a Scheduler and an Engine. All books are dicts
 and lists in this process, and all sequences wait in one queue:
 
-                            waiting, in the one order (priority, arrival)
-                                     |  a sequence gets its GPU when it is admitted
-                   +-----------------+-----------------+
-    GPU 0          |                 |                 |          GPU 2
-    running        A D               B E               C          num_tokens [1, 1]  [1, 210]  [1]
-    its books      free, held, cached blocks of each pool         block ids 0 .. num_blocks - 1 in every pool
-    its steps      ====|=====|====   =====|=====|===   ===|====   no GPU waits for another one's step
+                     queue                E F G ..             in the one order (priority, arrival)
+                                            |  placed, when a step is scheduled that has room for it
+                   +------------------------+------------------------+
+    GPU            0                        1                        2
+    running        A D                      B                        C
+    its books      free, held and cached blocks; a block id 0 .. num_blocks - 1 means another block on each GPU
+    its steps      =====|=====|=====|===    ==============|====      ===|===|===|===|===     none waits for another's
 
-**Placement.** The first waiting sequence goes where the next step would have the fewest tokens to compute with it: the
-new tokens of the sequences that run there, and those of its own tokens that this pool's prefix cache does not have.
-Among equals it goes where most blocks are free. So a sequence follows its cached prefix, unless another GPU would
-compute the prefix again in less time: 64 chats with one system prompt spread over all GPUs, and each GPU computes that
-prompt once. A GPU without a batch row, enough free blocks or token budget for its next step is no candidate. A
-preempted sequence may come back on another GPU. Samples of one prompt, and swapped sequences, stay where their blocks
-are.
+**Placement.** Before a step is scheduled, the sequences at the front of the queue are placed. Each goes where the next
+step would have the fewest tokens to compute with it: the new tokens of the sequences that are there, and those of its
+own that this pool's prefix cache will not have. Among equals it goes where most blocks are free. So a sequence follows
+its cached prefix, unless another GPU computes the prefix again in a smaller step: 64 chats with one system prompt
+spread over all GPUs, and each GPU computes that prompt once. A GPU whose next step is full, or without a batch row or
+enough free blocks, is no candidate. If there is none, the sequence waits; one that is earlier in the order than
+sequences that run goes where the last of these is, which is then preempted.
 
-vLLM runs a process for each GPU and a balancer that knows the lengths of their queues.
+A sequence that its pool could not admit returns to the queue, and so does a preempted one: it may come back on another
+GPU. Samples of one prompt, and swapped sequences, stay where their blocks are.
+
+vLLM runs a process for each GPU, and a balancer that knows the lengths of their queues.
 """
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from heapq import merge
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,15 +37,23 @@ from nanopaged import engine
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
 
 
+class Offer(NamedTuple):
+    """What a pool's next step would be with one more sequence."""
+    num_tokens: int  # of the step
+    num_needed: int  # free blocks that the sequence needs
+    num_free: int  # free blocks that are promised to nobody yet
+    hit: engine.PrefixHit
+
+
 class Placement(NamedTuple):
-    """Why a sequence was admitted to a pool: the tokens that the next step of each candidate would have had with it."""
+    """A sequence has been placed in a pool. offers: of all candidates; none if it had no choice."""
     seq: engine.Sequence
     pool: "PoolScheduler"
-    num_tokens: dict["PoolScheduler", int]
+    offers: dict["PoolScheduler", Offer]
 
 
 class PoolScheduler(engine.Scheduler):
-    """The Scheduler of one pool. It admits sequences to any pool, and schedules those that run in its own.
+    """The Scheduler of one pool. In its `waiting` are only sequences that were placed here.
 
     pools: all PoolSchedulers of the engine; this one appends itself
     limits: max_num_seqs and max_num_batched_tokens
@@ -49,64 +62,119 @@ class PoolScheduler(engine.Scheduler):
     def __init__(self, block_manager: engine.BlockManager, runner: Any, pools: list["PoolScheduler"], *limits: int):
         super().__init__(block_manager, *limits)
         self.runner, self.pools, self.index = runner, pools, len(pools)
-        self.waiting = pools[0].waiting if pools else self.waiting
+        self.queue: list[engine.Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
-        self.turn = 0
-        self.loads: dict[PoolScheduler, int] = {}  # tokens of each pool's next step, while this one is scheduling
         self.placements: list[Placement] = []  # of the last call of `schedule`
+        self._forget_promises()
 
     def schedule(self) -> engine.SchedulerOutput:
-        self.loads, self.placements = {}, []
-        return super().schedule()
+        if not (self.running or self.waiting or self.queue):  # idle: look for work that was placed elsewhere
+            for pool in self.pools:
+                pool.return_unbound()
+        self.placements = self._place_all() if self.queue else []
+        step = super().schedule()
+        self.return_unbound()
+        return step
 
-    def candidates(self, seq: engine.Sequence) -> list["PoolScheduler"]:
-        """The pools that a waiting sequence may be admitted to."""
-        home = seq.pool if seq.host_table else next((other.pool for other in seq.siblings), None)
-        return self.pools if home is None else [pool for pool in self.pools if pool.block_manager is home]
+    def return_unbound(self) -> None:
+        """Give the waiting sequences that another pool could serve as well back to the queue."""
+        self._forget_promises()
+        for seq in [seq for seq in self.waiting if not self._is_bound(seq)]:
+            engine.discard(self.waiting, seq)
+            insort(self.queue, seq, key=engine.by_order)
 
-    def next_waiting(self) -> engine.Sequence | None:
-        """The first sequence that may be admitted to this pool. Its last token must be known on the host."""
-        return next((seq for seq in self.waiting if not seq.num_pending_tokens and self in self.candidates(seq)), None)
+    def _is_bound(self, seq: engine.Sequence) -> bool:
+        """Whether a waiting sequence belongs to this pool: its blocks are on this pool's host, or a sibling runs here,
+        or only this device knows the token that it sampled last."""
+        return bool(seq.host_table or seq.num_pending_tokens) or self._has_sibling(seq)
 
-    def _admit(self, seq: engine.Sequence, turn: int, step: engine.SchedulerOutput) -> bool:
-        self.turn = turn
-        return super()._admit(seq, turn, step)
+    def _has_sibling(self, seq: engine.Sequence) -> bool:
+        return any(other.pool is self.block_manager for other in seq.siblings)
 
-    def _preempt(self, step: engine.SchedulerOutput) -> engine.Sequence:
-        self.loads.pop(self, None)
-        return super()._preempt(step)
+    def _run(self, seq: engine.Sequence) -> None:
+        super()._run(seq)
+        self.runner.forget_rows([seq])  # in a row that it had before, the tokens sampled elsewhere are missing
 
-    def _place(self, seq: engine.Sequence) -> bool:
-        hits, num_tokens = {}, {}
-        for pool in self.candidates(seq):
-            if len(pool.running) == pool.max_num_seqs:
-                continue
-            if pool is not self and self._load(pool) >= pool.max_num_batched_tokens:
-                continue
-            hit = pool.block_manager.plan(seq)
-            if hit is not None:
-                num_cached = min(max(hit.num_tokens, seq.num_computed_tokens), seq.num_tokens - 1)
-                hits[pool], num_tokens[pool] = hit, self._load(pool) + seq.num_tokens - num_cached
-        if not hits:
-            return False
-        best = min(hits, key=lambda pool: (num_tokens[pool], -pool.block_manager.num_free_blocks))
-        has_moved = seq.pool not in (None, best.block_manager)
-        best.block_manager.start(seq, hits[best])
-        self._remove(seq)
-        best._run(seq)
-        if has_moved:
-            best.runner.forget_rows([seq])  # a row of its own from an earlier stay lacks the tokens sampled elsewhere
-        self.loads[best] = num_tokens[best]
-        self.placements.append(Placement(seq, best, num_tokens))
-        return True
+    def _remove(self, seq: engine.Sequence) -> None:
+        super()._remove(seq)
+        for queue in (self.queue, *(pool.waiting for pool in self.pools)):
+            engine.discard(queue, seq)
 
-    def _load(self, pool: "PoolScheduler") -> int:
-        """The tokens of a pool's next step: the one that is being scheduled if it is this pool's own."""
-        if pool not in self.loads:
-            planned = sum(self.block_manager.step.num_tokens) if pool is self else 0
-            seqs = pool.running[self.turn:] if pool is self else pool.running
-            self.loads[pool] = planned + sum(seq.num_new_tokens for seq in seqs)
-        return self.loads[pool]
+    # ---- placement
+
+    def _place_all(self) -> list[Placement]:
+        """Place sequences from the front of the queue, as long as they have candidates."""
+        placements: list[Placement] = []
+        loads = {pool: pool.promised_tokens + sum(seq.num_new_tokens for seq in pool.running) for pool in self.pools}
+        for seq in list(self.queue):
+            homes = [pool for pool in self.pools if pool._has_sibling(seq)]
+            if placements and placements[-1].seq.siblings is seq.siblings:  # a sample of the prompt placed last
+                homes = [placements[-1].pool]
+            offers = {pool: offer for pool in homes or self.pools if (offer := pool._offer(seq, loads[pool]))}
+            if offers:
+                best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
+                best._promise(seq, offers[best], loads[best])
+                loads[best] = offers[best].num_tokens
+            elif homes:
+                best = homes[0]
+            else:
+                break
+            placements.append(Placement(seq, best, offers))
+            best.add(seq)
+        del self.queue[:len(placements)]
+        if self.queue:
+            placements += self._place_before_later(self.queue[0])
+        return placements
+
+    def _place_before_later(self, seq: engine.Sequence) -> list[Placement]:
+        """Place a sequence that has no candidate where the last of all running sequences is, if that is later in the
+        order: its pool preempts it."""
+        busy = [pool for pool in self.pools if pool.running and pool.running[-1].order > seq.order]
+        if not busy:
+            return []
+        best = max(busy, key=lambda pool: pool.running[-1].order)
+        engine.discard(self.queue, seq)
+        best.add(seq)
+        return [Placement(seq, best, {})]
+
+    def _offer(self, seq: engine.Sequence, load: int) -> Offer | None:
+        """load: the tokens of the next step without the sequence. None: there is no room for it."""
+        if load >= self.max_num_batched_tokens or len(self.running) + len(self.waiting) >= self.max_num_seqs:
+            return None
+        hit = self.block_manager.plan(seq)
+        if hit is None:
+            return None
+        num_shared = self._follow_promises(seq, hit)
+        num_needed = self.block_manager.num_blocks_needed(seq, hit) - num_shared
+        num_free = self.block_manager.num_free_blocks - self.promised_blocks
+        num_cached = min(hit.num_tokens + num_shared * self.block_manager.block_size, seq.num_tokens - 1)
+        return Offer(load + seq.num_tokens - num_cached, num_needed, num_free, hit) if num_needed <= num_free else None
+
+    def _promise(self, seq: engine.Sequence, offer: Offer, load: int) -> None:
+        self.promised_tokens += offer.num_tokens - load
+        self.promised_blocks += offer.num_needed
+        self._follow_promises(seq, offer.hit, extend=True)
+
+    def _forget_promises(self) -> None:
+        """What the sequences placed here will take and cache. Once a step was scheduled, the books know it."""
+        self.promised_tokens = self.promised_blocks = 0
+        self.promised_keys: dict[tuple, int] = {}  # as in BlockManager.prefix_cache; prefix keys are negative for now
+
+    def _follow_promises(self, seq: engine.Sequence, hit: engine.PrefixHit, extend: bool = False) -> int:
+        """The number of blocks after the hit that sequences placed before will cache. extend: promise the others."""
+        size, num_shared, prefix_key = self.block_manager.block_size, 0, hit.prefix_key
+        if not self.block_manager.enable_prefix_caching or not seq.reads_prefix_cache or prefix_key is None:
+            return 0
+        for start in range(hit.num_tokens, len(seq.token_ids) - size + 1, size):
+            key = (prefix_key, tuple(seq.token_ids[start:start + size]))
+            if key in self.promised_keys:
+                num_shared += 1
+            elif extend:
+                self.promised_keys[key] = -1 - len(self.promised_keys)
+            else:
+                break
+            prefix_key = self.promised_keys[key]
+        return num_shared
 
 
 def make_schedulers(managers: list[engine.BlockManager], runners: list, *limits: int) -> list[PoolScheduler]:
@@ -121,30 +189,26 @@ class Pools:
 
     def __init__(self, pools: list[PoolScheduler]):
         self.pools, self.block_manager = pools, BlockManagers([pool.block_manager for pool in pools])
+        self.max_num_seqs = pools[0].max_num_seqs  # of each pool
 
     @property
     def waiting(self) -> list[engine.Sequence]:
-        return self.pools[0].waiting
+        return list(merge(self.pools[0].queue, *(pool.waiting for pool in self.pools), key=engine.by_order))
 
     @property
     def running(self) -> list[engine.Sequence]:
-        return sorted((seq for pool in self.pools for seq in pool.running), key=engine.by_order)
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Of each pool."""
-        return self.pools[0].max_num_seqs
+        return list(merge(*(pool.running for pool in self.pools), key=engine.by_order))
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(pool.num_generated_tokens for pool in self.pools)
 
+    def add(self, seq: engine.Sequence) -> None:
+        insort(self.pools[0].queue, seq, key=engine.by_order)
+
     def of(self, seq: engine.Sequence) -> PoolScheduler:
         """The scheduler of the pool that has the sequence's blocks."""
         return next((pool for pool in self.pools if pool.block_manager is seq.pool), self.pools[0])
-
-    def add(self, seq: engine.Sequence) -> None:
-        self.pools[0].add(seq)
 
     def finish(self, seq: engine.Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         self.of(seq).finish(seq, reason, stop_reason)
@@ -153,7 +217,8 @@ class Pools:
         self.of(parent).fork(parent, child)
 
     def resume(self, seq: engine.Sequence) -> None:
-        self.of(seq).resume(seq)
+        if seq.status is engine.Status.WAITING and seq not in self.waiting:
+            self.add(seq)
 
 
 class BlockManagers:
@@ -177,7 +242,7 @@ class Engines:
     """The step loops of all pools, as one. A step launches work on every device that has room for it, then waits until
     one device is done."""
 
-    def __init__(self, engines: list[engine.Engine], interruptible: Callable):
+    def __init__(self, engines: list[Any], interruptible: Callable):
         self.engines, self.interruptible = engines, interruptible
         self.updates: deque = deque()
         for one in engines:
@@ -198,7 +263,7 @@ class Engines:
 
     @property
     def is_idle(self) -> bool:
-        return all(one.is_idle for one in self.engines)
+        return all(one.is_idle for one in self.engines) and not self.engines[0].scheduler.queue
 
     def step(self) -> None:
         for one in self.engines:

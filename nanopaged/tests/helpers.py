@@ -100,8 +100,7 @@ def check_books(scheduler):
     manager, num_holders = scheduler.block_manager, Counter()
     host_blocks = [host_block for host_block, _ in manager.step.swaps_in]
     host_blocks += getattr(manager, "free_host_blocks", ())
-    here = [seq for seq in scheduler.waiting if seq.pool in (None, manager)]  # several pools have one queue
-    for seq in scheduler.running + here:
+    for seq in scheduler.running + scheduler.waiting:
         held = [block for block in seq.block_table if block != NULL]
         assert len(set(held)) == len(held) and len(held) <= getattr(manager, "max_blocks_per_seq", manager.num_blocks)
         assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL

@@ -1,0 +1,376 @@
+"""Several pools in one process: a pool, a scheduler and a step loop on each of several devices.
+
+A CPU counts as any number of devices, so everything but speed is tested without a GPU. The random operations of
+test_paged.py run with 1 to 3 pools, too.
+"""
+import threading
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import engine
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.api import llm as api
+from nanopaged.cli.main import main
+from nanopaged.cli.trace import Trace
+from nanopaged.scheduling.data_parallel import Engines, Pools, make_schedulers
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, load, tokens_of
+
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
+SETTINGS = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+            SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
+            SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1, presence_penalty=0.7)]
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=6)
+
+
+def pools(count, model="qwen3", **options):
+    return load(model, **dict(data_parallel_size=count, device="cpu", block_size=4, num_blocks=200) | options)
+
+
+def texts(llm):
+    """What mixed requests generate, while every pool keeps its promises."""
+    requests = [llm.add_request(prompt, SETTINGS[i % len(SETTINGS)]) for i, prompt in enumerate(PROMPTS)]
+    done, events = {}, {"preempted": 0, "placed": 0}
+    schedulers = getattr(llm.scheduler, "pools", [llm.scheduler])
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            done[output.request_id] = output
+        for scheduler in schedulers:
+            check_books(scheduler)
+            events["preempted"] += len(scheduler.block_manager.step.preempted)
+    beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
+    llm.scheduler.block_manager.check_idle()
+    found = [[(sample.token_ids, sample.finish_reason) for sample in done[request].outputs] for request in requests]
+    return found + [[beam.tokens for beam in output.sequences] for output in beams], events
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_do_not_depend_on_the_number_of_pools(variant):
+    expected, _ = texts(pools(1, variant))
+    assert texts(pools(2, variant))[0] == expected
+
+
+@pytest.mark.parametrize("options", [
+    dict(num_blocks=14), dict(num_blocks=14, swap_space=0.01), dict(num_blocks=14, enable_prefix_caching=False),
+    dict(max_num_seqs=2), dict(max_num_batched_tokens=5), dict(lookahead=1), dict(num_blocks=14, lookahead=1)], ids=str)
+def test_outputs_do_not_depend_on_what_the_pools_lack(options):
+    expected, _ = texts(pools(1))
+    for size in (2, 3):
+        found, events = texts(pools(size, **options))
+        assert found == expected
+    assert events["preempted"] or "num_blocks" not in options
+
+
+def test_windows_and_an_fp8_cache_in_two_pools():
+    for options in (dict(model="mistral", num_blocks=14), dict(kv_cache_dtype="fp8")):
+        assert texts(pools(2, **options))[0] == texts(pools(1, **options))[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which pool gets a sequence
+# --------------------------------------------------------------------------------------------------
+
+ARRIVALS = count()
+
+
+def sequence(tokens, max_new=4, **settings):
+    return engine.Sequence(list(tokens), (0, next(ARRIVALS), 0), len(tokens) + max_new, **settings)
+
+
+def schedulers(size, num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512):
+    managers = [engine.BlockManager(num_blocks, block_size) for _ in range(size)]
+    runners = [SimpleNamespace(forget_rows=lambda seqs: None)] * size
+    return make_schedulers(managers, runners, max_num_seqs, max_num_batched_tokens)
+
+
+def tokens_offered(scheduler):
+    return [[placement.offers[pool].num_tokens for pool in scheduler.pools] for placement in scheduler.placements]
+
+
+def test_a_sequence_goes_where_the_next_step_has_the_fewest_tokens():
+    first, second = parts = schedulers(2)
+    seqs = [sequence(range(start, start + n)) for start, n in ((0, 40), (50, 8), (70, 8), (90, 8))]
+    for seq in seqs:
+        Pools(parts).add(seq)
+    assert first.schedule().num_tokens == [40]
+    assert tokens_offered(first) == [[40, 40], [48, 8], [48, 16], [48, 24]]
+    assert first.running == seqs[:1] and second.waiting == seqs[1:]
+    assert second.schedule().num_tokens == [8, 8, 8]
+
+
+def test_among_equals_a_sequence_goes_where_most_blocks_are_free():
+    first, second = parts = schedulers(2)
+    Pools(parts).add(holder := sequence(range(20)))
+    first.update(first.schedule(), engine.Sampled([1]))
+    holder.max_len = holder.num_computed_tokens + 1  # nothing is left to compute: it only holds blocks
+    Pools(parts).add(seq := sequence(range(30, 40)))
+    first.schedule()
+    assert tokens_offered(first) == [[10, 10]] and seq in second.waiting
+
+
+def test_a_sequence_follows_its_cached_prefix_unless_another_pool_has_a_smaller_step():
+    first, second = parts = schedulers(2)
+    Pools(parts).add(sequence(range(40), max_new=1))
+    first.update(first.schedule(), engine.Sampled([1]))
+    Pools(parts).add(seq := sequence([*range(40), 99]))
+    second.schedule()
+    assert tokens_offered(second) == [[1, 41]] and not second.running
+    first.schedule()
+    assert first.running == [seq] and seq.num_hit_tokens == 40
+    first.finish(seq, "abort")
+    for tokens in (range(100, 180), [*range(40), 98]):  # 80 tokens are on their way to the first pool
+        Pools(parts).add(other := sequence(tokens))
+    first.schedule()
+    assert tokens_offered(first) == [[80, 80], [81, 41]] and other in second.waiting
+
+
+def test_chats_with_one_system_prompt_spread_and_each_pool_computes_it_once():
+    parts, common, computed = schedulers(2, 1000, 16, 64, 8192), list(range(1000)), {}
+    for i in range(64):
+        Pools(parts).add(sequence(common + [2000 + i] * 20, max_new=30))
+    for _ in range(2):
+        for pool in parts:
+            step = pool.schedule()
+            computed[pool] = computed.get(pool, 0) + sum(step.num_tokens)
+            pool.update(step, engine.Sampled([1] * len(step.sampled)))
+    for pool in parts:
+        assert len(pool.running) == 32 and computed[pool] < 1000 + 32 * 40
+
+
+def test_no_pool_idles_while_a_sequence_waits_that_it_could_serve():
+    first, second = parts = schedulers(2, max_num_seqs=1)
+    seqs = [sequence(range(10 * i, 10 * i + 8)) for i in range(3)]
+    for seq in seqs:
+        Pools(parts).add(seq)
+    first.schedule()
+    second.schedule()
+    assert [first.running, second.running, first.queue] == [[seqs[0]], [seqs[1]], [seqs[2]]]
+    second.finish(seqs[1], "abort")
+    assert second.schedule().seqs == [seqs[2]]
+    first, second = parts = schedulers(2)  # placed, and not admitted yet: an idle pool takes it over
+    for seq in (seqs := [sequence(range(40)), sequence(range(50, 58))]):
+        Pools(parts).add(seq)
+    first.schedule()
+    assert second.waiting == [seqs[1]]
+    first.finish(seqs[0], "abort")
+    assert first.schedule().seqs == [seqs[1]]
+
+
+def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
+    first, second = parts = schedulers(2, num_blocks=10)
+    seqs = [sequence(range(100 * i, 100 * i + 36)) for i in range(2)]
+    for seq in seqs:
+        Pools(parts).add(seq)
+    for part in parts:
+        part.schedule()
+        part.update(part.block_manager.step, engine.Sampled([1]))
+    urgent = sequence(range(300, 336))
+    urgent.order = (-1, next(ARRIVALS), 0)
+    Pools(parts).add(urgent)
+    first.schedule()
+    assert second.waiting == [urgent]
+    assert second.schedule().preempted == [seqs[1]] and second.running == [urgent]
+    assert first.queue == [seqs[1]] and first.running == [seqs[0]]
+
+
+def test_samples_and_swapped_sequences_stay_with_their_blocks():
+    llm = pools(2, num_blocks=200)
+    llm.add_request(PROMPT, SETTINGS[2])
+    llm.step()
+    homes = {seq.pool for seq in llm.scheduler.running}
+    assert len(llm.scheduler.running) == 3 and len(homes) == 1
+    llm.abort_request("0")
+    llm = pools(2, num_blocks=12, swap_space=0.01, max_num_seqs=4)
+    moves, home = [], {}
+    for prompt in PROMPTS:
+        llm.add_request(prompt, GREEDY)
+    while llm.has_unfinished_requests():
+        for seq in llm.scheduler.waiting:
+            home.update({seq: seq.pool} if seq.host_table else {})
+        llm.step()
+        moves += [seq.pool is home.pop(seq) for seq in llm.scheduler.running if seq in home]
+    assert moves and all(moves)
+
+
+def test_a_preempted_sequence_may_come_back_in_another_pool():
+    llm, homes = pools(3, num_blocks=14), {}
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.5)
+    expected = tokens_of(pools(1).generate(PROMPTS, params))
+    requests = [llm.add_request(prompt, params) for prompt in PROMPTS]
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output for output in llm.step()}
+        for seq in llm.scheduler.running:
+            homes.setdefault(seq.request_id, set()).add(seq.pool)
+    assert any(len(found) > 1 for found in homes.values())
+    assert tokens_of([done[request] for request in requests]) == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop
+# --------------------------------------------------------------------------------------------------
+
+class FakeRunner:
+    """Steps that are done when the test says so."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, step):
+        result = lambda: engine.Sampled([1] * len(step.sampled))  # noqa: E731  a function with an attribute
+        result.done = False
+        result.is_done = lambda: result.done
+        self.launched.append(result)
+        return result
+
+    def forget_rows(self, seqs):
+        pass
+
+
+def test_no_device_waits_for_another_ones_step():
+    for lookahead in (0, 1):
+        runners = [FakeRunner(), FakeRunner()]
+        managers = [engine.BlockManager(100, 4) for _ in runners]
+        parts = make_schedulers(managers, runners, 8, 64)
+        loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
+        engines, scheduler = Engines(loops, engine.nullcontext), Pools(parts)
+        scheduler.add(sequence(range(60), max_new=50))  # the first device has a long prompt
+        scheduler.add(sequence(range(100, 104), max_new=50))
+        for i in range(10):
+            timer = threading.Timer(0.01, lambda: setattr(runners[1].launched[i], "done", True))
+            timer.start()
+            engines.step()
+            timer.join()
+        assert len(runners[1].launched) >= 10 and len(runners[0].launched) == 1 + lookahead
+        assert len(scheduler.running[1].token_ids) == 4 + 10
+
+
+def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
+    llm = pools(2)
+    expected = tokens_of(pools(1).generate(PROMPTS, GREEDY))
+    requests, launch, calls = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS], llm.runners[1].launch, count()
+
+    def fails_once(step):
+        if next(calls) == 3:
+            raise RuntimeError("device 1")
+        return launch(step)
+
+    llm.runners[1].launch = fails_once
+    errors, done = 0, {}
+    while llm.has_unfinished_requests():
+        try:
+            done |= {output.request_id: output for output in llm.step()}
+        except RuntimeError as error:
+            assert str(error) == "device 1"
+            errors += 1
+        for scheduler in llm.scheduler.pools:
+            check_books(scheduler)
+    assert errors == 1 and tokens_of([done[request] for request in requests]) == expected
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_a_device_out_of_memory_computes_smaller_steps_alone(capsys):
+    llm = pools(2, max_num_batched_tokens=64)
+    expected, launch = tokens_of(pools(1).generate(PROMPTS, GREEDY)), llm.runners[1].launch
+
+    def small_card(step):
+        if sum(step.num_tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step)
+
+    llm.runners[1].launch = small_card
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+    assert [pool.max_num_batched_tokens for pool in llm.scheduler.pools] == [64, 16]
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_threads_streams_and_aborts():
+    llm, expected = pools(2), tokens_of(pools(1).generate([PROMPT[:5]] * 4, GREEDY))
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(tokens_of(llm.generate([PROMPT[:5]] * 4, GREEDY))))
+               for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    request = llm.add_request(PROMPT, GREEDY)
+    llm.abort_request(request)
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+    llm.scheduler.block_manager.check_idle()
+
+
+# --------------------------------------------------------------------------------------------------
+# Around it
+# --------------------------------------------------------------------------------------------------
+
+def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
+    reads, read = [], api.read_tensors
+    monkeypatch.setattr(api, "read_tensors", lambda path: reads.append(path) or read(path))
+    llm = pools(3)
+    manager = llm.scheduler.block_manager
+    assert len(reads) == 1 and len(llm.runners) == 3
+    assert manager.num_blocks == manager.num_free_blocks == 600
+    llm.generate(PROMPTS, GREEDY)
+    assert manager.num_prompt_tokens == sum(map(len, PROMPTS)) and manager.num_free_blocks == 600
+    assert llm.scheduler.num_generated_tokens == len(PROMPTS) * GREEDY.max_tokens
+    with pytest.raises(AttributeError, match="managers"):
+        manager.free_queue
+
+
+def test_the_trace_shows_each_pool_and_each_placement():
+    lines, llm = [], pools(2, "shakespeare", num_blocks=20)
+    trace = Trace(llm, lines.append)
+    llm.generate([[1, 2, 3], [4] * 6, [5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    trace.close()
+    assert lines[0].startswith("on each of 2 GPUs, a pool of 20 blocks of 4 tokens")
+    start = lines.index("step 0 on GPU 0: 6 of at most 8192 tokens, for 2 of 2 running sequences")
+    assert "  placed      A on GPU 0: its next step has 3 tokens with it, 3 on GPU 1" in lines[start:]
+    assert "  placed      B on GPU 1: its next step has 6 tokens with it, 9 on GPU 0" in lines[start:]
+    assert lines[start + 6].startswith("  pool 0      AC________ __________  2 held")
+    assert lines[start + 7].startswith("  pool 1      __________ __________  0 held")
+    assert any(line.startswith("  pool 1      BB________") for line in lines)
+    assert any(line.startswith("step 1 on GPU 1: 6 of at most") for line in lines)
+    assert all(len(line) <= 100 for line in lines)
+    before = len(lines)
+    llm.generate([[1, 2, 3]], GREEDY)
+    assert len(lines) == before
+
+
+def test_the_command_line_and_bad_values(capsys):
+    arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    assert main(arguments) == 0
+    expected = capsys.readouterr().out
+    assert main(arguments + ["--data-parallel-size", "2"]) == 0
+    assert capsys.readouterr().out == expected
+    for value in ("0", "-1", "x"):
+        assert main(arguments + ["--data-parallel-size", value]) == 2
+    assert "data_parallel_size" in capsys.readouterr().err.replace("-", "_")
+
+
+def test_devices_of_several_pools(monkeypatch):
+    from nanopaged.device import choices
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choices.pick_devices("cuda", 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert choices.pick_devices("cuda:1", 1) == [torch.device("cuda", 1)]
+    assert choices.pick_devices("cpu", 3) == [torch.device("cpu")] * 3
+    with pytest.raises(ValueError, match="data_parallel_size is 3, and torch sees 2 CUDA"):
+        choices.pick_devices("auto", 3)
+    with pytest.raises(ValueError, match="must be 'auto' or 'cuda', not 'cuda:1'"):
+        choices.pick_devices("cuda:1", 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; the tests above run the same on a CPU")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_gpus(graphs):
+    expected, _ = texts(load("qwen3", num_blocks=200, block_size=16, graphs=graphs))
+    llm = load("qwen3", num_blocks=200, block_size=16, graphs=graphs, data_parallel_size=2)
+    assert [runner.device.index for runner in llm.runners] == [0, 1]
+    assert texts(llm)[0] == expected
+    small = load("qwen3", num_blocks=6, block_size=16, graphs=graphs, data_parallel_size=2)
+    found, events = texts(small)
+    assert found == expected and events["preempted"]
