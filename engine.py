@@ -85,6 +85,7 @@ class Sequence:
     num_hit_tokens: int = 0  # tokens whose K and V were there on admission: their slots are not written again
     num_cached_tokens: int | None = None  # prompt tokens that were there on its first admission; None: not admitted yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
+    num_void_tokens: int = 0  # such tokens that the listener has appended meanwhile, so that the samples are dropped
     block_table: list[int] = field(default_factory=list)
     pool: "BlockManager | None" = None  # the pool of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -110,6 +111,14 @@ class Sequence:
         needed."""
         known = self.num_tokens if self.lookahead else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
+
+    def settle(self) -> bool:
+        """A launched step's sample is there, or will never be. Returns whether it counts."""
+        if self.num_void_tokens:
+            self.num_void_tokens -= 1
+            return False
+        self.num_pending_tokens -= 1
+        return True
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token or the last possible one."""
@@ -516,8 +525,7 @@ class Scheduler:
         """Take the tokens that a launched step sampled. Here a sequence ends by a stop token, by max_len, or by an
         output that is no number. The caller ends others by `finish`: stop strings, aborts, errors of its own."""
         for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
-            seq.num_pending_tokens -= 1
-            if seq.status is Status.FINISHED:  # by `finish`, while the step was under way
+            if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
             new = [token]
             if seq.listener is not None:
@@ -528,6 +536,8 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
+            if len(new) > 1:  # a step under way samples the second one, which is known now
+                seq.num_pending_tokens, seq.num_void_tokens = 0, seq.num_void_tokens + seq.num_pending_tokens
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -567,7 +577,7 @@ class Scheduler:
         """
         self.block_manager.uncache(step.cached)  # these blocks were not written
         for seq in step.sampled:
-            seq.num_pending_tokens -= 1
+            seq.settle()
         for seq in step.preempted[::-1] + step.seqs[::-1]:  # a planned move to the host does not happen: recompute
             self.release(seq)
             self.add(seq)

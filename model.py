@@ -19,11 +19,11 @@ per step: the last sampled one, whose K and V are not in the cache yet. It fills
     decode    mat                  5           5               5               .
     decode    .                    6           6               6               Then
 
-Both phases run the same code, but their cost differs. A step reads every weight once, two bytes in bfloat16, and
-computes two FLOPs per weight and token. While an H200 reads one byte, it can compute about 180 FLOPs (measured). More
-than about 180 tokens are therefore bound by compute: prefill. Fewer are bound by memory: decode, which also reads the
-K and V of a whole sequence for one token. Sequences that decode in the same step share the reading of the weights,
-which is why an engine batches them.
+Both are the same computation, but their cost differs. A step reads every weight once, two bytes in bfloat16. T tokens
+need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 180 FLOPs
+(measured). A step of more tokens than that is therefore bound by compute: prefill. One of fewer tokens is bound by
+memory: decode, which also reads the K and V of a whole sequence for one token. Sequences that decode in the same step
+share the reading of the weights, which is why an engine batches them.
 
 On a GPU, `nanopaged/device/fused.py` replaces some modules by faster ones; `enforce_eager=True` leaves them as here.
 
@@ -69,18 +69,18 @@ class Batch:
     max_seq_len: int  # upper bound of seq_lens
     num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph: all sequences
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
-    sampled: Tensor | None = None  # the sequences that sample; logits_indices begins with their last rows
-    plan: dict[Any, Any] = field(default_factory=dict)  # results that the torch attention reuses in every layer
+    sampling_indices: Tensor | None = None  # of the sequences that sample: logits_indices begins with their last tokens
+    rectangles: dict[Any, Any] = field(default_factory=dict)  # torch attention's problems, shared by all layers
 
-    def last_tokens(self, seqs: Tensor) -> "Batch":
+    def decode_only(self, seq_indices: Tensor) -> "Batch":
         """A decode batch of these sequences, each with its last token alone, for attention."""
-        seq_lens = self.seq_lens.index_select(0, seqs)
+        seq_lens = self.seq_lens.index_select(0, seq_indices)
         # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
-        return replace(self, block_tables=self.block_tables.index_select(0, seqs), seq_lens=seq_lens,
+        return replace(self, block_tables=self.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
                        query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
-                       query_tiles=None, plan={})
+                       query_tiles=None, rectangles={})
 
 
 @dataclass
@@ -106,7 +106,7 @@ class ModelConfig:
     learned_positions: bool = False
     position_offset: int = 0  # OPT's position table begins with two rows that no token uses
     rope: dict[str, Any] = field(default_factory=dict)  # rope_theta, rope_type and the parameters of that type
-    sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token attends to all before it
+    sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     torch_dtype: torch.dtype = torch.float32
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
                 out: Tensor | None = None) -> Tensor:
         """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
-        x = torch.zeros_like(residual)  # a norm adds the sublayer's output before it to the residual; the first adds 0
+        x = torch.zeros_like(residual)  # each norm first adds the previous sublayer's output; the first norm has none
         for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
             x, residual = layer(x, residual, rope, batch, cache, kernels)
         x, _ = self.norm(x, residual)  # [num_samples, D]
@@ -201,8 +201,8 @@ class Layer(nn.Module):
         return kernels.attention(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             self.config.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
-            sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles, plan=batch.plan,
-            k_scale=k_scale, v_scale=v_scale)
+            sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
+            rectangles=batch.rectangles, k_scale=k_scale, v_scale=v_scale)
 
     def project(self, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """o_proj of attention's result, and the MLP."""
@@ -220,26 +220,27 @@ class LastLayer(Layer):
 
         token             a6  b0  b1  b2  b3  c0  c1  c2
         K and V           x   x   x   x   x   x   x   x
-        attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4, sampled 0 1
+        attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4 (rows), sampling_indices 0 1 (A, B)
     """
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
-        rows, seqs = batch.logits_indices, batch.sampled
-        if rows is not None and not len(rows):
+        rows, seq_indices = batch.logits_indices, batch.sampling_indices
+        if rows is not None and not len(rows):  # nothing but K and V is needed
             return residual[:0], residual[:0]
-        if rows is None or seqs is None or not len(seqs) or batch.max_query_len == 1:
-            o = self.attend(q, batch, cache, kernels)
+        if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
+            o = self.attend(q, batch, cache, kernels)  # no prompt in the batch, or nothing samples
         else:
-            # Beside prompts, the rows that sample attend as a decode batch of their own, as they would without prompts.
-            # The bits of their attention therefore do not depend on their neighbours.
-            last = rows[:len(seqs)]
-            o_last = self.attend(q.index_select(0, last), batch.last_tokens(seqs), cache, kernels)
-            if len(last) == len(rows):
+            # Prompts and samples. A prompt's last row would attend in the prefill kernel (in the decode kernel if its
+            # chunk has one token), and the two add in different orders. So every row that samples attends in the decode
+            # kernel, and the batch does not change its bits.
+            last_rows = rows[:len(seq_indices)]
+            o_last = self.attend(q.index_select(0, last_rows), batch.decode_only(seq_indices), cache, kernels)
+            if len(last_rows) == len(rows):
                 return self.project(o_last, residual.index_select(0, rows))
             # The other rows are prompt tokens whose log probabilities are wanted.
-            o = self.attend(q, batch, cache, kernels).index_copy_(0, last.long(), o_last)
+            o = self.attend(q, batch, cache, kernels).index_copy_(0, last_rows.long(), o_last)
         x, residual = self.project(o, residual)
         return (x, residual) if rows is None else (x.index_select(-2, rows), residual.index_select(0, rows))
 

@@ -20,7 +20,8 @@ __version__ = "0.2.0"
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
 
 _HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_params",
-         "BeamSearchParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs",
+         "BeamSearchParams": "nanopaged.sampling_params",
+         "StructuredOutputsParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs",
          "TokensPrompt": "nanopaged.inputs", "RequestOutput": "nanopaged.outputs",
          "CompletionOutput": "nanopaged.outputs"}
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package

@@ -1,7 +1,9 @@
 """The settings of a request: the sampling of its tokens, and the conditions that end its text."""
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any, NamedTuple
 
 from nanopaged.inputs import Kind, check_kind, check_number
@@ -10,6 +12,51 @@ SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividi
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
 MOST_MIN_TOKENS = 2**31 - 1  # the device stores min_tokens as an int32 (nanopaged/device/logits.py)
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/text/grammar.py enforces it.
+
+    json: a JSON schema, as a dict or as text. The text is compact JSON, its properties in the schema's order
+    regex: a regular expression for the whole text (Rust's syntax, without look-around and back-references)
+    choice: texts, one of which is generated
+    grammar: a context-free grammar, in GBNF (with ::=) or Lark's syntax
+    json_object: True: any JSON object
+
+    Raises ValueError, one sentence, for anything else.
+    """
+    json: str | dict | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None:
+            check_kind("json_object", self.json_object, bool, "True")
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(given) != 1:
+            raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
+                             f"{', '.join(given) or 'none of them'}")
+        check_kind("json", self.json, (str, dict, NoneType), "a JSON schema, as a dict or as text")
+        for name in ("regex", "grammar"):
+            check_kind(name, getattr(self, name), (str, NoneType), "a string")
+        if self.choice is not None:
+            check_number("choice", self.choice, (list, tuple), lambda x: x and all(isinstance(y, str) and y for y in x),
+                         "a list of strings that are not empty")
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """llguidance's name for the kind, and the grammar as text."""
+        if self.choice is not None:
+            return "choice", json.dumps(list(self.choice))
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.grammar is not None:
+            return "grammar" if "::=" in self.grammar else "lark", self.grammar
+        schema = {"type": "object"} if self.json is None else self.json
+        return "json", schema if isinstance(schema, str) else json.dumps(schema)
 
 
 @dataclass
@@ -43,6 +90,8 @@ class SamplingParams:
         strings, as in JSON
     allowed_token_ids: only these tokens are sampled
     bad_words: texts that are never generated: the token that would complete one is not sampled
+    structured_outputs: what the text must fit, a StructuredOutputsParams or a dict of its fields. The mask is applied
+        last. A complete text ends, whatever ignore_eos says
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
         between logit_bias and the penalties. They need the last token on the host, so the engine cannot look ahead
 
@@ -71,8 +120,8 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: list[Callable] | None = None
-    structured_outputs: None = None  # vLLM's options; any value is refused
-    guided_decoding: None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: None = None  # vLLM's old name; any value is refused
 
     def __post_init__(self) -> None:
         _read_number(self, "n", Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
@@ -93,9 +142,16 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_kind(name, getattr(self, name), bool, "True or False")
         self._check_lists()
-        for name in ("structured_outputs", "guided_decoding"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is given, and nanopaged cannot constrain generated text yet; leave it out")
+        if self.guided_decoding is not None:
+            raise ValueError("guided_decoding is given, which vLLM has replaced; use structured_outputs")
+        if isinstance(self.structured_outputs, dict):
+            unknown = self.structured_outputs.keys() - StructuredOutputsParams.__dataclass_fields__
+            if unknown:
+                raise ValueError(f"structured_outputs has no field {min(unknown, key=str)!r}; it has json, regex, "
+                                 "choice, grammar and json_object")
+            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+        check_kind("structured_outputs", self.structured_outputs, (StructuredOutputsParams, NoneType),
+                   "StructuredOutputsParams, or a dict of its fields")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
 
@@ -264,3 +320,4 @@ class SequenceSampling(NamedTuple):
     bad_words: list[list[int]] = []  # as token ids
     num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
     num_prompt_logprobs: int | None = None  # the same for each prompt token
+    grammar: Any = None  # a nanopaged.text.grammar.Grammar

@@ -15,7 +15,13 @@ from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling, wrap_int64
+from nanopaged.sampling_params import (
+    BeamSearchParams,
+    SamplingParams,
+    SequenceSampling,
+    StructuredOutputsParams,
+    wrap_int64,
+)
 from nanopaged.scheduling.budget import TokenBudget
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.text.tokenizer import load_tokenizer
@@ -112,6 +118,7 @@ class LLM:
         self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
+        self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
         self.chat_templates: dict = {}  # those that were used, by their source
         self.arrivals = itertools.count()
         self.seeds = random.Random(seed)
@@ -216,8 +223,17 @@ class LLM:
             bad_words = encode_bad_words(params.bad_words, self.get_tokenizer())
         if params.stop:
             self.get_tokenizer()  # without one there is no text to find them in
-        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer)
+        grammar = self._compile_grammar(params.structured_outputs) if params.structured_outputs else None
+        ends = not params.ignore_eos or grammar is not None
+        stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
+        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer,
+                       grammar)
+
+    def _compile_grammar(self, params: StructuredOutputsParams) -> Any:
+        if self.grammars is None:
+            from nanopaged.text.grammar import GrammarCompiler
+            self.grammars = GrammarCompiler(self.get_tokenizer(), self.eos_token_ids, self.config.vocab_size)
+        return self.grammars.compile(params)
 
     def _add(self, request: Request, is_reported: bool = False) -> None:
         """Queue a request; the caller has the lock."""
@@ -227,7 +243,8 @@ class LLM:
         sequences = [
             engine.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids,
                             str(arrival),
-                            SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs),
+                            SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
+                                             grammar=request.grammar and request.grammar.copy()),
                             lookahead=not params.logits_processors)
             for j in range(params.n)]
         if params.prompt_logprobs is not None:

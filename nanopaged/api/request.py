@@ -16,9 +16,10 @@ class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, priority: int,
-                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any) -> None:
+                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any, grammar: Any) -> None:
         self.prompt, self.prompt_token_ids, self.params, self.priority = prompt, prompt_token_ids, params, priority
         self.stop_token_ids, self.bad_words, self.tokenizer = stop_token_ids, bad_words, tokenizer
+        self.grammar = grammar  # a text.grammar.Grammar at its beginning, or None
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
         self.request_id = ""  # set by `start`
@@ -27,7 +28,7 @@ class Request:
         """The scheduler gets the sequences now. is_reported: LLM.step returns outputs of this request."""
         self.request_id, self.sequences, self.is_reported = request_id, sequences, is_reported
         self.samples = [_Sample(j, seq, self.params, self.tokenizer) for j, seq in enumerate(sequences)]
-        if self.params.logprobs is not None:
+        if self.params.logprobs is not None or self.grammar is not None:
             for seq, sample in zip(sequences, self.samples):
                 seq.listener = sample
         self.running = {seq: j for j, seq in enumerate(sequences)}
@@ -124,10 +125,15 @@ class _Sample:
         return self.stop.matched if self.stop else None
 
     def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
-        """engine.Listener's method, for requests with log probabilities."""
-        if token >= 0:
+        """engine.Listener's method, for requests with log probabilities or a grammar."""
+        wants_logprobs, grammar = self.params.logprobs is not None, seq.sampling.grammar
+        if wants_logprobs and token >= 0:
             self.new_logprobs.append(logprobs)
-        return [token]
+        if grammar is None:
+            return [token]
+        # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
+        may_force = not (wants_logprobs or self.params.edits_logits or self.params.logits_processors)
+        return grammar.on_token(seq, token, self.params.min_tokens, may_force)
 
     def output(self) -> CompletionOutput:
         """The sample's output so far."""
@@ -162,6 +168,7 @@ class _Sample:
                 self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.params.min_tokens)
                 if self.stop.matched is not None:
                     self.is_complete = True
+                    del seq.token_ids[seq.num_prompt_tokens + i:]  # a grammar may have forced several at once
                     return
         if seq.finish_reason:
             self.is_complete = True

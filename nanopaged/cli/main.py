@@ -54,6 +54,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
+  --json-schema FILE, --regex R, --choice TEXT   the text fits this; several times --choice: one of these
   --generation-config vllm     leave generation_config.json aside [auto]
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
@@ -101,7 +102,7 @@ def _run(args, llm_class) -> int:
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template, variables = None, args.chat_template_kwargs
     if args.chat_template is not None:
-        template = _read_template(args.chat_template)
+        template = _read_text("--chat-template", args.chat_template)
     if is_batch:
         settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
@@ -150,6 +151,10 @@ def _sampling_params(args, llm=None) -> SamplingParams:
     ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, temperature=0.8,
                 seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
     given = _given(args, SAMPLING)
+    if structured := _given(args, STRUCTURED):
+        if "json_schema" in structured:
+            structured["json"] = _read_text("--json-schema", structured.pop("json_schema"))
+        given["structured_outputs"] = structured
     if args.generation_config == "vllm":
         return SamplingParams(**ours | given)
     if llm is None:
@@ -307,12 +312,12 @@ class _Lossy:
             self.stream = _nowhere()
 
 
-def _read_template(path: str) -> str:
-    with open_file("--chat-template", path, "rb") as file:
+def _read_text(option: str, path: str) -> str:
+    with open_file(option, path, "rb") as file:
         try:
             return file.read().decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"--chat-template {path!r} is no text in UTF-8: {error}") from None
+            raise ValueError(f"{option} {path!r} is no text in UTF-8: {error}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -427,13 +432,14 @@ ENGINE = dict(
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
     data_parallel_size=int, seed=int)
+STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
     beam_width=int, length_penalty=float, model=str, trace=True)
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
-                beam_width=[name for name in SAMPLING if name not in ("max_tokens", "ignore_eos", "seed")])
+                beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -462,7 +468,7 @@ def _with_dashes(word: str) -> str:
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
-    for name, kind in (SAMPLING | ENGINE | OTHERS).items():
+    for name, kind in (SAMPLING | STRUCTURED | ENGINE | OTHERS).items():
         how = dict(action="append") if kind is list else dict(type=kind)
         if isinstance(kind, bool):
             how = dict(action="store_const", const=kind)
@@ -483,7 +489,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
-    has = set(_given(args, SAMPLING | OTHERS))
+    has = set(_given(args, SAMPLING | STRUCTURED | OTHERS))
     if not has & {"prompt", "prompts", "chat"}:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
     for name, others in NEEDS.items():

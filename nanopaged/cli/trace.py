@@ -44,6 +44,7 @@ class State(NamedTuple):
     tables: dict[engine.Sequence, list[int]]  # running sequence -> its block table
     num_known: dict[engine.Sequence, int]  # running or waiting sequence -> the number of its known tokens
     host_tables: dict[engine.Sequence, list[int]]  # waiting sequence -> its blocks on the host
+    num_allowed: dict[engine.Sequence, int]  # running sequence with a grammar -> the tokens that may come next
 
 
 class Trace:
@@ -112,7 +113,9 @@ class Trace:
                 return method(*args, **kwargs)
             before = State(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
                            {seq: len(seq.token_ids) for seq in scheduler.running + self.llm.scheduler.waiting},
-                           {seq: list(seq.host_table) for seq in self.llm.scheduler.waiting})
+                           {seq: list(seq.host_table) for seq in self.llm.scheduler.waiting},
+                           {seq: seq.sampling.grammar.num_allowed(self.llm.config.vocab_size)
+                            for seq in scheduler.running if seq.sampling.grammar})
             self.is_inside = True
             try:
                 result = method(*args, **kwargs)
@@ -312,6 +315,9 @@ class Trace:
             what = self._text(new) if new else "nothing" if seq in before.num_known else "dropped, it had ended"
             if candidates := self._candidates(seq):
                 what = f"{self._text([candidates[0][0]])} (best of {len(candidates)})"
+            if new and seq in before.num_allowed:
+                what = f"{self._text(new[:1])} (one of {before.num_allowed[seq]} that its grammar allows)"
+                what += f", forced {self._text(new[1:])}" if len(new) > 1 else ""
             sampled.append(f"{self._name(seq)} {what}")
         when = f"in step {number}, read only now: " if number != self.last else ""
         self._items("sampled", sampled, when or f"in step {number}: " * (len(self.pools) > 1))

@@ -6,7 +6,8 @@ padded with tokens of slot -1, whose K and V are not written, and with sequences
 cache. A step that no recorded step has room for, or that would be padded too much, is launched kernel by kernel
 (runner.py).
 """
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,12 +61,12 @@ class GraphRunner(Runner):
         self.record()
         return num_blocks
 
-    def _compute(self, batch: engine.StepInput, sampling: list[int], more_rows: list[int],
-                 needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
+    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
-            return super()._compute(batch, sampling, more_rows, needs)
-        return self._replay(shape, batch, sampling, needs)
+            return super()._compute(batch, sampling_indices, more_rows, needs)
+        return self._replay(shape, batch, sampling_indices, needs)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         if len(rows) > 1:
@@ -121,18 +122,19 @@ class GraphRunner(Runner):
     def _static_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens)."""
         *parts, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
-        sent, ends, seqs = StepTensors(*parts), None, None
+        sent, last_rows, sampling = StepTensors(*parts), None, None
         if shape.num_tiles:
-            ends, seqs = (sent.query_start_loc[1:] - 1).clamp(min=0), torch.arange(shape.num_seqs, device=self.device)
+            last_rows = (sent.query_start_loc[1:] - 1).clamp(min=0)
+            sampling = torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
-        batch = self._model_batch(sent, ends, max_query_len, self.max_model_len, shape.num_seqs, tiles.view(-1, 2),
-                                  seqs)
+        batch = self._model_batch(sent, last_rows, max_query_len, self.max_model_len, shape.num_seqs,
+                                  tiles.view(-1, 2), sampling)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: engine.StepInput, sampling: list[int],
-                needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
+    def _replay(self, shape: Shape, batch: engine.StepInput, sampling_indices: list[int],
+                needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
         tiles = self._query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
@@ -145,13 +147,13 @@ class GraphRunner(Runner):
         graph, logits, tokens = self.graphs[shape]
         graph.replay()
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
-        if not sampling:
-            return tokens[:0], logits[:0]
-        if len(sampling) == num_seqs:
+        if not sampling_indices:
+            return partial(tokens.narrow, 0, 0, 0), logits[:0]
+        if len(sampling_indices) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
-            at = self._send([sampling])[0]
+            at = self._send([sampling_indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
-        if needs.filters or needs.edits or needs.processors:  # the graph drew from the plain logits: draw again
-            tokens = self._sample(logits, rows, lens, needs)
-        return tokens, logits
+        if needs.filters or needs.edits or needs.processors or needs.grammars:  # the graph drew from the plain logits
+            return partial(self._sample, logits, rows, lens, needs), logits
+        return lambda: tokens, logits

@@ -10,12 +10,12 @@ does with them, in this order:
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last
 token, its sampling settings. A step sends its new tokens as one message of integers, and of the rows only what has
-changed. The sampled tokens stay on the device and are the next step's input there, so the next step can be launched
-before the host knows them.
+changed. The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so
+it can be launched before the host knows them.
 
 **The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
-num_layers * num_kv_heads * head_dim numbers: Llama-2-7B 2 * 32 * 32 * 128, which are 512 KiB in 16 bits, so 2 GiB for
-4,096 tokens; Llama-3.1-8B, of whose query heads four share a kv head, 128 KiB.
+num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
+tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
 
 This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place, fused.py compiled functions, and
 warmup.py compiles both ahead; `enforce_eager=True` leaves all three off. choices.py decides types and kernels, and
@@ -35,6 +35,7 @@ from torch import Tensor
 from nanopaged import engine, kernel, model
 from nanopaged.device import choices, logprobs, memory, swapping, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
+from nanopaged.device.masks import mask_logits
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
@@ -111,6 +112,7 @@ class Runner:
     def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
+        self.unsampled: Result | None = None  # of a step whose sampling waits for grammars
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
 
     # ---- memory
@@ -161,20 +163,36 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
         """Start computing a step. Calling the result waits for it."""
+        if self.unsampled is not None:  # a grammar had to know the tokens of the step before, which are read now
+            self.unsampled.sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
         sampled = set(step.sampled)
-        sampling = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
-        seqs = [batch.seqs[i] for i in sampling]
+        sampling_indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
+        seqs = [batch.seqs[i] for i in sampling_indices]  # those that sample, in the batch's order
         needs = SamplingNeeds.of(seqs, self.editor) if seqs else SamplingNeeds()
         wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
         parts = logprobs.prompt_parts(batch) if wants_prompts else []
-        tokens, logits = self._compute(batch, sampling, [row for part in parts for row in part.rows], needs)
-        tensors = [tokens]
+        sample, logits = self._compute(batch, sampling_indices, [row for part in parts for row in part.rows], needs)
+        result = Result(partial(self._results, sample, logits, seqs, parts, needs),
+                        partial(as_sampled, seqs, step.sampled, parts))
+        if needs.grammars:
+            self.unsampled = result
+        else:
+            result.sample()
+        return result
+
+    @on_its_device
+    @torch.inference_mode()
+    def _results(self, sample: Callable[[], Tensor], logits: Tensor, seqs: list[engine.Sequence],
+                 parts: list[logprobs.PromptPart], needs: SamplingNeeds) -> list[Tensor]:
+        """Sample. Returns the tokens, and log probabilities if they are wanted."""
+        self.unsampled = None
+        tensors = [tokens := sample()]
         if parts or needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)
-        return Result(tensors, partial(as_sampled, seqs, step.sampled, parts))
+        return tensors
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
         """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
@@ -228,34 +246,40 @@ class Runner:
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
-    def _compute(self, batch: engine.StepInput, sampling: list[int], more_rows: list[int],
-                 needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        """The forward pass and the sampler. Returns the tokens of the sequences at the indices `sampling`,
-        [num_samples], and the logits of these and then of more rows of the flat batch, [num_samples + ..., vocab_size].
+    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+        """The forward pass. Returns a function that samples the tokens [num_samples], and the logits of their rows and
+        then of more rows of the flat batch, [num_samples + ..., vocab_size].
+
+            sequence             A   C   B
+            flat rows            0   1   2..5
+            last_rows            0   1   5        that of each sequence that samples
+            sampling_indices     0   1   2        all three sample
+            batch rows           4   0   7        any
         """
-        last_tokens = [batch.query_start_loc[i + 1] - 1 for i in sampling]  # of sequences, in the flat batch
-        *lists, sampling_index, logits_indices = self._send([*batch.lists, sampling, last_tokens + more_rows])
+        last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]
+        *lists, sampling, logits_indices = self._send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
         tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
-                                   batch.num_tokens.count(1), tiles, sampling_index)
+                                   batch.num_tokens.count(1), tiles, sampling)
         logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not sampling:
-            return torch.empty(0, dtype=torch.int64, device=self.device), logits
-        rows = sent.rows.index_select(0, sampling_index)
-        seq_lens = sent.seq_lens.index_select(0, sampling_index)
-        return self._sample(logits[:len(sampling)], rows, seq_lens, needs), logits
+        if not sampling_indices:
+            return partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits
+        rows, seq_lens = sent.rows.index_select(0, sampling), sent.seq_lens.index_select(0, sampling)
+        return partial(self._sample, logits[:len(sampling)], rows, seq_lens, needs), logits
 
     def _model_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
-                     num_decodes: int, query_tiles: Tensor | None, sampled: Tensor | None = None) -> model.Batch:
-        # Only sequences with one new token can have one that is not known on the host, and they come first.
+                     num_decodes: int, query_tiles: Tensor | None, sampling: Tensor | None = None) -> model.Batch:
+        # -1: the token is known on the device alone. This comes with lookahead (graphs.py), not on the plain path. Only
+        # sequences with one new token can have such an id, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
         block_tables = self.block_tables.index_select(0, sent.rows)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
                            sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles,
-                           sampled)
+                           sampling)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose
@@ -263,6 +287,8 @@ class Runner:
         editor = self.editor if needs.edits or needs.processors else None
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
+        if needs.grammars:
+            logits = mask_logits(logits, needs.grammars)
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
@@ -308,21 +334,38 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 class Result:
-    """What a launched step computes: `result()` waits for it, and `result.is_done()` tells whether it would wait."""
+    """What a launched step computes: `result()` waits for it, and `result.is_done()` tells whether it would wait. Both
+    may be called once all earlier steps are read.
 
-    def __init__(self, tensors: list[Tensor], convert: Callable[[list[Tensor]], engine.Sampled]):
+    compute: samples, and returns the tensors that the host wants
+    convert: makes of them, on the host, what the engine wants
+    """
+
+    def __init__(self, compute: Callable[[], list[Tensor]], convert: Callable[[list[Tensor]], engine.Sampled]):
+        self.compute: Callable[[], list[Tensor]] | None = compute
+        self.convert = convert
+        self.copies: list[Tensor] = []
+        self.done: torch.cuda.Event | None = None
+
+    def sample(self) -> None:
+        """Sample, unless that has been done, and start copying the results to the host."""
+        if self.compute is None:
+            return
+        tensors, self.compute = self.compute(), None  # it holds the logits
         is_cuda = tensors[0].device.type == "cuda"
-        self.convert, self.done = convert, torch.cuda.Event() if is_cuda else None
         self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
         for copy, tensor in zip(self.copies, tensors):
             copy.copy_(tensor, non_blocking=True)
-        if self.done is not None:
-            self.done.record()
+        if is_cuda:
+            self.done = torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(tensors[0].device))
 
     def is_done(self) -> bool:
+        self.sample()
         return self.done is None or self.done.query()
 
     def __call__(self) -> engine.Sampled:
+        self.sample()
         if self.done is not None:
             self.done.synchronize()
         return self.convert(self.copies)

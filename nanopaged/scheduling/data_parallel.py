@@ -85,8 +85,9 @@ class PoolScheduler(engine.Scheduler):
 
     def _is_bound(self, seq: engine.Sequence) -> bool:
         """Whether a waiting sequence belongs to this pool: its blocks are on this pool's host, or a sibling runs here,
-        or only this device knows the token that it sampled last."""
-        return bool(seq.host_table or seq.num_pending_tokens) or self._has_sibling(seq)
+        or a step of this device that samples for it is not read yet."""
+        is_sampled = seq.num_pending_tokens or seq.num_void_tokens
+        return bool(seq.host_table or is_sampled) or self._has_sibling(seq)
 
     def _has_sibling(self, seq: engine.Sequence) -> bool:
         return any(other.pool is self.block_manager for other in seq.siblings)

@@ -134,6 +134,13 @@ class Tokenizer:
         detokenizer.add(prompt_token_ids[-3:])
         return detokenizer
 
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id, for grammars; none where no token has the id."""
+        return [self._token_bytes.get(token, b"") for token in range(self.vocab_size)]
+
+    def special_token_ids(self) -> set[int]:
+        return {token for token, shown in self._visible_bytes.items() if not shown}
+
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
 

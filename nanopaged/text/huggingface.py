@@ -36,6 +36,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self) -> list[bytes]:
+        tokens = [b""] * self.vocab_size
+        for name, token in self._tokens.items():  # SentencePiece writes a space as U+2581, and a byte as <0x0A>
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
+            tokens[token] = bytes.fromhex(byte[1]) if byte else name.replace("\u2581", " ").encode()
+        return tokens
+
+    def special_token_ids(self) -> set[int]:
+        return {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return _PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
 

@@ -1,0 +1,316 @@
+"""Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
+import json
+import random
+import re
+import sys
+from itertools import count
+
+import pytest
+import torch
+
+from nanopaged import LLM, SamplingParams, StructuredOutputsParams
+from nanopaged.cli.main import main
+from nanopaged.cli.trace import Trace
+from nanopaged.tests.helpers import BUNDLED, check_books, load
+from nanopaged.text import grammar as grammars
+from nanopaged.text.tokenizer import load_tokenizer
+
+WORDS = ["red", "green", "a\"b", "ünï", "日本", "x y", "\\n"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters, and what is refused
+# --------------------------------------------------------------------------------------------------
+
+def test_exactly_one_kind_is_given():
+    for fields in ({}, dict(regex="a", choice=["b"]), dict(json_object=False)):
+        with pytest.raises(ValueError, match="one of json, regex, choice, grammar and json_object"):
+            StructuredOutputsParams(**fields)
+    for fields in (dict(json=5), dict(regex=["a"]), dict(choice="yes"), dict(choice=[]), dict(choice=[""]),
+                   dict(json_object="yes"), dict(grammar=1)):
+        with pytest.raises(ValueError, match="must be"):
+            StructuredOutputsParams(**fields)
+    with pytest.raises(ValueError, match="no field 'jsn'"):
+        SamplingParams(structured_outputs={"jsn": {}})
+    with pytest.raises(ValueError, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs="yes")
+    given = SamplingParams(structured_outputs={"choice": ["a"]}).structured_outputs
+    assert given == StructuredOutputsParams(choice=["a"])
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="pip install llguidance"):
+        load().generate([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    assert main(["--prompt", "A", "--device", "cpu", "--regex", "a"]) == 2
+    assert "pip install llguidance" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# With llguidance
+# --------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def llguidance():
+    return pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+
+
+@pytest.fixture(scope="module")
+def llm(llguidance):
+    return LLM(str(BUNDLED), device="cpu", enforce_eager=True, max_model_len=512, num_blocks=512, max_num_seqs=64)
+
+
+@pytest.fixture(scope="module")
+def random_llm(llguidance):
+    """Random weights, which care for no grammar."""
+    llm = LLM(str(BUNDLED), device="cpu", enforce_eager=True, max_model_len=512, num_blocks=512, max_num_seqs=64)
+    torch.manual_seed(0)
+    for parameter in llm.runner.model.parameters():
+        parameter.normal_(std=0.1)
+    return llm
+
+
+def params(max_tokens=80, **fields):
+    names = StructuredOutputsParams.__dataclass_fields__
+    structured = StructuredOutputsParams(**{name: fields.pop(name) for name in list(fields) if name in names})
+    return SamplingParams(**dict(temperature=1, seed=1, max_tokens=max_tokens) | fields, structured_outputs=structured)
+
+
+def random_schema(rng, depth=0):
+    """A schema of some kind, nested at most twice."""
+    kinds = ["string", "enum", "integer", "number", "boolean", "null", "const", "pattern"]
+    kind = rng.choice(kinds + ["object", "array", "anyOf", "optional"] * (depth < 2))
+    if kind == "string":
+        return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 6)}
+    if kind == "enum":
+        return {"enum": rng.sample(WORDS, rng.randint(1, 4))}
+    if kind == "integer":
+        low = rng.randint(-200, 100)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 300)}
+    if kind == "const":
+        return {"const": rng.choice([*WORDS, 7, True, None])}
+    if kind == "pattern":
+        return {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^x+y?$", r"^\\d{3}-[A-Z]$"])}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": 3}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    if kind in ("object", "optional"):
+        names = rng.sample(["name", "age", "größe", "a b", "tags"], rng.randint(1, 3))
+        return {"type": "object", "properties": {name: random_schema(rng, depth + 1) for name in names},
+                "required": names if kind == "object" else names[:1], "additionalProperties": False}
+    return {"type": kind}
+
+
+def random_structure(rng, index):
+    if index % 3 == 0:
+        return dict(choice=rng.sample(WORDS, rng.randint(1, 5)))
+    if index % 3 == 1:
+        parts = ["[a-f]{1,3}", "(yes|no|maybe)", r"\d\d?", "x*", "é?", " ", r"\.", "(ab)+"]
+        return dict(regex="".join(rng.choices(parts, k=rng.randint(1, 5))))
+    return dict(json=random_schema(rng))
+
+
+def fits(structure, text):
+    jsonschema = pytest.importorskip("jsonschema", reason="checks the texts; .ci/run installs it for its last part")
+    if "choice" in structure:
+        return text in structure["choice"]
+    if "regex" in structure:
+        return re.fullmatch(structure["regex"], text) is not None
+    try:
+        jsonschema.validate(json.loads(text), structure["json"])
+    except (jsonschema.ValidationError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model", ["llm", "random_llm"])
+def test_every_finished_text_fits_and_every_other_one_is_a_beginning(model, request, llguidance):
+    llm, rng = request.getfixturevalue(model), random.Random(0)
+    structures = [random_structure(rng, i) for i in range(300)]
+    settings = [params(**structure, seed=i) for i, structure in enumerate(structures)]
+    outputs = [output.outputs[0] for output in llm.generate(["ROMEO:"] * 300, settings, use_tqdm=False)]
+    for structure, output, setting in zip(structures, outputs, settings):
+        if output.finish_reason == "stop":
+            assert fits(structure, output.text), (structure, output.text)
+        else:
+            assert output.finish_reason == "length"
+            matcher = llm.grammars.compile(setting.structured_outputs).matcher
+            assert matcher.validate_tokens(output.token_ids) == len(output.token_ids)
+    assert sum(output.finish_reason == "stop" for output in outputs) > 240
+
+
+RECURSIVE = {"$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer", "maximum": 9, "minimum": 0},
+                                                                  "next": {"anyOf": [{"$ref": "#/$defs/node"},
+                                                                                     {"type": "null"}]}},
+                                "required": ["v", "next"], "additionalProperties": False}}, "$ref": "#/$defs/node"}
+PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"},
+                                           "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2}},
+          "required": ["first name", "age", "pets"], "additionalProperties": False}
+
+
+def test_recursion_json_objects_and_grammars(llm):
+    settings = [params(json=RECURSIVE, max_tokens=150), params(json=json.dumps(PERSON)), params(json_object=True),
+                params(grammar='root ::= "a" ("b" | "c")+ "d"'), params(grammar='start: "a" ("b" | "c")+ "d"')]
+    texts = [output.outputs[0] for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
+    assert fits(dict(json=PERSON), texts[1].text)
+    assert texts[2].text.startswith("{")
+    assert texts[2].finish_reason == "length" or isinstance(json.loads(texts[2].text), dict)
+    assert all(re.fullmatch("a[bc]+d", output.text) for output in texts[3:])
+    assert texts[0].finish_reason == "length" or fits(dict(json=RECURSIVE), texts[0].text)
+
+
+def mixed(llm):
+    """Requests with and without grammars, run together; the books are checked after each step."""
+    settings = [params(json=PERSON), SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True),
+                params(json=PERSON, n=3, seed=5), params(regex=r"\d{4}-\d{2}-\d{2} [a-z]{3,9}", presence_penalty=1.5),
+                params(choice=["yes, indeed", "no, never"], temperature=0), params(json=PERSON, logprobs=2, top_p=0.9),
+                SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3)]
+    requests = [llm.add_request("ROMEO: what is it", setting) for setting in settings]
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output for output in llm.step()}
+        for scheduler in getattr(llm.scheduler, "pools", [llm.scheduler]):
+            check_books(scheduler)
+    llm.scheduler.block_manager.check_idle()
+    return [[(sample.text, sample.token_ids) for sample in done[request].outputs] for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected(llguidance):
+    return mixed(load(str(BUNDLED), device="cpu", lookahead=0))
+
+
+@pytest.mark.parametrize("options", [
+    dict(lookahead=1), dict(num_blocks=30, block_size=4), dict(num_blocks=30, block_size=4, lookahead=1),
+    dict(num_blocks=30, block_size=4, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=3, lookahead=1),
+    dict(enable_prefix_caching=False), dict(data_parallel_size=2, lookahead=1, block_size=4, num_blocks=30)], ids=str)
+def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
+    assert mixed(load(str(BUNDLED), **dict(device="cpu") | options)) == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkeypatch):
+    def num_steps(llm):
+        launch, calls = llm.runner.launch, count()
+        llm.runner.launch = lambda step: next(calls) < 0 or launch(step)
+        llm.generate("ROMEO:", params(json=PERSON), use_tqdm=False)
+        llm.runner.launch = launch
+        return next(calls)
+
+    llm = load(str(BUNDLED), device="cpu", lookahead=lookahead)
+    with_forced = num_steps(llm)
+    monkeypatch.setattr(grammars.Grammar, "propose", lambda self, token_ids, k: [])
+    assert mixed(llm) == expected and num_steps(llm) > with_forced + 5
+
+
+def test_plain_requests_do_not_notice(llm, expected):
+    settings = SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True)
+    alone = llm.generate("ROMEO: what is it", settings, use_tqdm=False)[0].outputs[0]
+    assert expected[1] == [(alone.text, alone.token_ids)]
+
+
+def test_stop_strings_log_probabilities_and_streams(llm):
+    def text(**settings):
+        return llm.generate("A", params(json=PERSON, **settings), use_tqdm=False)[0].outputs[0]
+
+    plain, stopped = text(), text(stop='"age":')
+    assert stopped.text == plain.text.split('"age":')[0] and stopped.finish_reason == "stop"
+    assert plain.token_ids[:len(stopped.token_ids)] == stopped.token_ids
+    with_logprobs = text(logprobs=1)
+    assert with_logprobs.token_ids == plain.token_ids and len(with_logprobs.logprobs) == len(plain.token_ids)
+    assert all(token in found for token, found in zip(with_logprobs.token_ids, with_logprobs.logprobs))
+    assert "".join(llm.stream("A", params(json=PERSON))) == plain.text
+    assert len(text(max_tokens=5).token_ids) == 5  # in the middle of forced tokens
+
+
+def test_the_mask_is_last(llm):
+    def favour(token_ids, logits):
+        logits[5] = 1e9
+        return logits
+
+    regex = dict(regex="[xy]{3}")
+    output = llm.generate("A", params(**regex, logits_processors=[favour]), use_tqdm=False)[0].outputs[0]
+    assert re.fullmatch(regex["regex"], output.text)
+    output = llm.generate("A", params(**regex, allowed_token_ids=[5]), use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "error" and "no token is allowed" in output.stop_reason
+    output = llm.generate("A", params(**regex, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "stop" and output.token_ids[-1] in llm.eos_token_ids
+    output = llm.generate("A", params(**regex, min_tokens=20), use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "error"
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch):
+    llm = load(str(BUNDLED), device="cpu")
+    tokens = llm.tokenizer.token_bytes()
+    monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda: tokens[:300])
+    settings = [params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)]
+    for output in llm.generate(["A"] * 20, settings, use_tqdm=False):
+        assert all(token < 300 or token in llm.eos_token_ids for token in output.outputs[0].token_ids)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
+    for fields, reason in ((dict(regex="("), "unclosed group"), (dict(json={"type": "blah"}), "Invalid type"),
+                           (dict(json="{"), "EOF"), (dict(grammar="start: x"), "unknown name")):
+        with pytest.raises(ValueError, match=f"structured_outputs cannot be used: .*{reason}") as caught:
+            llm.add_request("A", params(**fields))
+        assert "\n" not in str(caught.value)
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
+    on_token, calls = grammars.Grammar.on_token, count()
+
+    def fails_once(self, seq, token, *args):
+        return on_token(self, seq, 0 if next(calls) == 2 else token, *args)
+
+    monkeypatch.setattr(grammars.Grammar, "on_token", fails_once)
+    settings = [params(regex="[xy]{9}"), params(regex="[xy]{9}", seed=2)]
+    first, second = (output.outputs[0] for output in llm.generate(["A"] * 2, settings, use_tqdm=False))
+    assert first.finish_reason == "error" and "grammar failed" in first.stop_reason
+    assert re.fullmatch("[xy]{9}", second.text)
+
+
+def test_compiled_grammars_are_kept_in_bounds(llm, monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_COMPILED", 4)
+    for i in range(10):
+        llm.generate("A", params(regex=f"a{{{i % 6 + 1}}}"), use_tqdm=False)
+    assert len(llm.grammars.compiled) <= 4
+
+
+def test_the_bytes_of_a_sentencepiece_vocabulary(llguidance, tmp_path):
+    pytest.importorskip("tokenizers", reason="reads Llama 2's tokenizer; .ci/run installs it for its last part")
+    tokenizer = load_tokenizer(BUNDLED.parent / "golden" / "tokenizers" / "llama2")
+    compiler = grammars.GrammarCompiler(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
+    text = '{"first name":"Jo 日","age":3}'
+    ids, token_bytes = tokenizer.encode(text, add_special_tokens=False), tokenizer.token_bytes()
+    assert b"".join(token_bytes[token] for token in ids).decode() == " " + text  # Llama 2 begins every text so
+    matcher = compiler.compile(StructuredOutputsParams(regex=r" \{[^}]*\}")).matcher
+    assert matcher.validate_tokens(ids) == len(ids)
+
+
+def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
+    common = ["--device", "cpu", "--seed", "3", "--max-tokens", "80"]
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    assert main(["--prompt", "A", "--json-schema", str(tmp_path / "person.json"), *common]) == 0
+    assert fits(dict(json=PERSON), capsys.readouterr().out.strip().removeprefix("A"))
+    assert main(["--prompt", "A", "--choice", "yes", "--choice", "no", *common]) == 0
+    assert capsys.readouterr().out.strip() in ("Ayes", "Ano")
+    assert main(["--prompt", "A", "--regex", "a", "--choice", "b", *common]) == 2
+    assert main(["--prompt", "A", "--json-schema", str(tmp_path / "none.json"), *common]) == 2
+    assert main(["--prompt", "A", "--regex", "(", *common]) == 2
+    assert "unclosed group" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_text('{"prompt": "A", "structured_outputs": {"regex": "[xy]{4}"}}\n')
+    assert main(["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), *common]) == 0
+    result = json.loads((tmp_path / "out.jsonl").read_text())
+    assert re.fullmatch("[xy]{4}", json.dumps(result).partition('"text": "')[2].partition('"')[0])
+
+
+def test_the_trace_shows_masks_and_forced_tokens(llm):
+    lines = []
+    trace = Trace(llm, lines.append)
+    llm.generate("A", params(choice=["yes, indeed", "no, never"], temperature=0), use_tqdm=False)
+    trace.close()
+    shown = r"sampled +A '.*' \(one of \d+ that its grammar allows\), forced '.*'"
+    assert any(re.search(shown, line) for line in lines)

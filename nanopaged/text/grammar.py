@@ -1,0 +1,141 @@
+"""Structured output: a text that fits a JSON schema, a regular expression, one of several choices, or a grammar.
+
+The package `llguidance` compiles a grammar, and a matcher follows one text through it. After each token the matcher
+knows which tokens may come next, as a **mask** with a bit for each token, and which must. These **forced tokens** are
+appended without being sampled, and the next step computes them together, as a chunk. For the choices "yes" and "yet"
+with tokens of one letter:
+
+    sampled     'y'                       the mask allows this token alone
+    forced      'e'                       no other token may follow, so it is not sampled
+    sampled     't'                       the mask allows 's' and 't'
+    forced      end of sequence           the text is complete
+
+The runner applies the mask last, after penalties, filters and logits processors (nanopaged/device/masks.py).
+"""
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine
+from nanopaged.sampling_params import StructuredOutputsParams
+
+MOST_COMPILED = 128  # grammars that are kept for later requests
+MOST_FORCED = 256  # tokens at once
+
+
+class GrammarCompiler:
+    """Compiles the grammars of one tokenizer. Any thread may call it.
+
+    eos_token_ids: tokens that end a complete text
+    vocab_size: of the model; tokens from there on have no logits
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Collection[int], vocab_size: int):
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError("structured outputs need the package llguidance: pip install llguidance") from None
+        eos = sorted(token for token in eos_token_ids if token < vocab_size)
+        if not eos:
+            raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
+        self.llguidance, self.eos_token_ids, self.lock = llguidance, eos, threading.Lock()
+        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
+        self.vocabulary = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size)), eos_token=eos)
+
+    def compile(self, params: StructuredOutputsParams) -> "Grammar":
+        """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
+        kind, source = params.source
+        with self.lock:
+            matcher = self.compiled.get((kind, source))
+            if matcher is None:
+                matcher = self._compile(kind, source)
+            self.compiled[kind, source] = matcher
+            self.compiled.move_to_end((kind, source))
+            while len(self.compiled) > MOST_COMPILED:
+                self.compiled.popitem(last=False)
+            return Grammar(matcher.deep_copy(), self.eos_token_ids)
+
+    def _compile(self, kind: str, source: str) -> Any:
+        matcher = self.llguidance.LLMatcher
+        try:
+            if kind == "json":
+                grammar = matcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
+            else:
+                grammar = self.llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
+            error = matcher.validate_grammar(grammar, self.vocabulary)
+        except (ValueError, TypeError) as problem:
+            error = str(problem)
+        if not error:
+            compiled = matcher(self.vocabulary, grammar)
+            error = compiled.get_error()
+        if error:
+            raise ValueError(f"structured_outputs cannot be used: {' '.join(error.split()):.300}")
+        return compiled
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: list[int], vocab_size: int):
+        self.tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, eos_token_ids[0], None
+        self.tokens = tokenizer.token_bytes()[:vocab_size]
+        self.tokens += [b""] * (max(eos_token_ids) + 1 - len(self.tokens))
+        special = {*tokenizer.special_token_ids(), *eos_token_ids}
+        self.special_token_ids = sorted(token for token in special if token < len(self.tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self.tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+class Grammar:
+    """Follows one text: what may come next, and what must."""
+
+    def __init__(self, matcher: Any, eos_token_ids: list[int]):
+        self.matcher, self.eos_token_ids = matcher, eos_token_ids
+
+    def copy(self) -> "Grammar":
+        return Grammar(self.matcher.deep_copy(), self.eos_token_ids)
+
+    def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
+        """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
+        -1 ends the sequence with an error."""
+        if token < 0 or token in self.eos_token_ids:
+            return [token]
+        if not self.matcher.consume_token(token):
+            seq.stop_reason = f"the grammar failed: {' '.join(self.matcher.get_error().split()) or 'wrong token'}"
+            return [-1]
+        if not may_force:
+            return [token]
+        forced = self.propose([*seq.token_ids, token], MOST_FORCED)
+        self.matcher.consume_tokens(forced)
+        new = [token, *forced]
+        num_generated = len(seq.token_ids) + len(new) - seq.num_prompt_tokens
+        if self.matcher.is_stopped() and num_generated >= min_tokens:
+            new.append(self.eos_token_ids[0])
+        return new
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        """The next tokens of the text token_ids, at most k, as far as the grammar leaves no choice. The text must be
+        the one that the grammar has followed."""
+        return self.matcher.compute_ff_tokens()[:k]
+
+    def num_allowed(self, vocab_size: int) -> int:
+        words = torch.empty(engine.cdiv(vocab_size, 32), dtype=torch.int32)
+        self.fill_mask(words)
+        return sum((word & 0xFFFFFFFF).bit_count() for word in words.tolist())
+
+    def fill_mask(self, words: Tensor) -> None:
+        """Set the bits of the tokens that may come next: token i is bit i % 32 of words [cdiv(vocab_size, 32)] int32
+        i // 32. The other bits are cleared."""
+        words.zero_()
+        if self.matcher.is_stopped():
+            for token in self.eos_token_ids:
+                bit = 1 << token % 32
+                words[token // 32] |= bit if bit < 2**31 else bit - 2**32
+        else:
+            self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * len(words))
