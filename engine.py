@@ -6,14 +6,14 @@ the prompt are called prefill, the later ones decode. This chapter serves many t
 leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains why the cache is a pool of **blocks** with `block_size` token slots, and why a sequence has a
-**block table** (paging; Kwon et al. 2023). Here blocks are only numbers, and this chapter keeps their books: texts of
-1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16, a 31st token takes no block, a 33rd takes one, and nothing is
-ever moved.
+**block table** (paging; Kwon et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts
+of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. The second text's 31st token takes no block, its 33rd takes
+one, and nothing is ever moved.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated, and `num_computed_tokens`, whose K and V are in the
-cache. A whole prompt, a chunk of one, one decoded token, the tail that a prefix-cache hit left over, and the
-recompute after a preemption are all the same case: `num_computed_tokens` catches up with `num_tokens`. When it has,
-the step samples the next token.
+KV cache or will be after the steps scheduled so far. A whole prompt, a chunk of one, one decoded token, the tail that a
+prefix-cache hit left over, and the recompute after a preemption are all the same case: `num_computed_tokens` catches up
+with `num_tokens`. When it has, the step samples the next token.
 
     add(Sequence)                                                          vLLM's names
       Scheduler            waiting and running: who computes how much      Scheduler, SchedulerOutput
@@ -36,7 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block that was freed behind a sliding window (nanopaged/scheduling/window.py)
+NULL = -1  # in a block table: a block that left the sliding window and was freed (nanopaged/scheduling/window.py)
 NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -53,20 +53,26 @@ class Listener(Protocol):
     """The one hook into a sequence, for log probabilities, beam search and other additions. See nanopaged/api/."""
 
     def on_token(self, seq: "Sequence", token: int, logprobs: Any) -> list[int]:
-        """The step has sampled `token`. Returns the tokens to append; none pauses the sequence until others are
-        appended."""
+        """The step has sampled `token`. Returns the tokens to append. An empty list pauses the sequence until tokens
+        are appended from outside."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One text: a prompt and the tokens generated after it.
 
-                 admitted: a batch row and blocks           a stop token, max_len, a stop string, abort, error
-        WAITING ------------------------------> RUNNING ------------------------------------------> FINISHED
-           ^                                     |   ^
-           |  preempted: blocks freed            |   |  admitted: blocks come back from the host
-           +-------------------------------------+   |
-                                                 +-> SWAPPED (preempted: blocks moved to the host)
+        WAITING -> RUNNING     admitted: it gets a batch row and blocks
+        RUNNING -> WAITING     preempted: its blocks are freed
+        RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
+        SWAPPED -> RUNNING     admitted: its blocks come back
+        any     -> FINISHED    a stop token, max_len, a stop string, abort, error
+
+    A prompt of 8 tokens, whose two blocks of 4 are found in the prefix cache (num_hit_tokens, num_cached_tokens: 8):
+
+                              admitted   token 7 scheduled   token 8 known   token 8 scheduled
+        num_computed_tokens   7          8                   8               9
+        num_pending_tokens    0          1                   0               1
+        num_tokens            8          9                   9               10
     """
     token_ids: list[int]  # prompt and generated tokens
     order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
@@ -81,17 +87,17 @@ class Sequence:
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
-    num_computed_tokens: int = 0  # tokens whose K and V are in the cache, or will be when the launched steps are done
-    num_hit_tokens: int = 0  # tokens whose K and V were there on admission: their slots are not written again
-    num_cached_tokens: int | None = None  # prompt tokens that were there on its first admission; None: not admitted yet
+    num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
+    num_hit_tokens: int = 0  # tokens whose K and V were there on admission: it never writes their slots
+    num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
     num_void_tokens: int = 0  # such tokens that the listener has appended meanwhile, so that the samples are dropped
     block_table: list[int] = field(default_factory=list)
-    pool: "BlockManager | None" = None  # the pool of these blocks; None: it has had none yet
+    pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of the block table that the runner has
     num_null_blocks: int = 0  # leading entries that are NULL
-    num_cached_blocks: int = 0  # leading blocks that have been offered to the prefix cache
+    num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
     prefix_key: int | None = ROOT  # of the tokens in those blocks
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
     refusals: "dict[BlockManager, Refusal]" = field(default_factory=dict)  # the last one, while it waits
@@ -155,7 +161,7 @@ class PrefixHit(NamedTuple):
     blocks: list[int]
     num_tokens: int
     prefix_key: int | None  # of these blocks; None: unknown, so they are looked up block by block later
-    missing_key: tuple | None  # the first one that the prefix cache does not have; None: it has all
+    missing_key: tuple | None  # the first block key that the prefix cache lacks; None: it has all
     sibling: Sequence | None  # a running sequence with the same prompt
 
 
@@ -166,7 +172,7 @@ class Refusal(NamedTuple):
 
 
 class BlockManager:
-    """The pool of KV blocks: a reference count for each, a queue of the free ones, and the tokens of the cached ones.
+    """The pool of KV blocks: a reference count for each, a queue of the free ones, and the prefix cache.
 
         block          0    1    2    3    4    5           block_size 4: B found A's first block in the prefix cache
         tokens       abcd efg. .... efxy z... ....
@@ -174,15 +180,14 @@ class BlockManager:
         A's table    [ 0 ,  1 ]                             A: abcdefg      num_computed_tokens 7
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_cached_tokens 4
 
-    A block id is the same index in every layer, for K and for V. After every step each block is free (ref_count 0,
-    once in the queue) or held (ref_count = number of block tables that list it), and a block that others hold is not
-    written.
+    After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
+    that list it). A block that others hold is not written.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
-    Its key is the exact pair (prefix key of the block before it, its tokens), and each new pair gets the next number as
-    its own prefix key. Pairs are compared exactly, so two texts cannot collide. A freed block stays cached until it is
-    reused, and the least recently used block is reused first (LRU). Within a sequence that is its last block, because a
-    block is found only through the blocks before it.
+    The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
+    texts cannot collide. A prefix key is a number: each new pair gets the next one, which stands for all tokens up to
+    the block's end. A freed block stays in the prefix cache until it is reused, in the order in which blocks were freed
+    (LRU). A sequence frees its last block first, because a block cannot be found without those before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
@@ -215,9 +220,9 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the block table to cover num_tokens tokens. A block that is about to be written must not be shared,
-        so a shared one is copied first. Returns False, without changing anything, if the pool has too few free
-        blocks."""
+        """Extend the block table to cover num_tokens tokens; False if the pool has too few free blocks. A block that
+        others hold is copied before it is written. Only the block of the first token to write can be such a block:
+        those before it are not written, and those after it are the sequence's own."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
@@ -237,9 +242,8 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer the sequence's newly filled blocks for sharing, when a step is scheduled. Their K and V are not
-        computed yet. A sequence that shares them attends after they are written, in the same forward pass or a later
-        one."""
+        """Offer the blocks that the scheduled step fills for sharing. Their K and V are not computed yet, but a
+        sequence that shares them attends after they are written, in the same forward pass or a later one."""
         if not self.enable_prefix_caching:
             return
         # A token that is not known on the host yet cannot be part of a key. Its block is offered one step later.
@@ -248,9 +252,10 @@ class BlockManager:
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                if block == NULL:  # blocks behind a freed one can only be found through it
+                if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                self._evict(block)  # its older key may be behind a block that has left the window, out of reach
+                # A block has at most one key. An older one leads nowhere: a block before this one was evicted.
+                self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
@@ -263,7 +268,7 @@ class BlockManager:
             self._evict(block)
 
     def free(self, seq: Sequence) -> None:
-        """Free the blocks from last to first. The last one is then reused first; the head is shared more often."""
+        """Free the blocks from last to first: the last is then reused first. The beginning is shared more often."""
         for block in reversed(seq.block_table):
             self._decref(block)
         seq.block_table, seq.prefix_key = [], ROOT
@@ -276,7 +281,7 @@ class BlockManager:
         return Status.WAITING
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child go on where the parent is, with the same blocks. The first one that writes copies."""
+        """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
         for block in parent.block_table:
             self._incref(block)
         child.block_table, child.pool = list(parent.block_table), self
@@ -287,9 +292,8 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds the others
-        when a step computes their tokens. Returns False, without changing anything, if the pool has too few free blocks
-        for all its tokens."""
+        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
+        step computes their tokens. False, and no block is taken, if too few are free for all its tokens."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -329,7 +333,7 @@ class BlockManager:
         self.num_saved_blocks += len(hit.blocks)
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
-        """The longer one of what the prefix cache has and what a sibling has."""
+        """The longest beginning that the prefix cache or a sibling has."""
         blocks, prefix_key, missing_key = self._find_in_cache(seq)
         sibling = self._find_sibling(seq)
         num_tokens = self._num_shareable(seq)
@@ -361,16 +365,16 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. All of them for a new sequence, though the last block may not be
-        full. After a preemption the sequence also has generated tokens. It would write behind the prompt, so it would
-        first copy the half-full block, and copies run before the forward pass that may only now fill that block. Then
-        it shares whole blocks only."""
+        """Prompt tokens that a sibling can give. A new sequence shares all of them, also those in a partly full last
+        block. It writes into that block in the next step, and the copy is made then, when the block is filled. A
+        sequence that returns after a preemption shares full blocks only. It has generated tokens to write in this step,
+        so the copy would be made now. If the sibling computes its prompt in this step, the block is still empty."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
     def is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether nothing has changed since admission was last refused: fewer blocks are free than were needed, and no
-        more than then can be shared. The prompt need not be looked up again."""
+        """Whether admission would be refused again, without looking the prompt up: still too few blocks are free, and
+        the shareable prefix has not grown."""
         if self not in seq.refusals:
             return False
         num_needed, hit = seq.refusals[self]
@@ -387,8 +391,8 @@ class BlockManager:
         return block
 
     def _evict(self, block: int) -> None:
-        """Take a block out of the prefix cache. Blocks that continue it are not found either, because they are found
-        through it: the number of its prefix key is not given out again."""
+        """Take a block out of the prefix cache. Blocks after it are not found any more either: their keys contain its
+        prefix key, and that number is not given out again."""
         key = self.key_of_block.pop(block, None)
         if key is not None:
             del self.prefix_cache[key]
@@ -430,8 +434,8 @@ class Scheduler:
 
     **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
     the front of the order. When the pool runs dry, blocks are taken back from its end (preemption). Equal priorities
-    are first come, first served: a decoding text never waits for a newer prompt, but an older long prompt takes the
-    whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts.
+    are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long prompt takes
+    the whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
     and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
@@ -454,7 +458,8 @@ class Scheduler:
         insort(self.waiting, seq, key=by_order)
 
     def schedule(self) -> SchedulerOutput:
-        """Give out the token budget from the front of the order."""
+        """Walk `waiting` and `running` as one list, merged by order, and give out the token budget. A waiting sequence
+        is admitted when its turn comes. If it does not fit, this step admits no other, so that none overtakes it."""
         step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
@@ -468,7 +473,7 @@ class Scheduler:
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
-                    break
+                    break  # all later ones are preempted already: it was the last itself, and the step is complete
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -477,8 +482,7 @@ class Scheduler:
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence if a batch row and enough blocks are free, preempting later sequences if
-        necessary."""
+        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
         if seq in step.preempted:  # not in this step: the token it sampled last may not be known on the host yet
             return False
@@ -496,8 +500,7 @@ class Scheduler:
         insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
-        """Blocks for the sequence's next tokens, taken from the end of the order if need be; False if it is last
-        itself."""
+        """Allocate blocks for its next tokens, preempting later sequences. False if it was itself the last."""
         while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
             if self._preempt(step) is seq:
                 return False
@@ -505,7 +508,7 @@ class Scheduler:
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
         """Take the blocks of the last running sequence. Its tokens are kept."""
-        seq = self.running[-1]  # at or behind `turn`: none that this step already computes
+        seq = self.running[-1]  # never one that already got tokens in this step: those are before `turn`
         seq.status = self.block_manager.preempt(seq)
         self._remove(seq)
         self.add(seq)
@@ -522,8 +525,8 @@ class Scheduler:
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
-        """Take the tokens that a launched step sampled. Here a sequence ends by a stop token, by max_len, or by an
-        output that is no number. The caller ends others by `finish`: stop strings, aborts, errors of its own."""
+        """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
+        sequence here. For a stop string, an abort or another error the caller calls `finish`."""
         for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
@@ -569,16 +572,13 @@ class Scheduler:
             self.add(seq)
 
     def undo(self, step: SchedulerOutput) -> None:
-        """Forget what a step has promised.
-
-            the step failed                          its sequences start over; steps launched before it are read first
-            it has nothing to compute                planned moves to the host are dropped: those sequences start over
-            .. and no launched step is left          paused sequences, which are beams, give up their blocks too
-        """
-        self.block_manager.uncache(step.cached)  # these blocks were not written
+        """Take back a step that was planned and not computed. The blocks that it offered hold nothing and leave the
+        prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
+        start over. So do those that it preempted, because their planned moves to the host never happen."""
+        self.block_manager.uncache(step.cached)
         for seq in step.sampled:
             seq.settle()
-        for seq in step.preempted[::-1] + step.seqs[::-1]:  # a planned move to the host does not happen: recompute
+        for seq in step.preempted[::-1] + step.seqs[::-1]:  # reversed: later ones' blocks are reused first
             self.release(seq)
             self.add(seq)
 
@@ -717,8 +717,8 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """No sequence can compute. Moves that this step planned are dropped. If no launched step is left, only paused
-        sequences are running, and they give up their blocks."""
+        """The step computes nothing. It is undone, because it may have planned moves to the host. If no launched step
+        is left, all running sequences are paused (beams), and they give up their blocks."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):
@@ -727,10 +727,10 @@ class Engine:
     # ---- when a step fails
 
     def _recover(self, step: SchedulerOutput, error: BaseException) -> None:
-        """Forget the step. Raise the error, unless the next step may succeed."""
+        """Undo the step. Raise the error, unless the next step may succeed."""
         self.runner.forget_rows(step.seqs)
         self.scheduler.undo(step)
-        while self.launched:  # their tokens must be known before their sequences start over
+        while self.launched:  # earlier steps' tokens are valid: append them before their sequences are scheduled again
             self.update()
         if not self.may_retry(error):
             raise error

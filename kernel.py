@@ -5,8 +5,8 @@ vector of head_dim numbers. A **group** of one or more query heads shares a kv h
 query is the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token
 never change, and every later token reads them again. A **KV cache** therefore keeps them.
 
-**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence owns any blocks, in any order; its
-**block table** lists them:
+**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence holds any of them, in any order;
+its **block table** lists them:
 
     block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
 
@@ -49,16 +49,16 @@ first axis. A program is several warps of 32 threads, but its text deals with wh
 tensor of addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which
 elements exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for
 each combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline
-with num_stages stages: it loads the next num_stages - 1 tiles while it computes. What vLLM's CUDA kernel spells out, a
-block per warp, a token per thread group, vectors of 16 bytes per thread, the compiler decides. On a CPU, Triton's
+with num_stages stages: it loads the next num_stages - 1 tiles while it computes. The compiler divides this work among
+the threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a thread loads 16 bytes). On a CPU, Triton's
 interpreter runs a kernel line by line, also under a debugger: `python engine.py --attention triton --enforce-eager`.
 
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 
     registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   227 KiB per multiprocessor    tiles of K and V on their way: 32 KiB for each pipeline stage
+    shared memory   227 KiB per multiprocessor    K and V of 64 tokens x 128 numbers: 32 KiB for each pipeline stage
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
-    HBM             141 GB, 4.3 TB/s              the pool, q, out, the partial sums of splits (and the model's weights)
+    HBM             141 GB, 4.3 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
 """
 import math
 from collections import namedtuple
@@ -76,7 +76,7 @@ from nanopaged.tiles import cdiv as cdiv
 from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_tile
 
 # Kernels may read a global only if it is a constexpr.
-FP8_MAX = tl.constexpr(448)  # the largest e4m3 number
+FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
 MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
 MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (H200)
 
@@ -89,25 +89,26 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
              v_scale: float = 1.0) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: do not write (padding, or a token whose shared block already holds its K and V). The caches' slots must be
-    evenly spaced. An fp8 cache gets K / k_scale and V / v_scale, clamped to what e4m3 has; others need scales of 1.
+    Slot -1: do not write (padding, or K and V that a shared block has already). A cache must be viewable as one row of
+    slots. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need scales of 1.
     """
     if not len(slot_mapping):
         return
     slots = slot_mapping.long()
-    # A row with slot -1 repeats the write of another row. Dropping such rows would make the host wait for a GPU.
-    skips = slots.device.type != "cpu" or bool(slots.min() < 0)
-    if skips:
-        largest, last = slots.max(0)
-        token = torch.where(slots < 0, last, torch.arange(len(slots), device=slots.device))
-        k, v, slots = k[token], v[token], slots[token].clamp(min=0)
+    may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
+    if may_skip:
+        # index_copy_ writes every row. Dropping rows with slot -1 would need their number, and the host would wait for
+        # a GPU. Such a row instead repeats the write of a row that has a slot: the same values to the same slot.
+        largest_slot, valid_row = slots.max(0)
+        source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
+        k, v, slots = k[source], v[source], slots[source].clamp(min=0)
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.element_size() == 1:
             largest_fp8 = torch.finfo(cache.dtype).max
             new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
         flat, new = as_bytes(cache).view(-1, *cache.shape[2:]), as_bytes(new.to(cache.dtype))
-        if skips:
-            new = torch.where(largest >= 0, new, flat[:1])  # if all rows are skipped, slot 0 gets what it has
+        if may_skip:  # if no row has a slot, every row writes to slot 0 what slot 0 holds
+            new = torch.where(largest_slot >= 0, new, flat[:1])
         flat.index_copy_(0, slots, new)
 
 
@@ -154,41 +155,55 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                               query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
-                              out: Tensor | None = None, plan: dict | None = None, k_scale: float = 1.0,
+                              out: Tensor | None = None, rectangles: dict | None = None, k_scale: float = 1.0,
                               v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention` (below) in plain torch, for the CPU; some of its arguments are ignored. Sequences with the same
-    number of new tokens form one rectangular problem, so a decode step is one gather and one attention call. All layers
-    of a step share the dict `plan`: the first layer puts the problems there."""
+    """Causal attention of every sequence's new tokens over its whole context in the paged cache; here for a CPU.
+
+    q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1, others any (even, if fp8)
+    block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
+    seq_lens         [num_seqs] int32, tokens in the cache, this step's included
+    query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
+    scale            factor of the scores, usually head_dim ** -0.5
+    k_scale, v_scale factors of the K and V in the cache (fp8)
+    sliding_window   how many tokens a token sees, itself included; 0: no limit
+    rectangles       a dict that all layers of a step share: the first layer puts its `_rectangles` there
+    Returns out, like q; nothing is written for padding. Other arguments of `paged_attention` (below) are ignored.
+    """
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
-    plan = {} if plan is None else plan
-    if sliding_window not in plan:
-        plan[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
-                                                sliding_window, q.dtype))
-    for rows, slots, mask in plan[sliding_window]:
+    rectangles = {} if rectangles is None else rectangles
+    if sliding_window not in rectangles:
+        rectangles[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
+                                                      sliding_window, q.dtype))
+    for rows, slots, mask in rectangles[sliding_window]:
         out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale * k_scale)
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
 def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
                 sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each query length Q, the problem of the S sequences with Q new tokens and at most K tokens in the cache:
-    their rows of q [S, Q], the slots to read [S, K], and the mask [S, 1, group * Q, K] to add to the scores.
+    """The n sequences with the same query_len form one rectangular problem, so a decode step is one gather and one
+    attention call. Yields its rows of q [n, query_len], the slots to read [n, num_keys], where num_keys is the longest
+    seq_len, and the mask to add to the scores [n, 1, group * query_len, num_keys]. Two sequences decode, block_size 4:
 
-    Example: two sequences decode (Q = 1, S = 2) with 7 and 5 tokens in the cache (K = 7). The second sees the keys
-    x x x x x . . and reads the slot of key 4 again in place of the masked keys 5 and 6."""
+        block table 3 1, 7 tokens    slots  12 13 14 15  4  5  6
+        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0     the last two are masked
+    """
     query_lens = query_start_loc.diff()
-    for Q in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
-        members = (query_lens == Q).nonzero()[:, 0]  # [S]
-        rows = query_start_loc[members, None] + torch.arange(Q, device=members.device)
-        lens = seq_lens[members, None].long()  # [S, 1]
-        key_position = torch.arange(int(lens.max()), device=members.device)  # [K]
-        query_position = (lens - Q + torch.arange(Q, device=members.device))[:, :, None]  # [S, Q, 1]
+    for query_len in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
+        members = (query_lens == query_len).nonzero()[:, 0]  # [n]
+        query = torch.arange(query_len, device=members.device)
+        rows = query_start_loc[members, None] + query
+        lens = seq_lens[members, None].long()  # [n, 1]
+        key_position = torch.arange(int(lens.max()), device=members.device)  # [num_keys]
+        query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
         window = sliding_window or len(key_position)
-        visible = (key_position <= query_position) & (key_position > query_position - window)  # [S, Q, K]
-        # Masked keys, too, are read from slots of the sequence: others may hold NaN, and 0 * NaN = NaN.
-        oldest = (lens - Q - window + 1).clamp(min=0)
-        position = key_position.clamp(oldest, lens - 1)  # [S, K]
+        visible = (key_position <= query_position) & (key_position > query_position - window)
+        # A key that no query sees reads the slot of a visible one. A free slot may hold NaN, which a weight of 0 would
+        # not remove, and with a window the table has no usable blocks before the oldest visible key.
+        oldest = (lens - query_len - window + 1).clamp(min=0)
+        position = key_position.clamp(oldest, lens - 1)  # [n, num_keys]
         block = block_tables[members].gather(1, position // block_size).long()
         slots = block * block_size + position % block_size
         mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
@@ -196,18 +211,18 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
 
 
 def _attend_rectangle(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention for S sequences with Q new tokens each: q and the result are [S, Q, num_heads, head_dim]."""
-    (S, Q, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    k = _read_slots(k_cache, slots, q.dtype)  # [S, num_kv_heads, K, head_dim]
+    """Attention for n sequences: q and the result are [n, query_len, num_heads, head_dim]."""
+    (n, query_len, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    k = _read_slots(k_cache, slots, q.dtype)  # [n, num_kv_heads, num_keys, head_dim]
     v = _read_slots(v_cache, slots, q.dtype)
     # The query heads of a kv head become further query rows of that head, so K and V are not repeated.
-    q = q.view(S, Q, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(S, num_kv_heads, -1, head_dim)
+    q = q.view(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return o.view(S, num_kv_heads, -1, Q, head_dim).permute(0, 3, 1, 2, 4).reshape(S, Q, num_heads, head_dim)
+    return o.view(n, num_kv_heads, -1, query_len, head_dim).permute(0, 3, 1, 2, 4).reshape(n, -1, num_heads, head_dim)
 
 
 def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The slots [S, K] of a cache as [S, num_kv_heads, K, head_dim]."""
+    """The slots [n, num_keys] of a cache as [n, num_kv_heads, num_keys, head_dim]."""
     flat = as_bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view if blocks are contiguous
     picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
     return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
@@ -223,7 +238,7 @@ def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_nor
     """`rotate_and_store_reference` in one launch."""
     (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
-    optional = (qkv if x is None else x for x in (rotation, q_norm, k_norm))  # a kernel gets a tensor in any case
+    optional = (qkv if x is None else x for x in (rotation, q_norm, k_norm))  # the launch needs a tensor, read or not
     rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, *optional, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], ROTATE=rotation is not None, NORM=q_norm is not None,
@@ -294,8 +309,8 @@ def _store(at, x, factor, mask):
 
 @jit
 def _wait_for_previous_kernel(PDL: tl.constexpr):
-    """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. Here
-    they wait for its results, and then let the next kernel start."""
+    """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. They
+    wait here for that kernel's results; then they allow the kernel after this one to start early."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -314,7 +329,7 @@ Sizes = namedtuple("Sizes", [
     "PRECISION"])  # of float32 products; "ieee" is exact
 Queries = namedtuple("Queries", [
     "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
-    "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first row of q
+    "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
     "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
 Keys = namedtuple("Keys", [
     "table", "k", "v",  # the sequence's block table; the caches, at this kv head
@@ -333,9 +348,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
-    """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
-    pair, and the tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A
-    sequence's query length picks its launch, so the result has the same bits in any batch:
+    """A program takes one kv head and a tile of one sequence's queries. A row of this tile, called `row` below, is a
+    (token, query head) pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of
+    them. A sequence's query length alone picks its launch, so the result has the same bits in any batch:
 
                  new tokens   rows of a tile                    grid
         DECODE   1            GROUP                             (sequence and kv head, programs that share its splits)
@@ -404,9 +419,9 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    A load of K or V waits for its block id, and the compiler overlaps computation with single loads only. The loops
-    therefore load block ids one tile ahead. No program reads the table behind the sequence's last block, where it may
-    hold anything."""
+    The compiler can prefetch a load, but not a load whose address comes from another load, as that of K comes from the
+    block id. The loops therefore load block ids one tile ahead. No program reads the table after the sequence's last
+    block, where it may hold anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -500,8 +515,8 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
 
 @jit
 def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
-    """A tile of K or V. MASKED reads 0 for slots behind the last token, which hold garbage, and for blocks before a
-    window, which belong to other sequences: a weight of 0 would not remove a NaN."""
+    """A tile of K or V. MASKED reads 0 for slots after the last token, which hold garbage, and for blocks that left the
+    window, which may have other holders by now: a weight of 0 would not remove a NaN."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
     elif sizes.HEAD_DIM < sizes.DIM_PADDED:
@@ -545,8 +560,12 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
         NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1)
 
-    All tiles of all its splits are one loop, because the compiler pipelines the loads of neither a nested loop nor a
-    loop with a branch. Every tile therefore merges or stores, under a mask that is true for a split's last tile only.
+        in plain loops:             for split in the program's splits:
+                                        for tile in split: sums = _decode_tile(sums, tile)
+                                        merge the sums into `total`, or store them
+
+    Triton pipelines the loads of neither a nested loop nor a loop with a branch. This is therefore one loop over all
+    tiles. Its last part runs for every tile, but takes effect only if `ends`, on the last tile of a split.
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)
@@ -638,9 +657,8 @@ def _where(condition, yes, no):
 
 @jit
 def _merge(total, split):
-    """The running sums of the splits so far and of this one, as one. Decode with NO_SPLIT and merge_splits_kernel both
-    merge with this function, in the same order. The bits of their results are the same if the compiler fuses
-    multiplications and additions alike in both."""
+    """The sums of the splits so far and of this one, as one. NO_SPLIT and merge_splits_kernel call this in the same
+    order. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
     new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
@@ -685,19 +703,11 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
                     query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """Causal attention of every sequence's new tokens over its whole context in the paged cache.
+    """`paged_attention_reference` in Triton. It ignores `rectangles`, and takes three arguments more:
 
-    q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; the last stride is 1, others any (even, if fp8)
-    block_tables     [num_seqs, max_blocks] int32; entries behind a sequence's last block may be anything
-    seq_lens         [num_seqs] int32, tokens in the cache, this step's included
-    query_start_loc  [num_seqs + 1] int32, cumulative query lengths
-    scale, k_scale, v_scale      factors of the scores, usually head_dim ** -0.5; of the cache's K; of the cache's V
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
-    sliding_window   0, or how many tokens a token sees, itself included
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
-    Returns out, like q. Sequences with no new token are padding and nothing is written for them.
     """
     out = torch.empty_like(q) if out is None else out
     head_dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]

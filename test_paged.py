@@ -514,6 +514,28 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
     assert step.num_tokens == [1] and seq.num_cached_tokens == 8
 
 
+def test_the_counters_of_the_sequences_text():
+    model = fake()
+    model.run(sequence(range(8), max_new=1))
+    seq, manager, drawn = sequence(range(8)), model.scheduler.block_manager, []
+
+    def note():
+        assert (seq.num_hit_tokens, seq.num_cached_tokens) == (8, 8)
+        drawn.append([str(n) for n in (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_tokens)])
+
+    assert manager.admit(seq)
+    note()
+    model.scheduler._run(seq)
+    for _ in range(2):
+        step = model.scheduler.schedule()
+        note()
+        model.scheduler.update(step, Sampled([20]))
+        note()
+    rows = as_rows(Sequence.__doc__, "num_computed_tokens   ")[:3]
+    assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
+    assert [list(column) for column in zip(*(row[1:] for row in rows))] == drawn[:4]
+
+
 def test_an_identity_is_the_exact_prefix_not_the_blocks_own_tokens():
     model = fake()
     model.run(sequence([1, 2, 3, 4, 5, 6, 7, 8], max_new=1))
@@ -971,7 +993,10 @@ def test_the_flat_batch_of_the_models_text():
     assert batch.input_ids[2:].tolist() == third
     for name in ("positions", "query_start_loc", "seq_lens"):
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
-    assert batch.sampled.tolist() == [0, 1, 2] and batch.logits_indices.tolist() == [0, 1, 5]
+    drawn = {name: cells for name, *cells in as_rows(llm.runner._compute.__doc__, "sequence ")}
+    assert drawn["sequence"] == ["A", "C", "B"] and drawn["flat rows"] == ["0", "1", "2..5"]
+    assert batch.sampling_indices.tolist() == list(map(int, drawn["sampling_indices"][:3]))
+    assert batch.logits_indices.tolist() == list(map(int, drawn["last_rows"][:3]))
 
 
 def test_the_rows_of_the_last_layer():
@@ -991,7 +1016,8 @@ def test_the_rows_of_the_last_layer():
     names = [name[0] for name in rows["token"]]
     assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
     needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
-    assert rows["attention, MLP"][8] == "logits_indices {} {}, sampled {} {}".format(*needed, *batches[1].sampled)
+    drawing = "logits_indices {} {} (rows), sampling_indices {} {} (A, B)"
+    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].sampling_indices)
     assert batches[1].logits_indices.tolist() == needed
     assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
 

@@ -30,7 +30,7 @@ TILE_M = 64  # elsewhere
 WIDE_TILE_M = 32  # for heads of more than WIDE_ROW bytes
 WIDE_ROW = 256  # bytes of one head of one token: head_dim 128 in 16 bits
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or later
-MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode` in kernel.py
+MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_tile` in kernel.py
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 

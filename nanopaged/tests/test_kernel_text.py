@@ -59,6 +59,15 @@ def test_a_chunk_sees_the_keys_up_to_its_own():
         assert row == ["." if masked else "x" for masked in mask[0, 0, i].isinf().tolist()]
 
 
+def test_slots_of_two_contexts_of_different_lengths():
+    drawing = re.findall(r"block table (\d) (\d), (\d) tokens    slots +([ \d]+)", text_of(kernel._rectangles))
+    tables, lens = [[int(word) for word in row[:2]] for row in drawing], [int(row[2]) for row in drawing]
+    starts = torch.arange(3)  # one new token each
+    [(_, slots, mask)] = kernel._rectangles(torch.tensor(tables), torch.tensor(lens), starts, 4, 1, 0, torch.float32)
+    assert slots.tolist() == [[int(word) for word in row[3].split()] for row in drawing]
+    assert mask[:, 0, 0].isinf().nonzero().tolist() == [[1, 5], [1, 6]]  # the last two
+
+
 def test_a_tile_of_prefill():
     """The tiles before the diagonal have no masked key, and the first one behind it has one."""
     text, tile_n, first_position = text_of(kernel._prefill), 4, 6
