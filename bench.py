@@ -575,6 +575,61 @@ def counted(function: Callable[[Any], Any], calls: list[int]) -> Callable[[Any],
     return call
 
 
+class RandomVocabulary:
+    """Stands for a tokenizer of Qwen3's size: the bytes, and random words with and without a space before them."""
+    eos_token_id = 256
+
+    def __init__(self, size: int):
+        rng, letters = random.Random(0), "etaoinshrdlcumwfgypbvkETAOINSHRDL0123456789.,"
+        words = {(" " * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))).encode()
+                 for _ in range(size)}
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *sorted(words)]
+
+    def token_bytes(self) -> list[bytes]:
+        return self.tokens
+
+    def special_token_ids(self) -> set[int]:
+        return {self.eos_token_id}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        return b"".join(self.tokens[token] for token in ids if token < len(self.tokens)).decode(errors="replace")
+
+
+def structured(limits: Limits, quick: bool) -> None:
+    """64 texts of 256 tokens: plain ones, all with a JSON schema, and 8 with one. Then what a new schema costs."""
+    if find_spec("llguidance") is None:
+        raise CardTooSmall("the package llguidance is missing")
+    llm = random_llm("0.6B", max_model_len=4096)
+    llm.tokenizer, llm.eos_token_ids = RandomVocabulary(150_000), frozenset({256})
+    prompts = random_prompts(random.Random(0), [128] * 64)
+
+    def settings(number: int, max_tokens: int = 256, top: int = 10**6) -> SamplingParams:
+        properties = {"name": {"type": "string"}, "age": {"type": "integer", "maximum": top},
+                      "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}}}
+        person = {"type": "object", "properties": properties, "required": list(properties),
+                  "additionalProperties": False}
+        schema = dict(json={"type": "array", "items": person, "minItems": 1000}) if number else None
+        return SamplingParams(temperature=1, ignore_eos=True, max_tokens=max_tokens, detokenize=False,
+                              structured_outputs=schema)
+
+    rates = {}
+    for count in (0, 64, 8):
+        params = [settings(i < count) for i in range(64)]
+        llm.generate(prompts, params)
+        rates[count] = rate(lambda: llm.generate(prompts, params), 64 * 256)
+    row("0.6B, 64 x (128 in, 256 out)", rates[0], "tokens/s")
+    for count in (64, 8):
+        row(f"0.6B, {count} of them with a JSON schema", rates[count], "tokens/s",
+            note=f"{rates[count] / rates[0]:.2f} of the plain ones")
+    first = [[1000 / rate(lambda: llm.generate(prompts[:1], settings(number, 1, top)), 1) for top in range(1, 12)]
+             for number in (0, 1)]
+    row("time to first token with a new schema", statistics.median(first[1]), "ms",
+        note=f"without one {statistics.median(first[0]):.1f}")
+
+
 def latency(limits: Limits, quick: bool) -> None:
     """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
     between the sequences' tokens, and the prompts' time to first token."""
@@ -685,7 +740,7 @@ def _version(package: str) -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching]
 ON_CUDA: list[Callable[..., None]] = [
-    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, data_parallel]
+    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, data_parallel]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
 
 

@@ -54,7 +54,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
-  --json-schema FILE, --regex R, --choice TEXT   the text fits this; several times --choice: one of these
+  --json-schema FILE, --regex R, --choice TEXT   the text must fit; --choice A --choice B: A or B
   --generation-config vllm     leave generation_config.json aside [auto]
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]

@@ -193,6 +193,8 @@ class Trace:
             text = f"token {start} again, for its logits"
         elif num_tokens == 1 and start >= num_prompt_tokens:
             text = f"decode {start}"
+        elif start >= max(num_prompt_tokens, self.num_computed.get(seq.order, 0)):
+            text = f"forced {start}..{end - 1}"  # by a grammar, which leaves no choice about them
         elif end > num_prompt_tokens or start < self.num_computed.get(seq.order, 0):
             text = f"recompute {start}..{end - 1}"
         else:

@@ -543,7 +543,8 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
-    known = {cli._option(name, kind) for name, kind in (cli.SAMPLING | cli.ENGINE | cli.OTHERS).items()}
+    known = {cli._option(name, kind) for name, kind in
+             (cli.SAMPLING | cli.STRUCTURED | cli.ENGINE | cli.OTHERS).items()}
     assert named - {"--version"} == known
     assert named >= {*INTEGER_OPTIONS, *FLOAT_OPTIONS, *LIST_OPTIONS, *OBJECT_OPTIONS, *OUT_OF_RANGE}
 

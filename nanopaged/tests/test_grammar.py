@@ -90,7 +90,7 @@ def random_schema(rng, depth=0):
     if kind == "const":
         return {"const": rng.choice([*WORDS, 7, True, None])}
     if kind == "pattern":
-        return {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^x+y?$", r"^\\d{3}-[A-Z]$"])}
+        return {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^x+y?$", "^[0-9]{3}-[A-Z]$"])}
     if kind == "array":
         return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": 3}
     if kind == "anyOf":
@@ -106,7 +106,7 @@ def random_structure(rng, index):
     if index % 3 == 0:
         return dict(choice=rng.sample(WORDS, rng.randint(1, 5)))
     if index % 3 == 1:
-        parts = ["[a-f]{1,3}", "(yes|no|maybe)", r"\d\d?", "x*", "é?", " ", r"\.", "(ab)+"]
+        parts = ["[a-f]{1,3}", "(yes|no|maybe)", "[0-9]{1,2}", "x*", "é?", " ", r"\.", "(ab)+"]
         return dict(regex="".join(rng.choices(parts, k=rng.randint(1, 5))))
     return dict(json=random_schema(rng))
 
@@ -245,6 +245,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch
     llm = load(str(BUNDLED), device="cpu")
     tokens = llm.tokenizer.token_bytes()
     monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda: tokens[:300])
+    llm.eos_token_ids = frozenset({299})
     settings = [params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)]
     for output in llm.generate(["A"] * 20, settings, use_tqdm=False):
         assert all(token < 300 or token in llm.eos_token_ids for token in output.outputs[0].token_ids)
@@ -305,6 +306,24 @@ def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
     assert main(["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), *common]) == 0
     result = json.loads((tmp_path / "out.jsonl").read_text())
     assert re.fullmatch("[xy]{4}", json.dumps(result).partition('"text": "')[2].partition('"')[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the same requests run on a CPU above")
+def test_replayed_steps_wait_for_the_masks(llguidance):
+    expected = mixed(load(str(BUNDLED), lookahead=0))
+    assert mixed(load(str(BUNDLED), graphs=True)) == expected
+    assert mixed(load(str(BUNDLED), graphs=True, num_blocks=30, block_size=4)) == expected
+
+
+def test_the_readmes_trace(llguidance, capsys):
+    readme = (BUNDLED.parent.parent / "README.md").read_text(encoding="utf-8")
+    text, excerpt = readme.partition("### Structured output")[2].split("```")[:2]
+    regex = " ".join(re.search('`--regex "(.*?)"`', text, re.S)[1].split())
+    assert main(["--prompt", "ROMEO: ", "--regex", regex, "--temperature", "0", "--trace", "--device", "cpu",
+                 "--block-size", "4"]) == 0
+    printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())
+    for line in filter(None, excerpt.splitlines()):
+        assert line in printed, line
 
 
 def test_the_trace_shows_masks_and_forced_tokens(llm):

@@ -7,12 +7,13 @@ import io
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanopaged.weights.checkpoint import read_safetensors
 
 torch.set_num_threads(1)
@@ -515,10 +516,13 @@ def test_methods_for_pooling_models_get_a_sentence(method):
     assert "\n" not in str(error.value) and ". " not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
-def test_constrained_outputs_get_a_sentence(name):
-    with pytest.raises(ValueError, match=f"{name} .* cannot"):
-        SamplingParams(**{name: {"choice": ["Positive", "Negative"]}})
+def test_structured_outputs():
+    sampling_params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+    if find_spec("llguidance"):
+        llm = LLM(model="Qwen/Qwen3-0.6B")
+        assert llm.generate(PROMPTS[0], sampling_params)[0].outputs[0].text in ("Positive", "Negative")
+    with pytest.raises(ValueError, match="guided_decoding .* use structured_outputs"):
+        SamplingParams(guided_decoding={"choice": ["Positive", "Negative"]})
 
 
 def test_the_content_format_of_chat():

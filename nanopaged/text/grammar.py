@@ -58,7 +58,7 @@ class GrammarCompiler:
             self.compiled.move_to_end((kind, source))
             while len(self.compiled) > MOST_COMPILED:
                 self.compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self.eos_token_ids)
+            return Grammar(matcher.deep_copy(), self.eos_token_ids, engine.cdiv(self.vocabulary.vocab_size, 32))
 
     def _compile(self, kind: str, source: str) -> Any:
         matcher = self.llguidance.LLMatcher
@@ -93,13 +93,14 @@ class _Vocabulary:
 
 
 class Grammar:
-    """Follows one text: what may come next, and what must."""
+    """Follows one text: what may come next, and what must. num_words: of a mask of the tokenizer's vocabulary, which
+    may be smaller than the model's."""
 
-    def __init__(self, matcher: Any, eos_token_ids: list[int]):
-        self.matcher, self.eos_token_ids = matcher, eos_token_ids
+    def __init__(self, matcher: Any, eos_token_ids: list[int], num_words: int):
+        self.matcher, self.eos_token_ids, self.num_words = matcher, eos_token_ids, num_words
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.eos_token_ids)
+        return Grammar(self.matcher.deep_copy(), self.eos_token_ids, self.num_words)
 
     def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
         """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
@@ -138,4 +139,4 @@ class Grammar:
                 bit = 1 << token % 32
                 words[token // 32] |= bit if bit < 2**31 else bit - 2**32
         else:
-            self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * len(words))
+            self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * self.num_words)
