@@ -114,7 +114,7 @@ class Trace:
             before = State(dict(self.manager.key_of_block), {seq: list(seq.block_table) for seq in scheduler.running},
                            {seq: len(seq.token_ids) for seq in scheduler.running + self.llm.scheduler.waiting},
                            {seq: list(seq.host_table) for seq in self.llm.scheduler.waiting},
-                           {seq: seq.sampling.grammar.num_allowed(self.llm.config.vocab_size)
+                           {seq: seq.sampling.grammar.num_allowed()
                             for seq in scheduler.running if seq.sampling.grammar})
             self.is_inside = True
             try:

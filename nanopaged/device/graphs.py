@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.fused import fuse
+from nanopaged.device.masks import mask_logits
 from nanopaged.device.runner import Runner, StepTensors, integers, on_its_device
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE, no_garbage_collection
@@ -27,6 +28,7 @@ FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and fo
 PADDED_ANYWAY = 2048
 MIN_FILLED = 7 / 8
 LONG_CONTEXT = 4096  # tokens; see `graph_shape`
+SHORT_CHUNK = 16  # tokens that a grammar forced; see `one_token_rows`
 
 
 class Shape(NamedTuple):
@@ -49,6 +51,7 @@ class GraphRunner(Runner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
+        self.masked: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # their sampling with masks
         super().__init__(*args, **options)
 
     def _make_model(self, tensors: Any) -> None:
@@ -63,6 +66,10 @@ class GraphRunner(Runner):
 
     def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_seqs:
+            split, last_rows = one_token_rows(batch, sampling_indices)
+            if len(split.seqs) <= self.max_num_seqs:
+                batch, sampling_indices = split, last_rows
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
             return super()._compute(batch, sampling_indices, more_rows, needs)
@@ -149,11 +156,61 @@ class GraphRunner(Runner):
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_indices:
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
+        draws_again = needs.filters or needs.edits or needs.processors  # the graph drew from the plain logits
+        if needs.grammars and not draws_again and needs.num_logprobs is None:
+            return partial(self._sample_masked, shape, rows[:num_seqs], sampling_indices, needs.grammars), logits
         if len(sampling_indices) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
             at = self._send([sampling_indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
-        if needs.filters or needs.edits or needs.processors or needs.grammars:  # the graph drew from the plain logits
+        if needs.grammars or draws_again:
             return partial(self._sample, logits, rows, lens, needs), logits
         return lambda: tokens, logits
+
+    def _sample_masked(self, shape: Shape, rows: Tensor, sampling_indices: list[int],
+                       seqs: list[tuple[int, engine.Sequence]]) -> Tensor:
+        """Sample a recorded step's tokens with the masks of grammars, by a graph that is recorded at its first use."""
+        self._send_masks([(sampling_indices[i], seq) for i, seq in seqs], len(rows))
+        if shape not in self.masked:
+            self._record_masked(shape)
+        graph, _, tokens = self.masked[shape]
+        graph.replay()
+        if len(sampling_indices) == len(rows):
+            return tokens[:len(rows)]
+        at = self._send([sampling_indices])[0]
+        tokens, rows = tokens.index_select(0, at), rows.index_select(0, at)
+        self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of its other rows
+        return tokens
+
+    @no_garbage_collection()
+    def _record_masked(self, shape: Shape) -> None:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.cuda.graph(graph, stream=stream):
+            self.masked[shape] = graph, *self._masked_step(shape)
+
+    def _masked_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        *parts, _ = self.graph_input[:sum(shape.layout)].split(shape.layout)
+        sent, logits = StepTensors(*parts), self.graph_logits[:shape.num_seqs]
+        masked = mask_logits(logits, self.masker.masks[:shape.num_seqs])
+        return logits, self._sample(masked, sent.rows, sent.seq_lens, SamplingNeeds())
+
+
+def one_token_rows(batch: engine.StepInput, sampling_indices: list[int]) -> tuple[engine.StepInput, list[int]]:
+    """The same step as a decode step with a row for each token, and the rows that sample.
+
+    A few forced tokens are a chunk, and beside decoding sequences a chunk needs a step with room for prompts, which
+    takes longer. The rows of one sequence have the same block table, and each attends up to its own token. That is
+    right because every layer writes all K and V before it attends:
+
+        a chunk of 3 tokens after 4 cached ones            rows with seq_lens 5, 6, 7
+    """
+    rows = engine.StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping)
+    for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
+        rows.seqs += [seq] * num_tokens
+        rows.num_tokens += [1] * num_tokens
+        rows.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
+        rows.rows += [row] * num_tokens
+    rows.query_start_loc = list(range(len(rows.seqs) + 1))
+    return rows, [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]

@@ -1,24 +1,42 @@
 """The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows."""
-from typing import Any
+import ctypes
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine
 
 
-def mask_logits(logits: Tensor, grammars: list[tuple[int, Any]]) -> Tensor:
-    """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; grammars: (row, Grammar) for
-    each row that has one. The masks are sent as bits: 19 KB a row for 152,000 tokens."""
-    vocab_size, device = logits.shape[1], logits.device
-    words = torch.empty(len(grammars), engine.cdiv(vocab_size, 32), dtype=torch.int32,
-                        pin_memory=device.type == "cuda")
-    for mask, (_, grammar) in zip(words, grammars):
-        grammar.fill_mask(mask)
-    bits = words.to(device, non_blocking=True)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
-    allowed = (bits & 1).bool().flatten(1)[:, :vocab_size]
-    rows = [row for row, _ in grammars]
-    if len(rows) == len(logits):  # every row, and so in order
-        return logits.masked_fill(~allowed, -torch.inf)
-    at = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~allowed, -torch.inf))
+class Masker:
+    """Sends masks to the device as bits: 19 KB a row for 152,000 tokens.
+
+    num_words: of 32 bits, in a mask. The tokenizer may have fewer tokens than the model, or more.
+    max_rows: of logits in a step
+    """
+
+    def __init__(self, num_words: int, max_rows: int, device: torch.device):
+        self.num_bytes = 4 * num_words
+        # Written again only after a step that read it was read itself: sampling waits for the tokens before.
+        self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.masks = torch.empty_like(self.host, device=device)
+
+    def send(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
+        """The masks [num_rows, num_bytes] on the device. seqs: (row, sequence) of those with a grammar; other rows
+        allow all tokens."""
+        start, sequences = self.host.data_ptr(), dict(seqs)
+        for row in range(num_rows):
+            seq, address = sequences.get(row), start + self.num_bytes * row
+            if seq is None or seq.num_void_tokens:  # void: the grammar has forced this token already
+                ctypes.memset(address, 0xFF, self.num_bytes)
+            else:
+                seq.sampling.grammar.fill_mask(address)
+        return self.masks[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
+
+
+def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
+    """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; masks [R, num_bytes] uint8, a
+    bit for each token."""
+    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
+    allowed = F.pad(bits.flatten(1), (0, logits.shape[1] - 8 * masks.shape[1])).bool()
+    return torch.where(allowed, logits, -torch.inf)

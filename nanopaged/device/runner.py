@@ -35,7 +35,6 @@ from torch import Tensor
 from nanopaged import engine, kernel, model
 from nanopaged.device import choices, logprobs, memory, swapping, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
-from nanopaged.device.masks import mask_logits
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
@@ -112,6 +111,7 @@ class Runner:
     def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
         self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
         self.sampler = Sampler(self.fused)
+        self.masker: Any = None  # until a sequence has a grammar
         self.unsampled: Result | None = None  # of a step whose sampling waits for grammars
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
 
@@ -288,13 +288,20 @@ class Runner:
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
-            logits = mask_logits(logits, needs.grammars)
+            from nanopaged.device.masks import mask_logits
+            logits = mask_logits(logits, self._send_masks(needs.grammars, len(logits)))
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
+
+    def _send_masks(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
+        if self.masker is None:
+            from nanopaged.device.masks import Masker
+            self.masker = Masker(seqs[0][1].sampling.grammar.compiler.num_words, self.max_num_seqs, self.device)
+        return self.masker.send(seqs, num_rows)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))

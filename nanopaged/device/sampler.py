@@ -29,7 +29,7 @@ class SamplingNeeds(NamedTuple):
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False  # penalties, biases, bans: nanopaged/device/logits.py
     processors: list[tuple] = []  # see LogitsEditor.__call__
-    grammars: list[tuple] = []  # (index, Grammar) of the sequences that have one: nanopaged/device/masks.py
+    grammars: list[tuple] = []  # (index, sequence) of those that have one: nanopaged/device/masks.py
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
@@ -42,7 +42,7 @@ class SamplingNeeds(NamedTuple):
         wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
         return cls(greedy=all(p.is_greedy for p in params), filters=any(p.has_filter for p in params),
                    edits=editor is not None and editor.edits(seq.row for seq in seqs), processors=processors,
-                   grammars=[(i, seq.sampling.grammar) for i, seq in enumerate(seqs) if seq.sampling.grammar],
+                   grammars=[(i, seq) for i, seq in enumerate(seqs) if seq.sampling.grammar],
                    num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
 
 

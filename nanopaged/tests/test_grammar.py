@@ -12,6 +12,7 @@ from nanopaged import LLM, SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
 from nanopaged.tests.helpers import BUNDLED, check_books, load
+from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text import grammar as grammars
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -308,7 +309,21 @@ def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
     assert re.fullmatch("[xy]{4}", json.dumps(result).partition('"text": "')[2].partition('"')[0])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the same requests run on a CPU above")
+def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
+    for options in ({}, dict(num_blocks=30, block_size=4)):
+        llm = load(str(BUNDLED), device="cpu", max_num_seqs=16, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr("nanopaged.tests.test_graphs.CUDA", False)
+            replayed = record_graphs(llm, patch)
+            assert mixed(llm) == expected
+            settings = [params(json=PERSON, seed=seed) for seed in range(4)] + [SamplingParams(seed=1, ignore_eos=True)]
+            texts = [output.outputs[0].text for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
+        alone = load(str(BUNDLED), device="cpu", lookahead=0)
+        assert texts == [output.outputs[0].text for output in alone.generate(["A"] * 5, settings, use_tqdm=False)]
+        assert replayed and llm.runner.masked
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the test above pretends one")
 def test_replayed_steps_wait_for_the_masks(llguidance):
     expected = mixed(load(str(BUNDLED), lookahead=0))
     assert mixed(load(str(BUNDLED), graphs=True)) == expected

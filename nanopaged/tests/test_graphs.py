@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from nanopaged import SamplingParams
+from nanopaged import SamplingParams, engine
 from nanopaged.device import graphs
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
@@ -42,16 +42,18 @@ def record_graphs(llm, monkeypatch):
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__, runner.graphs = GraphRunner, {}
-        static_step = runner._static_step
+        runner.__class__, runner.graphs, runner.masked = GraphRunner, {}, {}
 
-        def recorded(shape):
-            outputs = static_step(shape)
-            if PretendedGraph.recording:
-                PretendedGraph.recording.steps.append((lambda: static_step(shape), outputs))
-            return outputs
+        def recorded(step):
+            def record(shape):
+                outputs = step(shape)
+                if PretendedGraph.recording:
+                    PretendedGraph.recording.steps.append((lambda: step(shape), outputs))
+                return outputs
+            return record
 
-        monkeypatch.setattr(runner, "_static_step", recorded)
+        for name in ("_static_step", "_masked_step"):
+            monkeypatch.setattr(runner, name, recorded(getattr(runner, name)))
         # Compiling for this CPU takes seconds; test_fused.py traces what torch compiles.
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
@@ -121,3 +123,14 @@ def test_which_steps_are_replayed(monkeypatch):
     few, many = [1] * 15 + [20], [1] * 70 + [20]
     assert shape(few, [5000] * 16)[:2] == (64, 16) and shape(many, [4096] * 71)[:2] == (256, 128)
     assert shape(many, [5000] * 71) is None
+
+
+def test_a_short_chunk_as_rows_of_one_token_each():
+    seqs = [engine.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
+    batch = engine.StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
+                             [10, 4, 7], [2, 0, 1])
+    rows, last_rows = graphs.one_token_rows(batch, [0, 2])
+    assert rows.seqs == [seqs[0], seqs[1], seqs[2], seqs[2], seqs[2]] and rows.num_tokens == [1] * 5
+    assert rows.lists == [batch.input_ids, batch.positions, batch.slot_mapping, [0, 1, 2, 3, 4, 5], [10, 4, 5, 6, 7],
+                          [2, 0, 1, 1, 1]]
+    assert last_rows == [0, 4]

@@ -12,13 +12,13 @@ with tokens of one letter:
 
 The runner applies the mask last, after penalties, filters and logits processors (nanopaged/device/masks.py).
 """
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.sampling_params import StructuredOutputsParams
@@ -47,6 +47,8 @@ class GrammarCompiler:
         self.vocabulary = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size)), eos_token=eos)
 
+        self.num_words = engine.cdiv(self.vocabulary.vocab_size, 32)  # of a mask
+
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
         kind, source = params.source
@@ -58,7 +60,7 @@ class GrammarCompiler:
             self.compiled.move_to_end((kind, source))
             while len(self.compiled) > MOST_COMPILED:
                 self.compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self.eos_token_ids, engine.cdiv(self.vocabulary.vocab_size, 32))
+            return Grammar(matcher.deep_copy(), self)
 
     def _compile(self, kind: str, source: str) -> Any:
         matcher = self.llguidance.LLMatcher
@@ -93,14 +95,13 @@ class _Vocabulary:
 
 
 class Grammar:
-    """Follows one text: what may come next, and what must. num_words: of a mask of the tokenizer's vocabulary, which
-    may be smaller than the model's."""
+    """Follows one text: what may come next, and what must."""
 
-    def __init__(self, matcher: Any, eos_token_ids: list[int], num_words: int):
-        self.matcher, self.eos_token_ids, self.num_words = matcher, eos_token_ids, num_words
+    def __init__(self, matcher: Any, compiler: GrammarCompiler):
+        self.matcher, self.compiler, self.eos_token_ids = matcher, compiler, compiler.eos_token_ids
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.eos_token_ids, self.num_words)
+        return Grammar(self.matcher.deep_copy(), self.compiler)
 
     def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
         """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
@@ -112,31 +113,32 @@ class Grammar:
             return [-1]
         if not may_force:
             return [token]
-        forced = self.propose([*seq.token_ids, token], MOST_FORCED)
-        self.matcher.consume_tokens(forced)
-        new = [token, *forced]
-        num_generated = len(seq.token_ids) + len(new) - seq.num_prompt_tokens
-        if self.matcher.is_stopped() and num_generated >= min_tokens:
+        new = [token]
+        if forced := self.propose(seq.token_ids, MOST_FORCED):
+            self.matcher.consume_tokens(forced)
+            new += forced
+        if self.matcher.is_stopped() and len(seq.token_ids) + len(new) - seq.num_prompt_tokens >= min_tokens:
             new.append(self.eos_token_ids[0])
         return new
 
     def propose(self, token_ids: list[int], k: int) -> list[int]:
-        """The next tokens of the text token_ids, at most k, as far as the grammar leaves no choice. The text must be
-        the one that the grammar has followed."""
+        """The next tokens, at most k, as far as the grammar leaves no choice. (Other proposals would read token_ids;
+        the matcher has followed them.)"""
         return self.matcher.compute_ff_tokens()[:k]
 
-    def num_allowed(self, vocab_size: int) -> int:
-        words = torch.empty(engine.cdiv(vocab_size, 32), dtype=torch.int32)
-        self.fill_mask(words)
+    def num_allowed(self) -> int:
+        words = torch.empty(self.compiler.num_words, dtype=torch.int32)
+        self.fill_mask(words.data_ptr())
         return sum((word & 0xFFFFFFFF).bit_count() for word in words.tolist())
 
-    def fill_mask(self, words: Tensor) -> None:
-        """Set the bits of the tokens that may come next: token i is bit i % 32 of words [cdiv(vocab_size, 32)] int32
-        i // 32. The other bits are cleared."""
-        words.zero_()
-        if self.matcher.is_stopped():
-            for token in self.eos_token_ids:
-                bit = 1 << token % 32
-                words[token // 32] |= bit if bit < 2**31 else bit - 2**32
-        else:
-            self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * self.num_words)
+    def fill_mask(self, address: int) -> None:
+        """Write the tokens that may come next to compiler.num_words int32 on the host: token i is bit i % 32 of word
+        i // 32."""
+        size = 4 * self.compiler.num_words
+        if not self.matcher.is_stopped():
+            self.matcher.unsafe_compute_mask_ptr(address, size)
+            return
+        mask = (ctypes.c_uint8 * size).from_address(address)
+        ctypes.memset(address, 0, size)
+        for token in self.eos_token_ids:  # the text is complete
+            mask[token // 8] |= 1 << token % 8
