@@ -328,18 +328,8 @@ class LLM:
         use_tqdm: draw a progress bar on stderr, if that is a terminal
         """
         _refuse_lora(lora_request)
-        prompts, priority = as_list(prompts), as_python(priority)
-        settings: Any = sampling_params
-        if not isinstance(settings, (list, tuple)):
-            settings = [settings] * len(prompts)
-        if len(settings) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling_params; give one, or one for "
-                             "each")
-        if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
-            raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one "
-                             "for each")
-        priority = priority or [0] * len(prompts)
-        requests = [self._read_request(*given) for given in zip(prompts, settings, priority)]
+        prompts = as_list(prompts)
+        requests = [self._read_request(*given) for given in _one_for_each(prompts, sampling_params, priority)]
         pending: list[Request] = []
         bar = ProgressBar(len(prompts), use_tqdm)
 
@@ -512,6 +502,19 @@ def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: 
     if window or num_host_blocks:
         return Swapping(num_blocks, runner.block_size, enable_prefix_caching, window, num_host_blocks)
     return engine.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)
+
+
+def _one_for_each(prompts: list, settings: Any, priority: Any) -> Iterator[tuple]:
+    """(prompt, sampling parameters, priority) for each prompt."""
+    priority = as_python(priority)
+    if not isinstance(settings, (list, tuple)):
+        settings = [settings] * len(prompts)
+    if len(settings) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling_params; give one, or one for each")
+    if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
+        raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for "
+                         "each")
+    return zip(prompts, settings, priority or [0] * len(prompts))
 
 
 def _refuse_lora(lora_request: Any) -> None:
