@@ -37,8 +37,6 @@ class Masker:
 def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
     """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; masks [R, num_bytes] uint8, a
     bit for each token."""
-    bits = (masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)).bitwise_and_(1)
-    allowed = bits.flatten(1).view(torch.bool)[:, :logits.shape[1]]
-    if allowed.shape[1] < logits.shape[1]:  # ids that the tokenizer does not have
-        allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
+    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
+    allowed = F.pad(bits.flatten(1), (0, logits.shape[1] - 8 * masks.shape[1])).bool()  # ids that the tokenizer lacks
     return torch.where(allowed, logits, -torch.inf)
