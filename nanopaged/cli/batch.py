@@ -187,21 +187,8 @@ class PromptFile:
         self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
         self.progress, progress.on_step = progress, self._draw
 
-        def requests() -> Iterator[tuple]:
-            for number, raw, digest in self._read_lines():
-                if digest:
-                    labels: dict[str, Any] = {}
-                    try:
-                        line = _parse_line(raw, self.is_json)
-                        labels = {key: line.pop(key) for key in LABELS if key in line}
-                        given, *request = _read_request(line, params, render)
-                    except ValueError as error:
-                        self._refuse((number, digest, labels, None), error)
-                    else:
-                        yield (number, digest, labels, given), *request
-
         try:
-            with closing(run_all(llm, requests(), self.progress, self._refuse)) as finished:
+            with closing(run_all(llm, self._requests(params, render), self.progress, self._refuse)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
@@ -217,6 +204,20 @@ class PromptFile:
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
         print(f"{self.num_done} lines{earlier}{bad}, {self.progress.report_all()}", file=sys.stderr, flush=True)
         return 1 if self.num_bad else 0
+
+    def _requests(self, params: SamplingParams, render: Callable) -> Iterator[tuple]:
+        """The requests of the lines without a result, each as (key, prompt, ..) for run_all."""
+        for number, raw, digest in self._read_lines():
+            if digest:
+                labels: dict[str, Any] = {}
+                try:
+                    line = _parse_line(raw, self.is_json)
+                    labels = {key: line.pop(key) for key in LABELS if key in line}
+                    given, *request = _read_request(line, params, render)
+                except ValueError as error:
+                    self._refuse((number, digest, labels, None), error)
+                else:
+                    yield (number, digest, labels, given), *request
 
     def _finish(self, key: tuple, output: RequestOutput) -> None:
         """Write or print the result of a line."""
