@@ -240,8 +240,8 @@ class BlockManagers:
 
 
 class Engines:
-    """The step loops of all pools, as one. A step launches work on every device that has room for it, then waits until
-    one device is done."""
+    """The step loops of all pools, as one. A step launches work on every device that has room for it. Once none has
+    room for more, a step also waits until one device is done."""
 
     def __init__(self, engines: list[Any], interruptible: Callable):
         self.engines, self.interruptible = engines, interruptible
@@ -267,9 +267,9 @@ class Engines:
         return all(one.is_idle for one in self.engines) and not self.engines[0].scheduler.queue
 
     def step(self) -> None:
-        for one in self.engines:
-            if len(one.launched) <= one.lookahead:
-                self._launch(one)
+        free = [one for one in self.engines if len(one.launched) <= one.lookahead]
+        if any([self._launch(one) for one in free]):
+            return
         busy = [one for one in self.engines if one.launched]
         if not busy:  # only paused sequences are running: they give up their blocks
             for one in self.engines:
@@ -282,12 +282,15 @@ class Engines:
             if len(busy) == 1 or is_done(one):
                 one.update()
 
-    def _launch(self, one: engine.Engine) -> None:
+    def _launch(self, one: engine.Engine) -> bool:
+        """Launch a step, if there is one. Whether the next is to be planned before any is read: lookahead has room for
+        it, or this one ran out of memory."""
         step = one.scheduler.schedule()
         if step.seqs:
             one.launch(step)
         else:
             one.scheduler.undo(step)
+        return bool(step.seqs) and len(one.launched) <= one.lookahead
 
 
 def is_done(one: engine.Engine) -> bool:

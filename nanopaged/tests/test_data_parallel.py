@@ -245,7 +245,20 @@ def test_no_device_waits_for_another_ones_step():
             engines.step()
             timer.join()
         assert len(runners[1].launched) >= 10 and len(runners[0].launched) == 1 + lookahead
-        assert len(scheduler.running[1].token_ids) == 4 + 10
+        assert len(scheduler.running[1].token_ids) == 4 + 10 - lookahead
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_one_busy_device_has_its_lookahead(lookahead):
+    runners = [FakeRunner(), FakeRunner()]
+    parts = make_schedulers([engine.BlockManager(100, 4) for _ in runners], runners, 8, 64)
+    loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
+    engines, depths, update = Engines(loops, engine.nullcontext), [], loops[0].update
+    loops[0].update = lambda: (depths.append(len(loops[0].launched)), update())
+    Pools(parts).add(sequence(range(6), max_new=5))
+    while not engines.is_idle:
+        engines.step()
+    assert depths[:4] == [1 + lookahead] * 4 and not runners[1].launched
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
@@ -285,6 +298,33 @@ def test_a_device_out_of_memory_computes_smaller_steps_alone(capsys):
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
     assert [pool.max_num_batched_tokens for pool in llm.scheduler.pools] == [64, 16]
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_sequences_outside_a_step_that_ran_out_of_memory_go_on(capsys):
+    """Both devices fail at once, in a step whose token budget was spent before the running sequences had their turn."""
+    llm, failing = pools(2, max_num_batched_tokens=20, scheduling_policy="priority"), set()
+
+    def fails_once(runner, launch):
+        def call(step):
+            if runner in failing:
+                failing.discard(runner)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return launch(step)
+        return call
+
+    for runner in llm.runners:
+        runner.launch = fails_once(runner, runner.launch)
+    params, done = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), set()
+    for i in range(2):
+        llm.add_request([1, 2, 3 + i], params)
+    llm.step()
+    for i in range(2):
+        llm.add_request(list(range(60 * i, 60 * i + 40)), params, priority=-1)
+    failing.update(llm.runners)
+    for _ in range(60):
+        done |= {output.request_id for output in llm.step() if output.finished}
+    assert done == {"0", "1", "2", "3"} and not failing
+    llm.scheduler.block_manager.check_idle()
 
 
 def test_threads_streams_and_aborts():
