@@ -159,6 +159,29 @@ def test_no_pool_idles_while_a_sequence_waits_that_it_could_serve():
     assert first.schedule().seqs == [seqs[1]]
 
 
+def test_a_sequence_does_not_wait_behind_one_that_its_pool_has_no_blocks_for():
+    """Its prefix is cached there, but another pool could serve it now."""
+    def step(pool):
+        found = pool.schedule()
+        pool.update(found, engine.Sampled([1] * len(found.sampled)))
+        return found
+
+    first, second = parts = schedulers(2, num_blocks=40)
+    first.add(sequence(range(32), max_new=1))
+    step(first)
+    first.add(sequence(range(400, 440), max_new=50))
+    first.add(sample := sequence(range(100, 132), max_new=120))
+    step(first)
+    bound = sequence(range(100, 132), max_new=120, siblings=sample.siblings)
+    bound.token_ids += range(200, 300)  # it was preempted
+    first.add(bound)
+    step(first)
+    assert first.waiting == [bound]
+    Pools(parts).add(other := sequence([*range(32), 99]))
+    step(first)
+    assert step(second).seqs == [other]
+
+
 def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
     first, second = parts = schedulers(2, num_blocks=10)
     seqs = [sequence(range(100 * i, 100 * i + 36)) for i in range(2)]
@@ -259,6 +282,22 @@ def test_one_busy_device_has_its_lookahead(lookahead):
     while not engines.is_idle:
         engines.step()
     assert depths[:4] == [1 + lookahead] * 4 and not runners[1].launched
+
+
+def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
+    """A step that only preempted is not launched, so the one before may still be under way when the next is planned."""
+    pool, other = parts = schedulers(2, num_blocks=4)
+    first, last = sequence(range(8), lookahead=False), sequence(range(50, 58))
+    pool.add(first)
+    pool.add(last)
+    launched = pool.schedule()
+    step = pool.schedule()
+    assert step.preempted == [last] and not step.seqs
+    pool.undo(step)
+    Pools(parts).finish(first, "abort")
+    assert not pool.schedule().seqs
+    pool.update(launched, engine.Sampled([1, 2]))
+    assert pool.schedule().seqs == [last] and last.token_ids[8:] == [2]
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
