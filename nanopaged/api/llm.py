@@ -1,6 +1,7 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
 import itertools
 import random
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -137,7 +138,7 @@ class LLM:
             try:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = error
+                self.tokenizer_error = error.with_traceback(None)  # its frames would keep this LLM in memory
         self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
@@ -147,7 +148,9 @@ class LLM:
         schedulers: list[Any] = [engine.Scheduler(managers[0], *limits)]
         if len(managers) > 1:
             from nanopaged.scheduling import data_parallel
-            schedulers = data_parallel.make_schedulers(managers, self.runners, *limits)
+            # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
+            runners = [weakref.proxy(runner) for runner in self.runners]
+            schedulers = data_parallel.make_schedulers(managers, runners, *limits)
         self.budgets = [TokenBudget(*pair) for pair in zip(schedulers, self.runners)]
         interruptible = self.lock.interrupts.let_through
         engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, budget.shrink)

@@ -3,7 +3,9 @@
 A CPU counts as any number of devices, so everything but speed is tested without a GPU. The random operations of
 test_paged.py run with 1 to 3 pools, too.
 """
+import gc
 import threading
+import weakref
 from itertools import count
 from types import SimpleNamespace
 
@@ -397,6 +399,20 @@ def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
     assert llm.scheduler.num_generated_tokens == len(PROMPTS) * GREEDY.max_tokens
     with pytest.raises(AttributeError, match="managers"):
         manager.free_queue
+
+
+@pytest.mark.parametrize("size, model", [(2, "shakespeare"), (1, "qwen3")])  # qwen3 is a checkpoint without a tokenizer
+def test_the_memory_of_an_engine_that_is_deleted_is_free_at_once(size, model):
+    llm = pools(size, model)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2))
+    parts = [weakref.ref(part) for runner in llm.runners for part in (runner, runner.model, runner.pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [part() for part in parts] == [None] * 3 * size
+    finally:
+        gc.enable()
 
 
 def test_the_trace_shows_each_pool_and_each_placement():
