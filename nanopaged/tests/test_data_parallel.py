@@ -434,6 +434,23 @@ def test_the_trace_shows_each_pool_and_each_placement():
     assert len(lines) == before
 
 
+def test_the_trace_has_a_reason_for_each_placement_and_no_line_for_an_idle_gpu():
+    def lines_of(llm, prompt, **settings):
+        lines = []
+        trace = Trace(llm, lines.append)
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **settings))
+        trace.close()
+        return lines
+
+    llm = pools(2, "shakespeare", num_blocks=20)
+    llm.generate([[9, 9], list(range(40))], GREEDY)
+    lines = lines_of(llm, [*range(40), 3])  # the second pool has its prefix, and the first has nothing to compute
+    assert "  placed      A on GPU 1: its next step has 1 tokens with it, 41 on GPU 0" in lines
+    assert [line for line in lines if line.startswith("no step")] == ["no step on GPU 0: nothing can be computed now"]
+    lines = lines_of(pools(2, "shakespeare", max_num_seqs=1), [1, 2], n=2)
+    assert "  placed      A1 on GPU 0: its samples are there" in lines
+
+
 def test_the_command_line_and_bad_values(capsys):
     arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
     assert main(arguments) == 0
