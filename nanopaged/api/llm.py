@@ -59,8 +59,8 @@ class LLM:
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
-    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs and max_num_batched_tokens are
-        per GPU (nanopaged/scheduling/data_parallel.py)
+    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
+        swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that

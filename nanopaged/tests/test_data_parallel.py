@@ -455,8 +455,10 @@ def test_the_command_line_and_bad_values(capsys):
     arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
-    assert main(arguments + ["--data-parallel-size", "2"]) == 0
-    assert capsys.readouterr().out == expected
+    assert main(arguments + ["--data-parallel-size", "2", "--num-blocks", "20"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "on cpu (float32), 2 pools, together 40 blocks of 16 tokens" in printed.err
     for value in ("0", "-1", "x"):
         assert main(arguments + ["--data-parallel-size", value]) == 2
     assert "data_parallel_size" in capsys.readouterr().err.replace("-", "_")
