@@ -1,6 +1,7 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
 import itertools
 import random
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -58,8 +59,8 @@ class LLM:
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
-    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs and max_num_batched_tokens are
-        per GPU (nanopaged/scheduling/data_parallel.py)
+    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
+        swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
@@ -137,7 +138,7 @@ class LLM:
             try:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = error
+                self.tokenizer_error = error.with_traceback(None)  # its frames would keep this LLM in memory
         self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
@@ -147,7 +148,9 @@ class LLM:
         schedulers: list[Any] = [engine.Scheduler(managers[0], *limits)]
         if len(managers) > 1:
             from nanopaged.scheduling import data_parallel
-            schedulers = data_parallel.make_schedulers(managers, self.runners, *limits)
+            # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
+            runners = [weakref.proxy(runner) for runner in self.runners]
+            schedulers = data_parallel.make_schedulers(managers, runners, *limits)
         self.budgets = [TokenBudget(*pair) for pair in zip(schedulers, self.runners)]
         interruptible = self.lock.interrupts.let_through
         engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, budget.shrink)

@@ -171,7 +171,9 @@ def _load(args, llm_class):
         from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
     llm = llm_class(args.model, **_given(args, ENGINE))
-    _say(f"{args.model} on {llm.runner.device} ({str(llm.runner.dtype).removeprefix('torch.')}), pool of "
+    devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
+    pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
+    _say(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
          f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
          f"{time.perf_counter() - started:.1f} s")
     if args.trace:

@@ -134,15 +134,19 @@ class Trace:
         waiting = sorted(self.scheduler.waiting + getattr(self.scheduler, "queue", []), key=engine.by_order)
         budget = self.scheduler.max_num_batched_tokens
         spent = sum(step.num_tokens)
-        self.write("")
-        self._arrivals([seq for seq in before.num_known if seq.order[1] not in self.letters])
+        arrived = [seq for seq in before.num_known if seq.order[1] not in self.letters]
+        where = f" on GPU {self.index}" * (len(self.pools) > 1)
         self.last = None
+        if where and not (running or waiting or arrived or getattr(self.scheduler, "placements", [])):
+            return  # other GPUs have all that is under way
+        self.write("")
+        self._arrivals(arrived)
         if not step.seqs:
-            self.write("no step: nothing can be computed now")
+            self.write(f"no step{where}: nothing can be computed now")
+            self._placements()
             return
         self.last = self.numbers[step] = next(self.counter)
         num_tokens = dict(zip(step.seqs, step.num_tokens))
-        where = f" on GPU {self.index}" * (len(self.pools) > 1)
         self.write(f"step {self.last}{where}: {spent} of at most {budget} tokens, "
                    f"for {len(step.seqs)} of {len(running)} running sequences")
         work = [self._work(seq, num_tokens[seq], step) if seq in num_tokens else self._pause(seq, spent == budget)
@@ -163,12 +167,15 @@ class Trace:
 
     def _placements(self) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
-        lines = []
+        lines, siblings = [], None
         for seq, pool, offers in getattr(self.scheduler, "placements", []):
+            has_samples = seq.siblings is siblings or any(other.pool is pool.block_manager for other in seq.siblings)
+            siblings = seq.siblings
+            no_choice = ": its samples are there" if has_samples else ": the last sequence there gives way to it"
             why = ": its next step has " + ", ".join(
                 [f"{offers[pool].num_tokens} tokens with it" if offers else ""]
                 + [f"{offer.num_tokens} on GPU {other.index}" for other, offer in offers.items() if other is not pool])
-            lines.append(("placed", f"{self._name(seq)} on GPU {pool.index}" + (why if offers else "")))
+            lines.append(("placed", f"{self._name(seq)} on GPU {pool.index}" + (why if offers else no_choice)))
         self._lines(lines)
 
     def _arrivals(self, seqs: list[engine.Sequence]) -> None:

@@ -15,15 +15,17 @@ and lists in this process, and all sequences wait in one queue:
 step would have the fewest tokens to compute with it: the new tokens of the sequences that are there, and those of its
 own that this pool's prefix cache will not have. Among equals it goes where most blocks are free. So a sequence follows
 its cached prefix, unless another GPU computes the prefix again in a smaller step: 64 chats with one system prompt
-spread over all GPUs, and each GPU computes that prompt once. A GPU whose next step is full, or without a batch row or
-enough free blocks, is no candidate. If there is none, the sequence waits; one that is earlier in the order than
-sequences that run goes where the last of these is, which is then preempted.
+spread over all GPUs, and each GPU computes that prompt once. A GPU is no candidate if its next step is full, if it
+lacks a batch row or enough free blocks, or if an earlier sequence waits there for its blocks. If there is no candidate,
+the sequence waits; one that is earlier in the order than sequences that run goes where the last of these is, which is
+then preempted.
 
 A sequence that its pool could not admit returns to the queue, and so does a preempted one: it may come back on another
 GPU. Samples of one prompt, and swapped sequences, stay where their blocks are.
 
 vLLM runs a process for each GPU, and a balancer that knows the lengths of their queues.
 """
+import math
 import time
 from bisect import insort
 from collections import deque
@@ -92,6 +94,11 @@ class PoolScheduler(engine.Scheduler):
     def _has_sibling(self, seq: engine.Sequence) -> bool:
         return any(other.pool is self.block_manager for other in seq.siblings)
 
+    def _admit(self, turn: int, step: engine.SchedulerOutput) -> bool:
+        # Engines reads whichever step is done first. So after a step that only preempted, the token that the sequence
+        # sampled before may still be unknown.
+        return not self.waiting[0].num_pending_tokens and super()._admit(turn, step)
+
     def _run(self, seq: engine.Sequence) -> None:
         super()._run(seq)
         self.runner.forget_rows([seq])  # in a row that it had before, the tokens sampled elsewhere are missing
@@ -107,11 +114,13 @@ class PoolScheduler(engine.Scheduler):
         """Place sequences from the front of the queue, as long as they have candidates."""
         placements: list[Placement] = []
         loads = {pool: pool.promised_tokens + sum(seq.num_new_tokens for seq in pool.running) for pool in self.pools}
+        limits = {pool: pool._order_of_blocked() for pool in self.pools}
         for seq in list(self.queue):
             homes = [pool for pool in self.pools if pool._has_sibling(seq)]
             if placements and placements[-1].seq.siblings is seq.siblings:  # a sample of the prompt placed last
                 homes = [placements[-1].pool]
-            offers = {pool: offer for pool in homes or self.pools if (offer := pool._offer(seq, loads[pool]))}
+            offers = {pool: offer for pool in homes or self.pools
+                      if seq.order < limits[pool] and (offer := pool._offer(seq, loads[pool]))}
             if offers:
                 best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
                 best._promise(seq, offers[best], loads[best])
@@ -137,6 +146,10 @@ class PoolScheduler(engine.Scheduler):
         engine.discard(self.queue, seq)
         best.add(seq)
         return [Placement(seq, best, {})]
+
+    def _order_of_blocked(self) -> tuple:
+        """The place in the order of the first sequence that waits for more free blocks here. None overtakes it."""
+        return next((seq.order for seq in self.waiting if self.block_manager.is_still_blocked(seq)), (math.inf,))
 
     def _offer(self, seq: engine.Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""
@@ -240,8 +253,8 @@ class BlockManagers:
 
 
 class Engines:
-    """The step loops of all pools, as one. A step launches work on every device that has room for it, then waits until
-    one device is done."""
+    """The step loops of all pools, as one. A step launches work on every device that has room for it. Once none has
+    room for more, a step also waits until one device is done."""
 
     def __init__(self, engines: list[Any], interruptible: Callable):
         self.engines, self.interruptible = engines, interruptible
@@ -267,9 +280,9 @@ class Engines:
         return all(one.is_idle for one in self.engines) and not self.engines[0].scheduler.queue
 
     def step(self) -> None:
-        for one in self.engines:
-            if len(one.launched) <= one.lookahead:
-                self._launch(one)
+        free = [one for one in self.engines if len(one.launched) <= one.lookahead]
+        if any([self._launch(one) for one in free]):
+            return
         busy = [one for one in self.engines if one.launched]
         if not busy:  # only paused sequences are running: they give up their blocks
             for one in self.engines:
@@ -282,12 +295,15 @@ class Engines:
             if len(busy) == 1 or is_done(one):
                 one.update()
 
-    def _launch(self, one: engine.Engine) -> None:
+    def _launch(self, one: engine.Engine) -> bool:
+        """Launch a step, if there is one. Whether the next is to be planned before any is read: lookahead has room for
+        it, or this one ran out of memory."""
         step = one.scheduler.schedule()
         if step.seqs:
             one.launch(step)
         else:
             one.scheduler.undo(step)
+        return bool(step.seqs) and len(one.launched) <= one.lookahead
 
 
 def is_done(one: engine.Engine) -> bool:

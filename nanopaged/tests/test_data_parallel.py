@@ -3,7 +3,9 @@
 A CPU counts as any number of devices, so everything but speed is tested without a GPU. The random operations of
 test_paged.py run with 1 to 3 pools, too.
 """
+import gc
 import threading
+import weakref
 from itertools import count
 from types import SimpleNamespace
 
@@ -159,6 +161,29 @@ def test_no_pool_idles_while_a_sequence_waits_that_it_could_serve():
     assert first.schedule().seqs == [seqs[1]]
 
 
+def test_a_sequence_does_not_wait_behind_one_that_its_pool_has_no_blocks_for():
+    """Its prefix is cached there, but another pool could serve it now."""
+    def step(pool):
+        found = pool.schedule()
+        pool.update(found, engine.Sampled([1] * len(found.sampled)))
+        return found
+
+    first, second = parts = schedulers(2, num_blocks=40)
+    first.add(sequence(range(32), max_new=1))
+    step(first)
+    first.add(sequence(range(400, 440), max_new=50))
+    first.add(sample := sequence(range(100, 132), max_new=120))
+    step(first)
+    bound = sequence(range(100, 132), max_new=120, siblings=sample.siblings)
+    bound.token_ids += range(200, 300)  # it was preempted
+    first.add(bound)
+    step(first)
+    assert first.waiting == [bound]
+    Pools(parts).add(other := sequence([*range(32), 99]))
+    step(first)
+    assert step(second).seqs == [other]
+
+
 def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
     first, second = parts = schedulers(2, num_blocks=10)
     seqs = [sequence(range(100 * i, 100 * i + 36)) for i in range(2)]
@@ -245,7 +270,36 @@ def test_no_device_waits_for_another_ones_step():
             engines.step()
             timer.join()
         assert len(runners[1].launched) >= 10 and len(runners[0].launched) == 1 + lookahead
-        assert len(scheduler.running[1].token_ids) == 4 + 10
+        assert len(scheduler.running[1].token_ids) == 4 + 10 - lookahead
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_one_busy_device_has_its_lookahead(lookahead):
+    runners = [FakeRunner(), FakeRunner()]
+    parts = make_schedulers([engine.BlockManager(100, 4) for _ in runners], runners, 8, 64)
+    loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
+    engines, depths, update = Engines(loops, engine.nullcontext), [], loops[0].update
+    loops[0].update = lambda: (depths.append(len(loops[0].launched)), update())
+    Pools(parts).add(sequence(range(6), max_new=5))
+    while not engines.is_idle:
+        engines.step()
+    assert depths[:4] == [1 + lookahead] * 4 and not runners[1].launched
+
+
+def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
+    """A step that only preempted is not launched, so the one before may still be under way when the next is planned."""
+    pool, other = parts = schedulers(2, num_blocks=4)
+    first, last = sequence(range(8), lookahead=False), sequence(range(50, 58))
+    pool.add(first)
+    pool.add(last)
+    launched = pool.schedule()
+    step = pool.schedule()
+    assert step.preempted == [last] and not step.seqs
+    pool.undo(step)
+    Pools(parts).finish(first, "abort")
+    assert not pool.schedule().seqs
+    pool.update(launched, engine.Sampled([1, 2]))
+    assert pool.schedule().seqs == [last] and last.token_ids[8:] == [2]
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
@@ -287,6 +341,33 @@ def test_a_device_out_of_memory_computes_smaller_steps_alone(capsys):
     assert "out of memory" in capsys.readouterr().err
 
 
+def test_sequences_outside_a_step_that_ran_out_of_memory_go_on(capsys):
+    """Both devices fail at once, in a step whose token budget was spent before the running sequences had their turn."""
+    llm, failing = pools(2, max_num_batched_tokens=20, scheduling_policy="priority"), set()
+
+    def fails_once(runner, launch):
+        def call(step):
+            if runner in failing:
+                failing.discard(runner)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return launch(step)
+        return call
+
+    for runner in llm.runners:
+        runner.launch = fails_once(runner, runner.launch)
+    params, done = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), set()
+    for i in range(2):
+        llm.add_request([1, 2, 3 + i], params)
+    llm.step()
+    for i in range(2):
+        llm.add_request(list(range(60 * i, 60 * i + 40)), params, priority=-1)
+    failing.update(llm.runners)
+    for _ in range(60):
+        done |= {output.request_id for output in llm.step() if output.finished}
+    assert done == {"0", "1", "2", "3"} and not failing
+    llm.scheduler.block_manager.check_idle()
+
+
 def test_threads_streams_and_aborts():
     llm, expected = pools(2), tokens_of(pools(1).generate([PROMPT[:5]] * 4, GREEDY))
     results = []
@@ -320,6 +401,20 @@ def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
         manager.free_queue
 
 
+@pytest.mark.parametrize("size, model", [(2, "shakespeare"), (1, "qwen3")])  # qwen3 is a checkpoint without a tokenizer
+def test_the_memory_of_an_engine_that_is_deleted_is_free_at_once(size, model):
+    llm = pools(size, model)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2))
+    parts = [weakref.ref(part) for runner in llm.runners for part in (runner, runner.model, runner.pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [part() for part in parts] == [None] * 3 * size
+    finally:
+        gc.enable()
+
+
 def test_the_trace_shows_each_pool_and_each_placement():
     lines, llm = [], pools(2, "shakespeare", num_blocks=20)
     trace = Trace(llm, lines.append)
@@ -339,12 +434,31 @@ def test_the_trace_shows_each_pool_and_each_placement():
     assert len(lines) == before
 
 
+def test_the_trace_has_a_reason_for_each_placement_and_no_line_for_an_idle_gpu():
+    def lines_of(llm, prompt, **settings):
+        lines = []
+        trace = Trace(llm, lines.append)
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **settings))
+        trace.close()
+        return lines
+
+    llm = pools(2, "shakespeare", num_blocks=20)
+    llm.generate([[9, 9], list(range(40))], GREEDY)
+    lines = lines_of(llm, [*range(40), 3])  # the second pool has its prefix, and the first has nothing to compute
+    assert "  placed      A on GPU 1: its next step has 1 tokens with it, 41 on GPU 0" in lines
+    assert [line for line in lines if line.startswith("no step")] == ["no step on GPU 0: nothing can be computed now"]
+    lines = lines_of(pools(2, "shakespeare", max_num_seqs=1), [1, 2], n=2)
+    assert "  placed      A1 on GPU 0: its samples are there" in lines
+
+
 def test_the_command_line_and_bad_values(capsys):
     arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
-    assert main(arguments + ["--data-parallel-size", "2"]) == 0
-    assert capsys.readouterr().out == expected
+    assert main(arguments + ["--data-parallel-size", "2", "--num-blocks", "20"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "on cpu (float32), 2 pools, together 40 blocks of 16 tokens" in printed.err
     for value in ("0", "-1", "x"):
         assert main(arguments + ["--data-parallel-size", value]) == 2
     assert "data_parallel_size" in capsys.readouterr().err.replace("-", "_")
