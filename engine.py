@@ -577,7 +577,7 @@ class Scheduler:
         start over. So do those that it preempted, because their planned moves to the host never happen."""
         self.block_manager.uncache(step.cached)
         for seq in step.sampled:
-            seq.settle()
+            seq.num_pending_tokens -= 1  # not `settle`: void tokens are of an earlier step, which is still to be read
         for seq in step.preempted[::-1] + step.seqs[::-1]:  # reversed: later ones' blocks are reused first
             self.release(seq)
             self.add(seq)

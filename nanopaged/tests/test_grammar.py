@@ -1,4 +1,5 @@
 """Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
+import contextlib
 import json
 import random
 import re
@@ -188,6 +189,25 @@ def expected(llguidance):
     dict(enable_prefix_caching=False), dict(data_parallel_size=2, lookahead=1, block_size=4, num_blocks=30)], ids=str)
 def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
     assert mixed(load(str(BUNDLED), **dict(device="cpu") | options)) == expected
+
+
+@pytest.mark.parametrize("options", [dict(), dict(num_blocks=30, block_size=4)], ids=str)
+def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
+    llm = load(str(BUNDLED), device="cpu", lookahead=1, **options)
+    launch, calls = llm.runner.launch, count(1)
+
+    def fails_often(step):
+        if next(calls) % 3 == 0:
+            raise ConnectionError
+        return launch(step)
+
+    def step(step=llm.step):
+        with contextlib.suppress(ConnectionError):
+            return step()
+        return []
+
+    llm.runner.launch, llm.step = fails_often, step
+    assert mixed(llm) == expected
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
