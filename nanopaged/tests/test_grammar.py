@@ -312,6 +312,23 @@ def test_the_bytes_of_a_sentencepiece_vocabulary(llguidance, tmp_path):
     assert matcher.validate_tokens(ids) == len(ids)
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen", "smollm2", "flags", "opt"])
+def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
+    """SentencePiece puts a space in front, Qwen composes characters, and a small SmolLM2 lacks bytes."""
+    if name in ("llama2", "flags"):
+        pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
+    tokenizer = load_tokenizer(BUNDLED.parent / "golden" / "tokenizers" / name)
+    compiler = grammars.GrammarCompiler(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
+    token_bytes, missing = tokenizer.token_bytes(), set(range(256))
+    missing -= {token[0] for token in token_bytes if len(token) == 1}
+    for text in ("yes, indeed", " e\u0301 is", '{"first name":"Jo \u65e5"}', "'s a\nb"):
+        grammar = compiler.compile(StructuredOutputsParams(choice=[text]))
+        tokens = grammar.propose([], 100)
+        forced = b"".join(token_bytes[token] for token in tokens)
+        assert forced == text.encode() or text.encode()[len(forced)] in missing and text.encode().startswith(forced)
+        assert grammar.matcher.validate_tokens(tokens) == len(tokens)
+
+
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
     common = ["--device", "cpu", "--seed", "3", "--max-tokens", "80"]
     (tmp_path / "person.json").write_text(json.dumps(PERSON))

@@ -89,9 +89,25 @@ class _Vocabulary:
         self.tokens += [b""] * (max(eos_token_ids) + 1 - len(self.tokens))
         special = {*tokenizer.special_token_ids(), *eos_token_ids}
         self.special_token_ids = sorted(token for token in special if token < len(self.tokens))
+        self.token_of = {text: token for token, text in enumerate(self.tokens) if text and token not in special}
+        self.longest = max(map(len, self.token_of), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self.tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        """The tokens of a text that a grammar forces. They must have the bytes of the text, and not all tokenizers keep
+        these: SentencePiece puts a space in front, others normalize, lack bytes, or have more tokens than the model."""
+        data = text.encode() if isinstance(text, str) else text
+        tokens = self.tokenizer.encode(data.decode(), add_special_tokens=False)
+        if max(tokens, default=0) < len(self.tokens) and b"".join(map(self.tokens.__getitem__, tokens)) == data:
+            return tokens
+        tokens = []
+        while data:  # take the longest token that fits, up to a byte that no token has
+            ends = (end for end in range(min(len(data), self.longest), 0, -1) if data[:end] in self.token_of)
+            end = next(ends, 0)
+            if not end:
+                break
+            tokens.append(self.token_of[data[:end]])
+            data = data[end:]
+        return tokens
 
 
 class Grammar:
