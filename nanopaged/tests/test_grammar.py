@@ -329,6 +329,14 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
 
 
+def test_a_grammar_that_reaches_a_limit_ends_with_an_error(llm, capfd):
+    output = llm.generate("A", params(regex="((a{1,1000}b?){1,1000}c?){1,1000}", max_tokens=200, logit_bias={
+        token: -100 for token, text in enumerate(llm.tokenizer.token_bytes()) if text not in (b"a", b"aa")}))
+    output = output[0].outputs[0]
+    assert output.finish_reason == "error" and output.stop_reason.startswith("the grammar failed: ")
+    assert "<state>" not in output.stop_reason and "Warning" not in capfd.readouterr().err
+
+
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
     common = ["--device", "cpu", "--seed", "3", "--max-tokens", "80"]
     (tmp_path / "person.json").write_text(json.dumps(PERSON))

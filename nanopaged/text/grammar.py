@@ -73,7 +73,7 @@ class GrammarCompiler:
         except (ValueError, TypeError) as problem:
             error = str(problem)
         if not error:
-            compiled = matcher(self.vocabulary, grammar)
+            compiled = matcher(self.vocabulary, grammar, log_level=0)  # its warnings would go to stderr
             error = compiled.get_error()
         if error:
             raise ValueError(f"structured_outputs cannot be used: {' '.join(error.split()):.300}")
@@ -122,18 +122,18 @@ class Grammar:
     def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
         """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
         -1 ends the sequence with an error."""
-        if token < 0 or token in self.eos_token_ids:
-            return [token]
-        if not self.matcher.consume_token(token):
-            seq.stop_reason = f"the grammar failed: {' '.join(self.matcher.get_error().split()) or 'wrong token'}"
+        new, is_text = [token], token >= 0 and token not in self.eos_token_ids
+        if is_text:
+            self.matcher.consume_token(token)
+            if may_force and (forced := self.propose(seq.token_ids, MOST_FORCED)):
+                self.matcher.consume_tokens(forced)
+                new += forced
+        if self.matcher.is_error():  # here or in `fill_mask`
+            reason = self.matcher.get_error().partition("<state>")[0]
+            seq.stop_reason = f"the grammar failed: {' '.join(reason.split())}"
             return [-1]
-        if not may_force:
-            return [token]
-        new = [token]
-        if forced := self.propose(seq.token_ids, MOST_FORCED):
-            self.matcher.consume_tokens(forced)
-            new += forced
-        if self.matcher.is_stopped() and len(seq.token_ids) + len(new) - seq.num_prompt_tokens >= min_tokens:
+        num_generated = len(seq.token_ids) + len(new) - seq.num_prompt_tokens
+        if is_text and may_force and self.matcher.is_stopped() and num_generated >= min_tokens:
             new.append(self.eos_token_ids[0])
         return new
 
@@ -149,12 +149,13 @@ class Grammar:
 
     def fill_mask(self, address: int) -> None:
         """Write the tokens that may come next to compiler.num_words int32 on the host: token i is bit i % 32 of word
-        i // 32."""
+        i // 32. None may if the matcher has failed, or fails here at a limit of llguidance."""
         size = 4 * self.compiler.num_words
         if not self.matcher.is_stopped():
             self.matcher.unsafe_compute_mask_ptr(address, size)
+        if not self.matcher.is_stopped():
             return
         mask = (ctypes.c_uint8 * size).from_address(address)
         ctypes.memset(address, 0, size)
-        for token in self.eos_token_ids:  # the text is complete
+        for token in self.eos_token_ids if not self.matcher.is_error() else ():  # the text is complete
             mask[token // 8] |= 1 << token % 8
