@@ -210,6 +210,24 @@ def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
     assert mixed(llm) == expected
 
 
+def test_sampling_that_fails_several_times_undoes_the_step(expected):
+    llm = load(str(BUNDLED), device="cpu", lookahead=1)
+    draw, calls = llm.runner._draw, count()
+
+    def fails_thrice(*args):
+        if next(calls) % 6 < 3:
+            raise ConnectionError
+        return draw(*args)
+
+    def step(step=llm.step):
+        with contextlib.suppress(ConnectionError):
+            return step()
+        return []
+
+    llm.runner._draw, llm.step = fails_thrice, step
+    assert mixed(llm) == expected
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkeypatch):
     def num_steps(llm):
