@@ -291,8 +291,14 @@ def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
-    for fields, reason in ((dict(regex="("), "unclosed group"), (dict(json={"type": "blah"}), "Invalid type"),
-                           (dict(json="{"), "EOF"), (dict(grammar="start: x"), "unknown name")):
+    circular, deep = {}, {}
+    circular["not"] = circular
+    for _ in range(9999):
+        deep = {"properties": {"a": deep}}
+    for fields, reason in ((dict(json={"enum": {1}}), "no JSON"), (dict(json=circular), "no JSON"),
+                           (dict(json=deep), "no JSON"), (dict(regex="("), "unclosed group"),
+                           (dict(json={"type": "blah"}), "Invalid type"), (dict(json="{"), "EOF"),
+                           (dict(grammar="start: x"), "unknown name")):
         with pytest.raises(ValueError, match=f"structured_outputs cannot be used: .*{reason}") as caught:
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)

@@ -51,7 +51,10 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
-        kind, source = params.source
+        try:
+            kind, source = params.source
+        except (ValueError, TypeError, RecursionError) as problem:
+            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
         with self.lock:
             matcher = self.compiled.get((kind, source))
             if matcher is None:
