@@ -576,11 +576,15 @@ class Scheduler:
         prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
         start over. So do those that it preempted, because their planned moves to the host never happen."""
         self.block_manager.uncache(step.cached)
-        for seq in step.sampled:
-            seq.settle()
+        for seq in step.sampled:  # not `settle`: void tokens may be of an earlier step, which is still to be read
+            if seq.num_pending_tokens:
+                seq.num_pending_tokens -= 1
+            else:
+                seq.num_void_tokens -= 1
         for seq in step.preempted[::-1] + step.seqs[::-1]:  # reversed: later ones' blocks are reused first
-            self.release(seq)
-            self.add(seq)
+            if seq.status is not Status.FINISHED:
+                self.release(seq)
+                self.add(seq)
 
     def _remove(self, seq: Sequence) -> None:
         discard(self.running, seq)
@@ -728,12 +732,19 @@ class Engine:
 
     def _recover(self, step: SchedulerOutput, error: BaseException) -> None:
         """Undo the step. Raise the error, unless the next step may succeed."""
-        self.runner.forget_rows(step.seqs)
-        self.scheduler.undo(step)
-        while self.launched:  # earlier steps' tokens are valid: append them before their sequences are scheduled again
-            self.update()
+        self._undo(step)
+        try:
+            while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
+                self.update()
+        except BaseException:  # it could not be sampled, which is done late for grammars
+            while self.launched:
+                self._undo(self.launched.popleft()[0])
         if not self.may_retry(error):
             raise error
+
+    def _undo(self, step: SchedulerOutput) -> None:
+        self.runner.forget_rows(step.seqs)
+        self.scheduler.undo(step)
 
     @property
     def is_idle(self) -> bool:

@@ -164,7 +164,8 @@ class Runner:
     def launch(self, step: engine.SchedulerOutput) -> "Result":
         """Start computing a step. Calling the result waits for it."""
         if self.unsampled is not None:  # a grammar had to know the tokens of the step before, which are read now
-            self.unsampled.sample()
+            unsampled, self.unsampled = self.unsampled, None  # if it fails, the engine reads it again, or undoes it
+            unsampled.sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
@@ -188,7 +189,6 @@ class Runner:
     def _results(self, sample: Callable[[], Tensor], logits: Tensor, seqs: list[engine.Sequence],
                  parts: list[logprobs.PromptPart], needs: SamplingNeeds) -> list[Tensor]:
         """Sample. Returns the tokens, and log probabilities if they are wanted."""
-        self.unsampled = None
         tensors = [tokens := sample()]
         if parts or needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)
@@ -358,7 +358,7 @@ class Result:
         """Sample, unless that has been done, and start copying the results to the host."""
         if self.compute is None:
             return
-        tensors, self.compute = self.compute(), None  # it holds the logits
+        tensors = self.compute()
         is_cuda = tensors[0].device.type == "cuda"
         self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
         for copy, tensor in zip(self.copies, tensors):
@@ -366,6 +366,7 @@ class Result:
         if is_cuda:
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(tensors[0].device))
+        self.compute = None  # it holds the logits; last, because after Ctrl-C before this line all is done again
 
     def is_done(self) -> bool:
         self.sample()

@@ -1,4 +1,5 @@
 """Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
+import contextlib
 import json
 import random
 import re
@@ -190,6 +191,43 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
     assert mixed(load(str(BUNDLED), **dict(device="cpu") | options)) == expected
 
 
+@pytest.mark.parametrize("options", [dict(), dict(num_blocks=30, block_size=4)], ids=str)
+def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
+    llm = load(str(BUNDLED), device="cpu", lookahead=1, **options)
+    launch, calls = llm.runner.launch, count(1)
+
+    def fails_often(step):
+        if next(calls) % 3 == 0:
+            raise ConnectionError
+        return launch(step)
+
+    def step(step=llm.step):
+        with contextlib.suppress(ConnectionError):
+            return step()
+        return []
+
+    llm.runner.launch, llm.step = fails_often, step
+    assert mixed(llm) == expected
+
+
+def test_sampling_that_fails_several_times_undoes_the_step(expected):
+    llm = load(str(BUNDLED), device="cpu", lookahead=1)
+    draw, calls = llm.runner._draw, count()
+
+    def fails_thrice(*args):
+        if next(calls) % 6 < 3:
+            raise ConnectionError
+        return draw(*args)
+
+    def step(step=llm.step):
+        with contextlib.suppress(ConnectionError):
+            return step()
+        return []
+
+    llm.runner._draw, llm.step = fails_thrice, step
+    assert mixed(llm) == expected
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkeypatch):
     def num_steps(llm):
@@ -253,8 +291,14 @@ def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
-    for fields, reason in ((dict(regex="("), "unclosed group"), (dict(json={"type": "blah"}), "Invalid type"),
-                           (dict(json="{"), "EOF"), (dict(grammar="start: x"), "unknown name")):
+    circular, deep = {}, {}
+    circular["not"] = circular
+    for _ in range(9999):
+        deep = {"properties": {"a": deep}}
+    for fields, reason in ((dict(json={"enum": {1}}), "no JSON"), (dict(json=circular), "no JSON"),
+                           (dict(json=deep), "no JSON"), (dict(regex="("), "unclosed group"),
+                           (dict(json={"type": "blah"}), "Invalid type"), (dict(json="{"), "EOF"),
+                           (dict(grammar="start: x"), "unknown name")):
         with pytest.raises(ValueError, match=f"structured_outputs cannot be used: .*{reason}") as caught:
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)
@@ -290,6 +334,31 @@ def test_the_bytes_of_a_sentencepiece_vocabulary(llguidance, tmp_path):
     assert b"".join(token_bytes[token] for token in ids).decode() == " " + text  # Llama 2 begins every text so
     matcher = compiler.compile(StructuredOutputsParams(regex=r" \{[^}]*\}")).matcher
     assert matcher.validate_tokens(ids) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen", "smollm2", "flags", "opt"])
+def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
+    """SentencePiece puts a space in front, Qwen composes characters, and a small SmolLM2 lacks bytes."""
+    if name in ("llama2", "flags"):
+        pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
+    tokenizer = load_tokenizer(BUNDLED.parent / "golden" / "tokenizers" / name)
+    compiler = grammars.GrammarCompiler(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
+    token_bytes, missing = tokenizer.token_bytes(), set(range(256))
+    missing -= {token[0] for token in token_bytes if len(token) == 1}
+    for text in ("yes, indeed", " e\u0301 is", '{"first name":"Jo \u65e5"}', "'s a\nb"):
+        grammar = compiler.compile(StructuredOutputsParams(choice=[text]))
+        tokens = grammar.propose([], 100)
+        forced = b"".join(token_bytes[token] for token in tokens)
+        assert forced == text.encode() or text.encode()[len(forced)] in missing and text.encode().startswith(forced)
+        assert grammar.matcher.validate_tokens(tokens) == len(tokens)
+
+
+def test_a_grammar_that_reaches_a_limit_ends_with_an_error(llm, capfd):
+    output = llm.generate("A", params(regex="((a{1,1000}b?){1,1000}c?){1,1000}", max_tokens=200, logit_bias={
+        token: -100 for token, text in enumerate(llm.tokenizer.token_bytes()) if text not in (b"a", b"aa")}))
+    output = output[0].outputs[0]
+    assert output.finish_reason == "error" and output.stop_reason.startswith("the grammar failed: ")
+    assert "<state>" not in output.stop_reason and "Warning" not in capfd.readouterr().err
 
 
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):

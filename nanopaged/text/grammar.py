@@ -51,7 +51,10 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
-        kind, source = params.source
+        try:
+            kind, source = params.source
+        except (ValueError, TypeError, RecursionError) as problem:
+            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
         with self.lock:
             matcher = self.compiled.get((kind, source))
             if matcher is None:
@@ -73,7 +76,7 @@ class GrammarCompiler:
         except (ValueError, TypeError) as problem:
             error = str(problem)
         if not error:
-            compiled = matcher(self.vocabulary, grammar)
+            compiled = matcher(self.vocabulary, grammar, log_level=0)  # its warnings would go to stderr
             error = compiled.get_error()
         if error:
             raise ValueError(f"structured_outputs cannot be used: {' '.join(error.split()):.300}")
@@ -89,9 +92,25 @@ class _Vocabulary:
         self.tokens += [b""] * (max(eos_token_ids) + 1 - len(self.tokens))
         special = {*tokenizer.special_token_ids(), *eos_token_ids}
         self.special_token_ids = sorted(token for token in special if token < len(self.tokens))
+        self.token_of = {text: token for token, text in enumerate(self.tokens) if text and token not in special}
+        self.longest = max(map(len, self.token_of), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self.tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        """The tokens of a text that a grammar forces. They must have the bytes of the text, and not all tokenizers keep
+        these: SentencePiece puts a space in front, others normalize, lack bytes, or have more tokens than the model."""
+        data = text.encode() if isinstance(text, str) else text
+        tokens = self.tokenizer.encode(data.decode(), add_special_tokens=False)
+        if max(tokens, default=0) < len(self.tokens) and b"".join(map(self.tokens.__getitem__, tokens)) == data:
+            return tokens
+        tokens = []
+        while data:  # take the longest token that fits, up to a byte that no token has
+            ends = (end for end in range(min(len(data), self.longest), 0, -1) if data[:end] in self.token_of)
+            end = next(ends, 0)
+            if not end:
+                break
+            tokens.append(self.token_of[data[:end]])
+            data = data[end:]
+        return tokens
 
 
 class Grammar:
@@ -106,18 +125,18 @@ class Grammar:
     def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
         """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
         -1 ends the sequence with an error."""
-        if token < 0 or token in self.eos_token_ids:
-            return [token]
-        if not self.matcher.consume_token(token):
-            seq.stop_reason = f"the grammar failed: {' '.join(self.matcher.get_error().split()) or 'wrong token'}"
+        new, is_text = [token], token >= 0 and token not in self.eos_token_ids
+        if is_text:
+            self.matcher.consume_token(token)
+            if may_force and (forced := self.propose(seq.token_ids, MOST_FORCED)):
+                self.matcher.consume_tokens(forced)
+                new += forced
+        if self.matcher.is_error():  # here or in `fill_mask`
+            reason = self.matcher.get_error().partition("<state>")[0]
+            seq.stop_reason = f"the grammar failed: {' '.join(reason.split())}"
             return [-1]
-        if not may_force:
-            return [token]
-        new = [token]
-        if forced := self.propose(seq.token_ids, MOST_FORCED):
-            self.matcher.consume_tokens(forced)
-            new += forced
-        if self.matcher.is_stopped() and len(seq.token_ids) + len(new) - seq.num_prompt_tokens >= min_tokens:
+        num_generated = len(seq.token_ids) + len(new) - seq.num_prompt_tokens
+        if is_text and may_force and self.matcher.is_stopped() and num_generated >= min_tokens:
             new.append(self.eos_token_ids[0])
         return new
 
@@ -133,12 +152,13 @@ class Grammar:
 
     def fill_mask(self, address: int) -> None:
         """Write the tokens that may come next to compiler.num_words int32 on the host: token i is bit i % 32 of word
-        i // 32."""
+        i // 32. None may if the matcher has failed, or fails here at a limit of llguidance."""
         size = 4 * self.compiler.num_words
         if not self.matcher.is_stopped():
             self.matcher.unsafe_compute_mask_ptr(address, size)
+        if not self.matcher.is_stopped():
             return
         mask = (ctypes.c_uint8 * size).from_address(address)
         ctypes.memset(address, 0, size)
-        for token in self.eos_token_ids:  # the text is complete
+        for token in self.eos_token_ids if not self.matcher.is_error() else ():  # the text is complete
             mask[token // 8] |= 1 << token % 8
