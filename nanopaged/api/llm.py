@@ -233,9 +233,11 @@ class LLM:
                        grammar)
 
     def _compile_grammar(self, params: StructuredOutputsParams) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
         if self.grammars is None:
             from nanopaged.text.grammar import GrammarCompiler
-            self.grammars = GrammarCompiler(self.get_tokenizer(), self.eos_token_ids, self.config.vocab_size)
+            self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
         return self.grammars.compile(params)
 
     def _add(self, request: Request, is_reported: bool = False) -> None:

@@ -133,7 +133,7 @@ class _Sample:
             return [token]
         # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
         may_force = not (wants_logprobs or self.params.edits_logits or self.params.logits_processors)
-        return grammar.on_token(seq, token, self.params.min_tokens, may_force)
+        return grammar.on_token(seq, token, may_force)
 
     def output(self) -> CompletionOutput:
         """The sample's output so far."""

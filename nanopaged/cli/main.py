@@ -317,7 +317,7 @@ class _Lossy:
 def _read_text(option: str, path: str) -> str:
     with open_file(option, path, "rb") as file:
         try:
-            return file.read().decode()
+            return file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{option} {path!r} is no text in UTF-8: {error}") from None
 

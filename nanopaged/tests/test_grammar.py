@@ -303,6 +303,8 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)
     assert not llm.has_unfinished_requests()
+    with pytest.raises(ValueError, match="need the checkpoint's tokenizer"):
+        load(skip_tokenizer_init=True).generate([1], params(regex="a"))
 
 
 def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
@@ -363,7 +365,7 @@ def test_a_grammar_that_reaches_a_limit_ends_with_an_error(llm, capfd):
 
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
     common = ["--device", "cpu", "--seed", "3", "--max-tokens", "80"]
-    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8-sig")  # as editors on Windows write it
     assert main(["--prompt", "A", "--json-schema", str(tmp_path / "person.json"), *common]) == 0
     assert fits(dict(json=PERSON), capsys.readouterr().out.strip().removeprefix("A"))
     assert main(["--prompt", "A", "--choice", "yes", "--choice", "no", *common]) == 0
@@ -379,17 +381,16 @@ def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
 
 
 def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
-    for options in ({}, dict(num_blocks=30, block_size=4)):
-        llm = load(str(BUNDLED), device="cpu", max_num_seqs=16, **options)
-        with monkeypatch.context() as patch:
-            patch.setattr("nanopaged.tests.test_graphs.CUDA", False)
-            replayed = record_graphs(llm, patch)
-            assert mixed(llm) == expected
-            settings = [params(json=PERSON, seed=seed) for seed in range(4)] + [SamplingParams(seed=1, ignore_eos=True)]
-            texts = [output.outputs[0].text for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
-        alone = load(str(BUNDLED), device="cpu", lookahead=0)
-        assert texts == [output.outputs[0].text for output in alone.generate(["A"] * 5, settings, use_tqdm=False)]
-        assert replayed and llm.runner.masked
+    llm = load(str(BUNDLED), device="cpu", max_num_seqs=16, num_blocks=30, block_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("nanopaged.tests.test_graphs.CUDA", False)
+        replayed = record_graphs(llm, patch)
+        assert mixed(llm) == expected
+        settings = [params(json=PERSON, seed=seed) for seed in range(4)] + [SamplingParams(seed=1, ignore_eos=True)]
+        texts = [output.outputs[0].text for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
+    alone = load(str(BUNDLED), device="cpu", lookahead=0)
+    assert texts == [output.outputs[0].text for output in alone.generate(["A"] * 5, settings, use_tqdm=False)]
+    assert replayed and llm.runner.masked
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the test above pretends one")

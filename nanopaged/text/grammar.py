@@ -72,12 +72,10 @@ class GrammarCompiler:
                 grammar = matcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
             else:
                 grammar = self.llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
-            error = matcher.validate_grammar(grammar, self.vocabulary)
-        except (ValueError, TypeError) as problem:
-            error = str(problem)
-        if not error:
             compiled = matcher(self.vocabulary, grammar, log_level=0)  # its warnings would go to stderr
             error = compiled.get_error()
+        except (ValueError, TypeError) as problem:
+            error = str(problem)
         if error:
             raise ValueError(f"structured_outputs cannot be used: {' '.join(error.split()):.300}")
         return compiled
@@ -122,7 +120,7 @@ class Grammar:
     def copy(self) -> "Grammar":
         return Grammar(self.matcher.deep_copy(), self.compiler)
 
-    def on_token(self, seq: engine.Sequence, token: int, min_tokens: int, may_force: bool) -> list[int]:
+    def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
         """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
         -1 ends the sequence with an error."""
         new, is_text = [token], token >= 0 and token not in self.eos_token_ids
@@ -135,8 +133,7 @@ class Grammar:
             reason = self.matcher.get_error().partition("<state>")[0]
             seq.stop_reason = f"the grammar failed: {' '.join(reason.split())}"
             return [-1]
-        num_generated = len(seq.token_ids) + len(new) - seq.num_prompt_tokens
-        if is_text and may_force and self.matcher.is_stopped() and num_generated >= min_tokens:
+        if is_text and may_force and self.matcher.is_stopped():
             new.append(self.eos_token_ids[0])
         return new
 
