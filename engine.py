@@ -36,7 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block that left the sliding window and was freed (nanopaged/scheduling/window.py)
+NULL = -1  # in a block table: a block freed when it left the sliding window; only window.py's manager puts it there
 NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -91,7 +91,7 @@ class Sequence:
     num_hit_tokens: int = 0  # tokens whose K and V were there on admission: it never writes their slots
     num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
-    num_void_tokens: int = 0  # such tokens that the listener has appended meanwhile, so that the samples are dropped
+    num_void_tokens: int = 0  # of these, known already because a grammar forced them: their samples are dropped
     block_table: list[int] = field(default_factory=list)
     pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -119,7 +119,7 @@ class Sequence:
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def settle(self) -> bool:
-        """A launched step's sample is there, or will never be. Returns whether it counts."""
+        """A launched step's sample has been read. Returns whether it counts: a void one does not."""
         if self.num_void_tokens:
             self.num_void_tokens -= 1
             return False
@@ -181,7 +181,7 @@ class BlockManager:
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_cached_tokens 4
 
     After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
-    that list it). A block that others hold is not written.
+    that list it). A sequence copies a block that others hold before it writes new tokens there.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
@@ -254,7 +254,8 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # A block has at most one key. An older one leads nowhere: a block before this one was evicted.
+                # A block has at most one key. A block shared with a sibling may have one already. That key differs if
+                # an earlier block was evicted and got another prefix key since; then nothing finds the old one.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -365,10 +366,10 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. A new sequence shares all of them, also those in a partly full last
-        block. It writes into that block in the next step, and the copy is made then, when the block is filled. A
-        sequence that returns after a preemption shares full blocks only. It has generated tokens to write in this step,
-        so the copy would be made now. If the sibling computes its prompt in this step, the block is still empty."""
+        """Prompt tokens that a sibling can give. A new sequence shares all of them, the partly full last block too: it
+        first writes there in the next step and gets its copy then, when the sibling's K and V are in it. One that
+        returns after a preemption would write in this step. Its copy would be made before the forward pass, perhaps of
+        a block that the sibling fills only in this pass. So it shares full blocks only."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
@@ -484,7 +485,7 @@ class Scheduler:
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
-        if seq in step.preempted:  # not in this step: the token it sampled last may not be known on the host yet
+        if seq in step.preempted:  # not in this step: a recompute needs all ids, and the last may be on the device only
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
@@ -539,7 +540,7 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1:  # a step under way samples the second one, which is known now
+            if len(new) > 1:  # a step under way samples in the place of the second one, which is known now
                 seq.num_pending_tokens, seq.num_void_tokens = 0, seq.num_void_tokens + seq.num_pending_tokens
             if seq.status is Status.FINISHED:
                 self.release(seq)
@@ -603,7 +604,7 @@ class Scheduler:
 class StepInput:
     """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
 
-    Sequences with one new token come first, among them those with the longest context: attention computes these and the
+    Sequences with one new token come first, the longest context at the front: attention computes these and the
     others in two launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C (table
     [2, 6]) decode and the prompt of B (table [5]) comes in:
 
@@ -633,7 +634,7 @@ class StepInput:
             return -pair[0].num_computed_tokens if pair[1] == 1 else 1
 
         work = sorted(zip(step.seqs, step.num_tokens), key=place)
-        batch = cls(*map(list, zip(*work)))
+        batch = cls([seq for seq, _ in work], [num_tokens for _, num_tokens in work])
         for seq, num_tokens in work:
             batch._add(seq, num_tokens, block_size)
         return batch
@@ -645,7 +646,7 @@ class StepInput:
             self.input_ids.append(token_ids[start] if start < len(token_ids) else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:
+        else:  # a chunk: its ids are known, and none was a hit (of a hit, only a lone last token is computed again)
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
             for index in range(start // size, cdiv(end, size)):  # block by block
@@ -736,7 +737,7 @@ class Engine:
         try:
             while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
                 self.update()
-        except BaseException:  # it could not be sampled, which is done late for grammars
+        except BaseException:  # with grammars a step is sampled late, when it is read: that failed
             while self.launched:
                 self._undo(self.launched.popleft()[0])
         if not self.may_retry(error):

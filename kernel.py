@@ -34,9 +34,9 @@ stores their K and V first. Then query i, at position seq_len - query_len + i, a
 A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
 **Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
-here reads the context in **tiles**, the K and V of 64 tokens say, each of them once. It keeps running sums: m, the
-largest score so far; l, the sum of exp(s - m); acc, the sum of exp(s - m) * v. A tile that raises m to m' first
-multiplies both sums by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
+here reads the context in **tiles**, the K and V of 64 tokens say, each of them once. It keeps a maximum m of the scores
+and two running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc
+by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
@@ -97,8 +97,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     slots = slot_mapping.long()
     may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
     if may_skip:
-        # index_copy_ writes every row. Dropping rows with slot -1 would need their number, and the host would wait for
-        # a GPU. Such a row instead repeats the write of a row that has a slot: the same values to the same slot.
+        # index_copy_ writes every row. To drop the rows with slot -1, the host would have to wait for a GPU to count
+        # them. Instead, each of them repeats the write of a row that has a slot: the same values to the same slot.
         largest_slot, valid_row = slots.max(0)
         source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
         k, v, slots = k[source], v[source], slots[source].clamp(min=0)
@@ -138,7 +138,7 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) over the last dimension, computed in float32, times weight (Zhang and Sennrich 2019)."""
     exact = x.float()
     mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
     return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
@@ -188,7 +188,7 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     seq_len, and the mask to add to the scores [n, 1, group * query_len, num_keys]. Two sequences decode, block_size 4:
 
         block table 3 1, 7 tokens    slots  12 13 14 15  4  5  6
-        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0     the last two are masked
+        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0     the first 0 is token 4; the others are masked
     """
     query_lens = query_start_loc.diff()
     for query_len in query_lens[query_lens > 0].unique().tolist():  # 0 is padding

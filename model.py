@@ -215,8 +215,8 @@ class Layer(nn.Module):
 
 
 class LastLayer(Layer):
-    """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Of a
-    prompt's other rows it computes only K and V. A decodes, B brings a whole prompt, and C a first chunk:
+    """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Other
+    rows of a prompt neither attend nor pass the MLP. A decodes, B brings a whole prompt, and C a first chunk:
 
         token             a6  b0  b1  b2  b3  c0  c1  c2
         K and V           x   x   x   x   x   x   x   x
@@ -230,18 +230,17 @@ class LastLayer(Layer):
         if rows is not None and not len(rows):  # nothing but K and V is needed
             return residual[:0], residual[:0]
         if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
-            o = self.attend(q, batch, cache, kernels)  # no prompt in the batch, or nothing samples
+            o = self.attend(q, batch, cache, kernels)  # one token each, or all rows are wanted, or nothing samples
         else:
-            # Prompts and samples. A prompt's last row would attend in the prefill kernel (in the decode kernel if its
-            # chunk has one token), and the two add in different orders. So every row that samples attends in the decode
-            # kernel, and the batch does not change its bits.
+            # Prompts and samples. Only the last rows are needed, so each attends as a decode of one token. This also
+            # fixes the order of additions here. (In earlier layers it depends on how the prompt was cut into chunks.)
             last_rows = rows[:len(seq_indices)]
             o_last = self.attend(q.index_select(0, last_rows), batch.decode_only(seq_indices), cache, kernels)
             if len(last_rows) == len(rows):
                 return self.project(o_last, residual.index_select(0, rows))
             # The other rows are prompt tokens whose log probabilities are wanted.
             o = self.attend(q, batch, cache, kernels).index_copy_(0, last_rows.long(), o_last)
-        x, residual = self.project(o, residual)
+        x, residual = self.project(o, residual)  # x may be [count, T, D] with fused.py, hence -2
         return (x, residual) if rows is None else (x.index_select(-2, rows), residual.index_select(0, rows))
 
 

@@ -1,24 +1,24 @@
 """The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
 
-The engine thinks in sequences and block ids, and hands over a step as lists of integers (engine.StepInput). `launch`
-does with them, in this order:
+The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput, writes it as lists of integers
+(engine.StepInput), and does with them, in this order:
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
     forward pass      model.py over one flat batch: every layer writes K and V into their slots, then attends
     sample            one token for each sequence that has caught up
 
-**Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last
-token, its sampling settings. A step sends its new tokens as one message of integers, and of the rows only what has
-changed. The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so
-it can be launched before the host knows them.
+**Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
+its sampling settings. A step sends its new tokens as one message of integers, and of its rows only the entries that
+have changed. The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there,
+so it can be launched before the host knows them.
 
 **The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
 num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
 tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
 
-This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place, fused.py compiled functions, and
-warmup.py compiles both ahead; `enforce_eager=True` leaves all three off. choices.py decides types and kernels, and
+This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place and fused.py compiled functions;
+`enforce_eager=True` leaves both off. warmup.py compiles ahead. choices.py decides types and kernels, and
 memory.py how large a GPU's pool can be. Rare features: swapping.py, logits.py (edited logits), logprobs.py.
 """
 import gc
@@ -94,7 +94,7 @@ class Runner:
             self.query_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
 
     def _make_rows(self) -> None:
-        """A row for each running sequence, and one that no sequence has, for the padding of a recorded step."""
+        """A row for each running sequence, and one that no sequence has, for the padding of a CUDA graph."""
         num_rows = self.max_num_seqs + 1
         ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
         # torch gathers rows of a multiple of 16 bytes faster
@@ -163,8 +163,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
         """Start computing a step. Calling the result waits for it."""
-        if self.unsampled is not None:  # a grammar had to know the tokens of the step before, which are read now
-            unsampled, self.unsampled = self.unsampled, None  # if it fails, the engine reads it again, or undoes it
+        if self.unsampled is not None:  # the previous step has a grammar, and the engine has read the tokens before it
+            unsampled, self.unsampled = self.unsampled, None  # first: if it fails, the engine undoes that step
             unsampled.sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
@@ -282,8 +282,8 @@ class Runner:
                            sampling)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, kept as its sequence's last one; -1 where there are no numbers to choose
-        from."""
+        """One token for each row of logits, at these positions (the lengths so far), kept as its sequence's last one;
+        -1 where there are no numbers to choose from."""
         editor = self.editor if needs.edits or needs.processors else None
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)

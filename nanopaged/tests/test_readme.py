@@ -154,8 +154,8 @@ def test_bytes_of_a_token():
     llama2, llama3 = bytes_per_token(num_layers=32, num_kv_heads=32), bytes_per_token(num_layers=32, num_kv_heads=8)
     assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
     assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
-    assert "in Llama-3.1-8B, where four of them share one K and V (a kv head)" in PLAIN
-    assert f"a token takes {llama3 / 2**10:g} KiB (`nanopaged/device/runner.py` has the formula)" in PLAIN
+    assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN
+    assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/runner.py` has the formula)" in PLAIN
 
 
 def test_blocks_of_three_texts():
@@ -209,7 +209,8 @@ def test_how_full_the_blocks_of_workload_256_are(monkeypatch):
     bench.fragmentation(quick=True)
     in_16, in_64, unpaged = rows
     assert f"{unpaged:.0f}% of the slots held a token in a benchmark of 256 requests" in PLAIN
-    assert f"{in_16:.1f}% of the slots of held blocks of 16 held a token, and {in_64:.1f}% with blocks of 64" in PLAIN
+    assert (f"{in_16:.1f}% of the slots in use held a token with blocks of 16, and {in_64:.1f}% with blocks of 64"
+            in PLAIN)
     prompts, params = bench.workload_256()
     tokens = sum(map(len, prompts)), sum(p.max_tokens for p in params)
     assert "({:,} prompt tokens and {:,} new ones)".format(*tokens) in PLAIN
