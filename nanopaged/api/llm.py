@@ -503,7 +503,7 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
 
 def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,
                         swap_space: float) -> engine.BlockManager:
-    num_host_blocks = runner.allocate_host_pool(swap_space) if swap_space else 0
+    num_host_blocks = runner.allocate_host_pool(swap_space)
     if window or num_host_blocks:
         return Swapping(num_blocks, runner.block_size, enable_prefix_caching, window, num_host_blocks)
     return engine.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)

@@ -11,12 +11,12 @@ from nanopaged import engine
 class Masker:
     """Sends masks to the device as bits: 19 KB a row for 152,000 tokens.
 
-    num_words: of 32 bits, in a mask. The tokenizer may have fewer tokens than the model, or more.
+    vocab_size: of the model, which may have more tokens than the grammars' tokenizer
     max_rows: of logits in a step
     """
 
-    def __init__(self, num_words: int, max_rows: int, device: torch.device):
-        self.num_bytes = 4 * num_words
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device):
+        self.num_bytes = 4 * engine.cdiv(vocab_size, 32)
         # Written again only after a step that read it was read itself: sampling waits for the tokens before.
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
@@ -30,7 +30,8 @@ class Masker:
             if seq is None or seq.num_void_tokens:  # void: the grammar has forced this token already
                 ctypes.memset(address, 0xFF, self.num_bytes)
             else:
-                seq.sampling.grammar.fill_mask(address)
+                size = seq.sampling.grammar.fill_mask(address)
+                ctypes.memset(address + size, 0, self.num_bytes - size)  # ids that the tokenizer lacks
         return self.masks[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
 
 
@@ -38,5 +39,5 @@ def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
     """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; masks [R, num_bytes] uint8, a
     bit for each token."""
     bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
-    allowed = F.pad(bits.flatten(1), (0, logits.shape[1] - 8 * masks.shape[1])).bool()  # ids that the tokenizer lacks
+    allowed = F.pad(bits.flatten(1), (0, logits.shape[1] - 8 * masks.shape[1])).bool()  # cuts the bits past the end
     return torch.where(allowed, logits, -torch.inf)

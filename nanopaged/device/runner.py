@@ -300,7 +300,7 @@ class Runner:
     def _send_masks(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
         if self.masker is None:
             from nanopaged.device.masks import Masker
-            self.masker = Masker(seqs[0][1].sampling.grammar.compiler.num_words, self.max_num_seqs, self.device)
+            self.masker = Masker(self.config.vocab_size, self.max_num_seqs, self.device)
         return self.masker.send(seqs, num_rows)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:

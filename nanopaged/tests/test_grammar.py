@@ -285,9 +285,12 @@ def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch
     tokens = llm.tokenizer.token_bytes()
     monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda: tokens[:300])
     llm.eos_token_ids = frozenset({299})
-    settings = [params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)]
-    for output in llm.generate(["A"] * 20, settings, use_tqdm=False):
-        assert all(token < 300 or token in llm.eos_token_ids for token in output.outputs[0].token_ids)
+    plain = SamplingParams(temperature=1, seed=3, max_tokens=25, ignore_eos=True)
+    alone = llm.generate("A", plain, use_tqdm=False)[0].outputs[0].token_ids
+    settings = [plain] + [params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)]
+    beside, *outputs = (output.outputs[0].token_ids for output in llm.generate(["A"] * 21, settings, use_tqdm=False))
+    assert all(token < 300 for token_ids in outputs for token in token_ids)
+    assert beside == alone and max(alone) >= 300  # a neighbour without a grammar keeps all tokens
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):

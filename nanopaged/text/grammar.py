@@ -46,7 +46,6 @@ class GrammarCompiler:
         self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
         self.vocabulary = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size)), eos_token=eos)
-
         self.num_words = engine.cdiv(self.vocabulary.vocab_size, 32)  # of a mask
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
@@ -147,15 +146,17 @@ class Grammar:
         self.fill_mask(words.data_ptr())
         return sum((word & 0xFFFFFFFF).bit_count() for word in words.tolist())
 
-    def fill_mask(self, address: int) -> None:
-        """Write the tokens that may come next to compiler.num_words int32 on the host: token i is bit i % 32 of word
-        i // 32. None may if the matcher has failed, or fails here at a limit of llguidance."""
+    def fill_mask(self, address: int) -> int:
+        """Write the tokens that may come next to compiler.num_words int32 on the host, and return their size in bytes:
+        token i is bit i % 32 of word i // 32. None may if the matcher has failed, or fails here at a limit of
+        llguidance."""
         size = 4 * self.compiler.num_words
         if not self.matcher.is_stopped():
             self.matcher.unsafe_compute_mask_ptr(address, size)
         if not self.matcher.is_stopped():
-            return
+            return size
         mask = (ctypes.c_uint8 * size).from_address(address)
         ctypes.memset(address, 0, size)
         for token in self.eos_token_ids if not self.matcher.is_error() else ():  # the text is complete
             mask[token // 8] |= 1 << token % 8
+        return size
