@@ -289,7 +289,8 @@ class Runner:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
             from nanopaged.device.masks import mask_logits
-            logits = mask_logits(logits, self._send_masks(needs.grammars, len(logits)))
+            sequences = dict(needs.grammars)
+            logits = mask_logits(logits, self._send_masks([sequences.get(row) for row in range(len(logits))]))
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
@@ -297,11 +298,11 @@ class Runner:
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
-    def _send_masks(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
+    def _send_masks(self, seqs: list[engine.Sequence | None]) -> Tensor:
         if self.masker is None:
             from nanopaged.device.masks import Masker
             self.masker = Masker(self.config.vocab_size, self.max_num_seqs, self.device)
-        return self.masker.send(seqs, num_rows)
+        return self.masker.send(seqs)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
