@@ -83,6 +83,8 @@ class Sequence:
     listener: Listener | None = None
     siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences with the same prompt (n > 1)
     max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
+    drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
+    drafts: list[int] = field(default_factory=list)  # guesses that a launched step computes, until they are decided
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     num_prompt_tokens: int = 0
@@ -91,7 +93,7 @@ class Sequence:
     num_hit_tokens: int = 0  # tokens whose K and V were there on admission: it never writes their slots
     num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
-    num_void_tokens: int = 0  # of these, known already because a grammar forced them: their samples are dropped
+    num_void_tokens: int = 0  # of the samples under way, those to drop: a grammar or a wrong draft made them void
     block_table: list[int] = field(default_factory=list)
     pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -115,7 +117,7 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Tokens that could be computed now. No token follows the last possible one, so its K and V are never
         needed."""
-        known = self.num_tokens if self.lookahead else len(self.token_ids)
+        known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def settle(self) -> bool:
@@ -125,6 +127,13 @@ class Sequence:
             return False
         self.num_pending_tokens -= 1
         return True
+
+    def drop_pending(self, num_valid_tokens: int) -> None:
+        """The samples still under way are void. So are K and V that a step computed for other tokens than the first
+        num_valid_tokens."""
+        self.num_pending_tokens, self.num_void_tokens = 0, self.num_void_tokens + self.num_pending_tokens
+        self.num_computed_tokens = min(self.num_computed_tokens, num_valid_tokens)
+        self.drafts = []
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token or the last possible one."""
@@ -226,7 +235,7 @@ class BlockManager:
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
-        num_missing = cdiv(num_tokens, self.block_size) - len(table)
+        num_missing = max(0, cdiv(num_tokens, self.block_size) - len(table))  # wrong drafts may have left some more
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -475,6 +484,8 @@ class Scheduler:
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # all later ones are preempted already: it was the last itself, and the step is complete
+                seq.drafts = self._draft(seq, min(budget, self.max_chunk) - num_tokens) if seq.drafter else []
+                num_tokens += len(seq.drafts)
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -507,6 +518,16 @@ class Scheduler:
                 return False
         return True
 
+    def _draft(self, seq: Sequence, most: int) -> list[int]:
+        """At most as many guesses of the tokens after its last one, if blocks are free for them."""
+        most = min(most, seq.max_len - len(seq.token_ids) - 1)
+        drafts = seq.drafter.draft(seq, len(self.running))[:max(0, most)]
+        while drafts and not self.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
+            drafts.pop()
+        if drafts:
+            seq.drafter.launched(len(drafts))
+        return drafts
+
     def _preempt(self, step: SchedulerOutput) -> Sequence:
         """Take the blocks of the last running sequence. Its tokens are kept."""
         seq = self.running[-1]  # never one that already got tokens in this step: those are before `turn`
@@ -520,9 +541,9 @@ class Scheduler:
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
-        if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
-            seq.num_pending_tokens += 1
-            step.sampled.append(seq)
+        if seq.num_computed_tokens == seq.num_tokens + len(seq.drafts):  # caught up: the step samples the next token
+            seq.num_pending_tokens += 1 + len(seq.drafts)
+            step.sampled += [seq] * (1 + len(seq.drafts))  # and the tokens after its drafts
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
@@ -531,7 +552,9 @@ class Scheduler:
         for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            new = [token]
+            num_known, new, draft = len(seq.token_ids), [token], token
+            if seq.drafts and (draft := seq.drafts.pop(0)) == token:
+                seq.drafter.accepted()
             if seq.listener is not None:
                 new = seq.listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
             for token in new:
@@ -540,8 +563,8 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1:  # a step under way samples in the place of the second one, which is known now
-                seq.num_pending_tokens, seq.num_void_tokens = 0, seq.num_void_tokens + seq.num_pending_tokens
+            if len(new) > 1 or token != draft:  # the samples after it follow another text, or are known already
+                seq.drop_pending(num_known + (token == draft))
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -630,20 +653,28 @@ class StepInput:
 
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
-        def place(pair: tuple[Sequence, int]) -> int:
-            return -pair[0].num_computed_tokens if pair[1] == 1 else 1
+        def place(entry: tuple[Sequence, int, int]) -> int:
+            return -entry[0].num_computed_tokens if entry[1] == 1 else 1
 
-        work = sorted(zip(step.seqs, step.num_tokens), key=place)
-        batch = cls([seq for seq, _ in work], [num_tokens for _, num_tokens in work])
-        for seq, num_tokens in work:
-            batch._add(seq, num_tokens, block_size)
+        work: list[tuple[Sequence, int, int]] = []
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
+            end = seq.num_computed_tokens
+            if seq.drafts:  # a row for each token, see nanopaged/scheduling/drafts.py
+                work += [(seq, 1, position + 1) for position in range(end - num_tokens, end)]
+            else:
+                work.append((seq, num_tokens, end))
+        work.sort(key=place)
+        batch = cls([seq for seq, *_ in work], [num_tokens for _, num_tokens, _ in work])
+        for entry in work:
+            batch._add(*entry, block_size)
         return batch
 
-    def _add(self, seq: Sequence, num_tokens: int, size: int) -> None:
-        end, token_ids, table = seq.num_computed_tokens, seq.token_ids, seq.block_table
-        start = end - num_tokens
+    def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
+        """The tokens that end at this position."""
+        token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
         if num_tokens == 1:
-            self.input_ids.append(token_ids[start] if start < len(token_ids) else -1)
+            later = start - len(token_ids)  # 0 or more: a draft, or a token that is not known on the host
+            self.input_ids.append(token_ids[start] if later < 0 else seq.drafts[later] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
         else:  # a chunk: its ids are known, and none was a hit (of a hit, only a lone last token is computed again)

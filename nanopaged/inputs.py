@@ -20,7 +20,7 @@ class TokensPrompt(TypedDict, total=False):
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     tensor_parallel_size=(1,), pipeline_parallel_size=(1,), quantization=(None,),
-    enable_lora=(False, None), speculative_config=(None,), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
+    enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
     tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"), hf_overrides=(None, {}),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
     max_logprobs=None, download_dir=(None,), compilation_config=None, served_model_name=None, async_scheduling=None,

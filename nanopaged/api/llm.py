@@ -80,8 +80,8 @@ class LLM:
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 data_parallel_size: int = 1, tokenizer: str | None = None, skip_tokenizer_init: bool = False,
-                 num_gpu_blocks_override: int | None = None, **vllm_options: Any):
+                 data_parallel_size: int = 1, speculative_config: dict | None = None, tokenizer: str | None = None,
+                 skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
@@ -91,6 +91,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
             swap_space=swap_space, data_parallel_size=data_parallel_size)
         self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
+        self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
@@ -99,7 +100,8 @@ class LLM:
         self.runners = _make_runners(
             device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
             block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
+            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+            max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
         num_blocks, block_size = min(pools), self.runners[0].block_size
@@ -250,7 +252,8 @@ class LLM:
                             str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
                                              grammar=request.grammar and request.grammar.copy()),
-                            lookahead=not params.logits_processors)
+                            lookahead=not params.logits_processors,
+                            drafter=self.drafting and self.drafting.drafter(params))
             for j in range(params.n)]
         if params.prompt_logprobs is not None:
             self._compute_whole_prompt(sequences[0], params.prompt_logprobs)
@@ -499,6 +502,13 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
         weights = runners[0].model if runners else tensors
         runners.append(runner(config, weights, device=picked, kernels=kernels, **options))
     return runners
+
+
+def _make_drafting(speculative_config: Any, vocab_size: int) -> Any:
+    if speculative_config is None:
+        return None
+    from nanopaged.scheduling.drafts import Drafting
+    return Drafting(speculative_config, vocab_size)
 
 
 def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,

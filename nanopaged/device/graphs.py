@@ -67,9 +67,9 @@ class GraphRunner(Runner):
 
     def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_seqs:
+        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
             split, last_rows = one_token_rows(batch, sampling_indices)
-            if len(split.seqs) <= self.max_num_seqs:
+            if len(split.seqs) <= self.max_num_samples:
                 batch, sampling_indices = split, last_rows
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
@@ -102,7 +102,7 @@ class GraphRunner(Runner):
     def shapes(self) -> list[Shape]:
         """The steps to record, the largest first: the others fit into its memory."""
         most_tokens = self.max_num_batched_tokens
-        most_seqs = min(self.max_num_seqs, most_tokens, MAX_DECODE_SIZE)
+        most_seqs = min(self.max_num_samples, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
         # A step with room for few sequences computes logits, and samples, for few rows.
         mixed = [Shape(size, seqs, size // self.query_tile + seqs)
@@ -118,7 +118,7 @@ class GraphRunner(Runner):
         most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
-        self.masked_input = torch.zeros(3 * self.max_num_seqs, dtype=torch.int32, device=self.device)
+        self.masked_input = torch.zeros(3 * self.max_num_samples, dtype=torch.int32, device=self.device)
         self.graph_memory: Any = None  # of all recordings
         # Without a stream torch.cuda.graph would use one of the first device that it recorded on.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -194,7 +194,7 @@ class GraphRunner(Runner):
         """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
         self._send_masks(list(masked.values()))
-        size = min(1 << (len(at) - 1).bit_length(), self.max_num_seqs)
+        size = min(1 << (len(at) - 1).bit_length(), self.max_num_samples)
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [self.max_num_seqs] * padding,
                             [batch.seq_lens[i] for i in at] + [0] * padding])

@@ -1,5 +1,6 @@
 """The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows."""
 import ctypes
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -21,15 +22,17 @@ class Masker:
         self.masks = torch.empty_like(self.host, device=device)
 
     def send(self, seqs: list[engine.Sequence | None]) -> Tensor:
-        """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens."""
-        start = self.host.data_ptr()
+        """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
+        sequence with drafts has several: that of its next token, then those after one draft, two .."""
+        start, num_rows = self.host.data_ptr(), Counter[engine.Sequence | None]()
         for row, seq in enumerate(seqs):
             address = start + self.num_bytes * row
             if seq is None or seq.num_void_tokens:  # void: the grammar has forced this token already
                 ctypes.memset(address, 0xFF, self.num_bytes)
             else:
-                size = seq.sampling.grammar.fill_mask(address)
+                size = seq.sampling.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])
                 ctypes.memset(address + size, 0, self.num_bytes - size)  # ids that the tokenizer lacks
+            num_rows[seq] += 1
         return self.masks[:len(seqs)].copy_(self.host[:len(seqs)], non_blocking=True)
 
 
