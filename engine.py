@@ -163,6 +163,7 @@ class SchedulerOutput:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
     cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
+    num_drafts: int = 0
 
 
 class PrefixHit(NamedTuple):
@@ -484,8 +485,9 @@ class Scheduler:
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # all later ones are preempted already: it was the last itself, and the step is complete
-                seq.drafts = self._draft(seq, min(budget, self.max_chunk) - num_tokens) if seq.drafter else []
-                num_tokens += len(seq.drafts)
+                if seq.drafter is not None:
+                    seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
+                    num_tokens += len(seq.drafts)
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -518,16 +520,6 @@ class Scheduler:
                 return False
         return True
 
-    def _draft(self, seq: Sequence, most: int) -> list[int]:
-        """At most as many guesses of the tokens after its last one, if blocks are free for them."""
-        most = min(most, seq.max_len - len(seq.token_ids) - 1)
-        drafts = seq.drafter.draft(seq, len(self.running))[:max(0, most)]
-        while drafts and not self.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
-            drafts.pop()
-        if drafts:
-            seq.drafter.launched(len(drafts))
-        return drafts
-
     def _preempt(self, step: SchedulerOutput) -> Sequence:
         """Take the blocks of the last running sequence. Its tokens are kept."""
         seq = self.running[-1]  # never one that already got tokens in this step: those are before `turn`
@@ -544,27 +536,28 @@ class Scheduler:
         if seq.num_computed_tokens == seq.num_tokens + len(seq.drafts):  # caught up: the step samples the next token
             seq.num_pending_tokens += 1 + len(seq.drafts)
             step.sampled += [seq] * (1 + len(seq.drafts))  # and the tokens after its drafts
+            step.num_drafts += len(seq.drafts)
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
         sequence here. For a stop string, an abort or another error the caller calls `finish`."""
-        for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
+        for i, (seq, sample) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            num_known, new, draft = len(seq.token_ids), [token], token
-            if seq.drafts and (draft := seq.drafts.pop(0)) == token:
+            num_known, new, is_right = len(seq.token_ids), [sample], True
+            if seq.drafts and (is_right := seq.drafts.pop(0) == sample):
                 seq.drafter.accepted()
             if seq.listener is not None:
-                new = seq.listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
+                new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
             for token in new:
                 if token < 0:
                     seq.finish("error", seq.stop_reason or NO_TOKEN)
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1 or token != draft:  # the samples after it follow another text, or are known already
-                seq.drop_pending(num_known + (token == draft))
+            if len(new) > 1 or not is_right:  # the samples after it are known already, or follow another text
+                seq.drop_pending(num_known + is_right)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -653,24 +646,19 @@ class StepInput:
 
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
-        def place(entry: tuple[Sequence, int, int]) -> int:
-            return -entry[0].num_computed_tokens if entry[1] == 1 else 1
+        def place(pair: tuple[Sequence, int]) -> int:
+            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1
 
-        work: list[tuple[Sequence, int, int]] = []
-        for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            end = seq.num_computed_tokens
-            if seq.drafts:  # a row for each token, see nanopaged/scheduling/drafts.py
-                work += [(seq, 1, position + 1) for position in range(end - num_tokens, end)]
-            else:
-                work.append((seq, num_tokens, end))
-        work.sort(key=place)
-        batch = cls([seq for seq, *_ in work], [num_tokens for _, num_tokens, _ in work])
-        for entry in work:
-            batch._add(*entry, block_size)
+        batch = cls([], [])
+        for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=place):
+            chunk = 1 if seq.drafts else num_tokens  # each draft has a row of its own
+            for end in range(seq.num_computed_tokens - num_tokens + chunk, seq.num_computed_tokens + 1, chunk):
+                batch._add(seq, chunk, end, block_size)
         return batch
 
     def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
-        """The tokens that end at this position."""
+        self.seqs.append(seq)
+        self.num_tokens.append(num_tokens)
         token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
         if num_tokens == 1:
             later = start - len(token_ids)  # 0 or more: a draft, or a token that is not known on the host
@@ -730,8 +718,16 @@ class Engine:
             self.launch(step)
         else:
             self.unblock(step)
-        if len(self.launched) > self.lookahead or not step.seqs:
+        while not self.has_room:
             self.update()
+        if not step.seqs:
+            self.update()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step may be planned before any is read. Drafts must be decided first, or else sequences with
+        drafts would fall into two groups that compute in turns."""
+        return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
         try:

@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -70,6 +71,8 @@ ENGINE
   --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
+  --speculate N                guess N tokens from the text, and compute them along [0]
+  --speculative-config JSON    the same: {"num_speculative_tokens": N, "prompt_lookup_max": 4, ..}
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace                      print each step: who computes what, in which blocks
   --version                    print the version
@@ -170,7 +173,10 @@ def _load(args, llm_class):
     if llm_class is None:
         from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
-    llm = llm_class(args.model, **_given(args, ENGINE))
+    options = _given(args, ENGINE)
+    if args.speculate is not None:
+        options["speculative_config"] = {"num_speculative_tokens": args.speculate}
+    llm = llm_class(args.model, **options)
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
     pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
     _say(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
@@ -339,6 +345,7 @@ class Progress:
         self.saved_before = self.pool.num_saved_blocks
         self.generated_before = llm.scheduler.num_generated_tokens
         self.pool.most_blocks_held = self.blocks_in_use
+        self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
         self.num_finished = 0
         self.num_cut = 0  # texts that ended because the pool was full
 
@@ -391,10 +398,12 @@ class Progress:
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
         num_saved = self.pool.num_saved_blocks - self.saved_before
+        drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
         return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
                 + (f", {num_saved} blocks saved)" if num_saved else ")")
                 + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
                 + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
+                + (f", {drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "")
                 + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
 
     def report_all(self) -> str:
@@ -433,14 +442,14 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, seed=int)
+    data_parallel_size=int, seed=int, speculative_config=_object)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, trace=True)
+    beam_width=int, length_penalty=float, model=str, speculate=int, trace=True)
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
-EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
+EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
@@ -491,7 +500,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
-    has = set(_given(args, SAMPLING | STRUCTURED | OTHERS))
+    has = set(_given(args, SAMPLING | STRUCTURED | ENGINE | OTHERS))
     if not has & {"prompt", "prompts", "chat"}:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
     for name, others in NEEDS.items():

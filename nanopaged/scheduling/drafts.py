@@ -28,12 +28,12 @@ too, and compares the guesses with the tokens that come. With many running seque
 """
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from nanopaged import engine
 from nanopaged.inputs import check_kind, check_number
+from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
 
 DEFAULTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -83,16 +83,6 @@ class Silent:
         return []
 
 
-@dataclass
-class DraftCounts:
-    num_steps: int = 0  # with drafts, of a sequence
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that came true
-
-    def __str__(self) -> str:
-        return f"{1 + self.num_accepted_tokens / max(1, self.num_steps):.2f} tokens a step with drafts"
-
-
 class Drafter:
     """The drafts of one sequence: what its proposer guesses, while that pays."""
 
@@ -101,10 +91,26 @@ class Drafter:
         self.guess: list[int] = []
         self.start = 0  # the position of the guess
         self.mean_right = 0.0  # tokens of a guess that came true
-        self.counts = DraftCounts()
+        self.metrics = RequestMetrics()
 
-    def draft(self, seq: engine.Sequence, num_running: int) -> list[int]:
-        """The tokens to compute after the sequence's last one, in the step that is being scheduled."""
+    def draft(self, seq: engine.Sequence, scheduler: engine.Scheduler, most: int) -> list[int]:
+        """At most `most` tokens to compute after the sequence's last one, in the step that is being scheduled. Their
+        blocks are allocated: free ones, and none is taken from another sequence."""
+        drafts = self._drafts(seq, len(scheduler.running))[:max(0, min(most, seq.max_len - len(seq.token_ids) - 1))]
+        while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
+            drafts.pop()
+        if drafts:
+            for metrics in (self.metrics, self.drafting.metrics):
+                metrics.num_draft_steps += 1
+                metrics.num_draft_tokens += len(drafts)
+        return drafts
+
+    def accepted(self) -> None:
+        """A draft came true."""
+        for metrics in (self.metrics, self.drafting.metrics):
+            metrics.num_accepted_tokens += 1
+
+    def _drafts(self, seq: engine.Sequence, num_running: int) -> list[int]:
         if num_running > self.drafting.most_drafting:
             seq.lookahead = True
             return []
@@ -136,20 +142,9 @@ class Drafter:
             warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
             self.guess, self.proposer = [], Silent()
 
-    def launched(self, num_drafts: int) -> None:
-        """A step with drafts of this sequence was scheduled."""
-        for counts in (self.counts, self.drafting.counts):
-            counts.num_steps += 1
-            counts.num_draft_tokens += num_drafts
-
-    def accepted(self) -> None:
-        """A draft came true."""
-        for counts in (self.counts, self.drafting.counts):
-            counts.num_accepted_tokens += 1
-
 
 class Drafting:
-    """The drafts of an engine: their settings, and the sums of what all sequences count.
+    """The drafts of an engine: their settings, and the sums of all sequences' metrics.
 
     config: vLLM's speculative_config, with the keys of DEFAULTS. The method may also be a function that returns a
         Proposer for a new sequence. ValueError for settings that cannot be.
@@ -171,7 +166,7 @@ class Drafting:
             raise ValueError("the method in speculative_config must be 'ngram', or a function that returns a Proposer "
                              f"(nanopaged/scheduling/drafts.py), not {method!r:.80}")
         self.make_proposer: Callable[[], Proposer] = method if callable(method) else partial(Ngram, longest, shortest)
-        self.vocab_size, self.counts = vocab_size, DraftCounts()
+        self.vocab_size, self.metrics = vocab_size, RequestMetrics()
         self.most_drafting, self.pays = MOST_DRAFTING, PAYS
 
     def most_in_step(self, max_num_seqs: int) -> int:

@@ -2,11 +2,13 @@
 
 Sequences draft at every step here (`pays` is 0), unless a test is about when drafts rest."""
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.cli.main import main
 from nanopaged.scheduling.drafts import Drafting, Ngram
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
@@ -72,8 +74,8 @@ def test_every_family_generates_what_transformers_does(variant):
     texts = [prompt + continuation.tolist() for prompt, continuation in zip(prompts, continuations)]
     llm = drafting(variant, lambda: Oracle(texts, p=0.7), block_size=4)
     assert tokens_of(run(llm, prompts, GREEDY)) == [continuation.tolist()[:24] for continuation in continuations]
-    counts = llm.drafting.counts
-    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
+    metrics = llm.drafting.metrics
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
 
 
 SHORTAGES = [dict(block_size=1), dict(block_size=3, max_num_batched_tokens=4), dict(block_size=4, num_blocks=16),
@@ -122,7 +124,7 @@ def test_mixed_requests(options):
                                                                           theirs.items()]
             assert [one.logprob for one in ours.values()] == pytest.approx([one.logprob for one in theirs.values()],
                                                                            abs=1e-5)
-        assert llm.drafting.counts.num_draft_tokens > 0
+        assert llm.drafting.metrics.num_draft_tokens > 0
 
 
 def test_a_text_that_reaches_the_longest_length_within_a_draft():
@@ -165,8 +167,11 @@ def test_an_abort_within_a_draft_and_beams_beside_drafts(expected):
     llm = drafting(method=knowing(expected[0]), lookahead=1)
     beams = load("qwen3").beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
     first, second = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
-    while not any(seq.drafts for seq in llm.scheduler.running):
-        llm.step()
+    while True:
+        llm.engine.launch(step := llm.scheduler.schedule())
+        if step.num_drafts:
+            break
+        llm.engine.update()
     llm.abort_request(first)
     check_books(llm.scheduler)
     found = llm.beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
@@ -197,7 +202,7 @@ def test_grammars():
                             ("ngram", dict(lookahead=1))):
         llm = drafting("shakespeare", method, device="cpu", **options)
         assert samples(run(llm, ["A"] * 5, settings)) == samples(outputs)
-        assert method is Liar or llm.drafting.counts.num_accepted_tokens > 0
+        assert method is Liar or llm.drafting.metrics.num_accepted_tokens > 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,15 +247,15 @@ def test_drafts_rest_until_they_pay(expected):
     outputs = load("qwen3").generate([PROMPT], params, use_tqdm=False)
     llm = drafting(method=Liar, pays=0.5, lookahead=1)
     assert tokens_of(llm.generate([PROMPT], params, use_tqdm=False)) == tokens_of(outputs)
-    assert llm.drafting.counts.num_steps == 0
+    assert llm.drafting.metrics.num_draft_steps == 0
     llm = drafting(method=knowing(outputs), pays=0.5, lookahead=1)
     assert tokens_of(llm.generate([PROMPT], params, use_tqdm=False)) == tokens_of(outputs)
-    counts = llm.drafting.counts
-    assert 7 <= counts.num_steps <= 9 and counts.num_accepted_tokens == counts.num_draft_tokens >= 40
+    metrics = llm.drafting.metrics
+    assert 7 <= metrics.num_draft_steps <= 9 and metrics.num_accepted_tokens == metrics.num_draft_tokens >= 40
     llm = drafting(method=knowing(outputs), pays=0.5, lookahead=1)
     llm.drafting.most_drafting = 1
     assert tokens_of(llm.generate([PROMPT] * 2, params, use_tqdm=False)) == tokens_of(outputs) * 2
-    assert llm.drafting.counts.num_steps == 0
+    assert llm.drafting.metrics.num_draft_steps == 0
 
 
 @pytest.mark.parametrize("method, reason", [
@@ -272,3 +277,35 @@ def test_settings_that_cannot_be(config, sentence):
         LLM(str(GOLDEN / "qwen3"), device="cpu", speculative_config=config)
     with pytest.raises(ValueError, match="speculative_config"):
         Drafting(config, 10)
+
+
+# --------------------------------------------------------------------------------------------------
+# What users see
+# --------------------------------------------------------------------------------------------------
+
+def test_metrics_of_requests(expected):
+    llm = drafting(method=knowing(expected[0]))
+    both = SamplingParams(temperature=0, max_tokens=13, n=2, ignore_eos=True)
+    one, two = run(llm, PROMPTS[:2], [GREEDY, both])
+    assert one.metrics.num_accepted_tokens == one.metrics.num_draft_tokens == 24 - 1 - one.metrics.num_draft_steps
+    assert one.metrics.mean_acceptance_length > 4
+    assert two.metrics.num_draft_steps >= 4 and one.metrics + two.metrics == llm.drafting.metrics
+    assert load("qwen3").generate([PROMPT], GREEDY, use_tqdm=False)[0].metrics is None
+
+
+def test_the_command_line_and_the_trace(capsys):
+    argv = ["--prompt", "ROMEO:\nI love thee. I love", "--temperature", "0", "--max-tokens", "60", "--device", "cpu"]
+    assert main(argv) == 0
+    plain = capsys.readouterr()
+    assert main([*argv, "--speculate", "4", "--trace"]) == 0
+    out, err = capsys.readouterr()
+    assert plain.out.removeprefix(argv[1]).strip() in out
+    assert re.search(r"\d\.\d\d tokens per step with drafts", err) and "drafts" not in plain.err
+    guess = re.search(r"decode (\d+) and 4 drafts -> (\d+) \[.*\n(?:.*\n)*?  drafts      A '.*' from token \d+\n"
+                      r"  sampled     A '.*' \((\d) of 4 drafts came true\)", err)
+    assert int(guess[2]) == int(guess[1]) + 5 and int(guess[3]) <= 4
+    for more, sentence in ((["--speculate", "0"], "num_speculative_tokens in speculative_config must be"),
+                           (["--speculate", "2", "--speculative-config", "{}"], "does not go with"),
+                           (["--speculative-config", '{"method": "eagle"}'], "must be 'ngram'")):
+        assert main([*argv, *more]) == 2
+        assert sentence in capsys.readouterr().err
