@@ -309,3 +309,14 @@ def test_the_command_line_and_the_trace(capsys):
                            (["--speculative-config", '{"method": "eagle"}'], "must be 'ngram'")):
         assert main([*argv, *more]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_the_readmes_trace(capsys):
+    readme = (GOLDEN.parent.parent / "README.md").read_text(encoding="utf-8")
+    text, excerpt = readme.partition("### Drafts")[2].split("```")[:2]
+    prompt = " ".join(re.search(r'`--prompt\s"(.*?)"', text, re.S)[1].split())
+    assert main(["--prompt", prompt, "--temperature", "0", "--max-tokens", "40", "--speculate", "4", "--trace",
+                 "--device", "cpu"]) == 0
+    printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())
+    for line in filter(None, excerpt.splitlines()):
+        assert line in printed, line
