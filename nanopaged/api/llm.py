@@ -132,6 +132,7 @@ class LLM:
                                     config_only=is_dummy)
         self.config = read_model_config(read_config(self.path))
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
+        self.script_tokenizer: Any = None
         if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
             self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
         if not is_dummy and not skip_tokenizer:
@@ -168,7 +169,14 @@ class LLM:
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer. ValueError if it has none that can be read."""
+        """The checkpoint's tokenizer, for scripts: it does what one of transformers does for them
+        (nanopaged/text/scripts.py). ValueError if the checkpoint has none that can be read."""
+        if self.script_tokenizer is None:
+            from nanopaged.text.scripts import ScriptTokenizer
+            self.script_tokenizer = ScriptTokenizer(self._check_tokenizer(), self.tokenizer_path)
+        return self.script_tokenizer
+
+    def _check_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no "
                                                      "tokenizer; give prompts as token ids")
@@ -218,14 +226,14 @@ class LLM:
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
-        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+        text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words
-            bad_words = encode_bad_words(params.bad_words, self.get_tokenizer())
+            bad_words = encode_bad_words(params.bad_words, self._check_tokenizer())
         if params.stop:
-            self.get_tokenizer()  # without one there is no text to find them in
+            self._check_tokenizer()  # without one there is no text to find them in
         grammar = self._compile_grammar(params.structured_outputs) if params.structured_outputs else None
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
@@ -381,7 +389,7 @@ class LLM:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
         or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
         as a string or as a list of parts: chat_template_content_format is "auto"."""
-        tokenizer = self.get_tokenizer()
+        tokenizer = self._check_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
@@ -437,7 +445,7 @@ class LLM:
         searches, bar = [], ProgressBar(len(prompts), use_tqdm)
         try:
             for prompt in prompts:
-                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+                text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
                 max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
                 group = BeamGroup(params, self.eos_token_ids, max_tokens)
                 with self.lock:
