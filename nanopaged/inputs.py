@@ -17,6 +17,8 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
 
 
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     tensor_parallel_size=(1,), pipeline_parallel_size=(1,), quantization=(None,),

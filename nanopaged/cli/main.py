@@ -14,6 +14,7 @@ import os
 import random
 import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -21,7 +22,7 @@ from typing import Any, Callable
 from nanopaged import __version__
 from nanopaged.cli.batch import PromptFile, open_file, run_all
 from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
-from nanopaged.progress import ProgressBar
+from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
@@ -32,8 +33,8 @@ PROMPTS: texts go to stdout, everything else to stderr
   --prompts FILE               .txt: a prompt per line; .jsonl: {"prompt": "Hi", "n": 2, ..} or
                                {"messages": [{"role": "user", "content": "Hi"}], ..}; - for stdin
   --output FILE.jsonl          results of --prompts as they finish; once more, and it goes on
-  --chat                       a conversation: Ctrl-C stops an answer, Ctrl-D leaves; with --prompt,
-                               or stdin from a file: one answer
+  --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
+                               file: one answer; --no-history: no message is kept for next time
   --system TEXT                system message of --chat
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
@@ -42,7 +43,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --min-tokens N               new tokens before the text may end [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
-  --n N, --seed S              samples per prompt [1]; seed [0; with --chat a random one]
+  -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
@@ -59,10 +60,12 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --beam-width N               beam search instead of sampling: N texts with their scores
   --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
 ENGINE
-  --model NAME, --revision R   bundled, a directory, or org/name on the Hub [shakespeare]
+  -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
+  --revision R, --tokenizer T, --skip-tokenizer-init      [main]; of another model [its own]; none
   --dtype D, --device D        float32, float16, bfloat16 [auto]; cpu, cuda, cuda:N [auto]
   --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
-  --block-size N, --num-blocks N                 token slots per block; blocks in all [what fits]
+  --block-size N, --num-blocks N                 token slots per block; blocks in all [what fits],
+                               also as --num-gpu-blocks-override
   --gpu-memory-utilization X   share of the card to fill [0.9]
   --max-model-len N            longest sequence, prompt included [the model's limit]
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
@@ -119,7 +122,7 @@ def _run(args, llm_class) -> int:
         return prompt_file.run(llm, params, render, Progress(llm), show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        return _converse(llm, system, params, render)
+        return _converse(llm, args.history, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
     if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
         return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
@@ -173,9 +176,9 @@ def _load(args, llm_class):
     llm = llm_class(args.model, **_given(args, ENGINE))
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
     pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
-    _say(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
-         f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
-         f"{time.perf_counter() - started:.1f} s")
+    _say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
+              f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
+              f"{time.perf_counter() - started:.1f} s"))
     if args.trace:
         from nanopaged.cli.trace import Trace
         Trace(llm)
@@ -203,8 +206,9 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
     progress.note_end(output)
     sample = output.outputs[0]
     went_wrong = sample.finish_reason == "error"
-    why = f": {sample.stop_reason}" if went_wrong else f": {progress.pool_is_limit}" if progress.num_cut else ""
-    _say(f"{progress.report(after_first=True)}, finished by {sample.finish_reason}{why}")
+    _say(progress.report(after_first=True, end=sample.finish_reason))
+    if went_wrong:
+        _say(f"the text went wrong: {sample.stop_reason}")
     return int(went_wrong)
 
 
@@ -218,7 +222,7 @@ def _print_all(titles: list[str], outputs: list, progress: "Progress") -> int:
         if sample.finish_reason == "error":
             _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
     progress.count(sum(len(sample.token_ids) for _, sample in samples))
-    _say(f"{len(titles)} prompts, {progress.report_all()}")
+    _say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}"))
     return int(any(sample.finish_reason == "error" for _, sample in samples))
 
 
@@ -226,56 +230,14 @@ def _raise(_, error: ValueError) -> None:
     raise error
 
 
-def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
-    """Questions from the terminal, answers to stdout. A prompt is the whole conversation, but only its end has to be
-    computed: the blocks of the rest are in the pool."""
-    render(messages + [_user("Hello")])  # without a chat template say so now
-    _load_line_editor()
-    _say("Ctrl-C stops an answer, Ctrl-D leaves")
-    num_fixed = len(messages)
-    while True:
-        try:
-            text = _ask()
-        except EOFError:
-            _say("")
-            return 0
-        except KeyboardInterrupt:
-            _say("\nCtrl-D leaves")
-            continue
-        if not text.strip():
-            continue
-        asked = messages + [_user(text)]
-        said: list[str] = []
-        try:
-            prompt, room = render(asked), llm.max_model_len // 4  # at least, for the answer
-            while len(prompt["prompt_token_ids"]) > llm.max_model_len - room and len(asked) > num_fixed + 1:
-                del asked[num_fixed:num_fixed + 2]
-                prompt = render(asked)
-            if len(asked) <= len(messages) and len(prompt["prompt_token_ids"]) < llm.max_model_len:
-                _say("the conversation is too long, its oldest questions and answers are forgotten")
-                messages = asked[:-1]
-            _stream(llm, prompt, params, said)
-        except ValueError as error:
-            _say(f"error: {error}")
-        except KeyboardInterrupt:
-            _say("stopped")
-        if any(said):
-            messages = asked + [{"role": "assistant", "content": "".join(said)}]
+def _converse(llm, keep_history: bool | None, system: list[dict], params: SamplingParams, render) -> int:
+    from nanopaged.cli.chat import Conversation, Keyboard, history_file
 
+    def answer(prompt: dict, said: list[str]) -> None:
+        _stream(llm, prompt, params, said)
 
-def _load_line_editor() -> None:
-    try:
-        import readline  # input() is a line editor with it
-    except ImportError:
-        return
-    readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one message
-
-
-def _ask() -> str:
-    if sys.stdout.isatty():
-        return input("> ")  # the line editor has to know where the line begins
-    print("> ", end="", file=sys.stderr, flush=True)
-    return input()
+    keyboard = Keyboard(None if keep_history is False else history_file())
+    return Conversation(system, render, answer, llm.max_model_len, keyboard).run()
 
 
 def _user(text: str) -> dict:
@@ -336,7 +298,6 @@ class Progress:
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
-        self.saved_before = self.pool.num_saved_blocks
         self.generated_before = llm.scheduler.num_generated_tokens
         self.pool.most_blocks_held = self.blocks_in_use
         self.num_finished = 0
@@ -377,29 +338,31 @@ class Progress:
         return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
                 and pool_size < self.llm.config.max_position_embeddings)
 
-    @property
-    def pool_is_limit(self) -> str:
-        return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
-
     def rate(self, after_first: bool = False) -> float:
         """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
         start = self.first if after_first and self.first else self.started
         return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
 
-    def report(self, after_first: bool = False) -> str:
-        most_blocks = self.pool.most_blocks_held
+    def report(self, start: str = "", after_first: bool = False, end: str = "") -> str:
+        """The status line, of at most 100 columns. A longer one goes on in a second line."""
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        num_saved = self.pool.num_saved_blocks - self.saved_before
-        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
-                + (f", {num_saved} blocks saved)" if num_saved else ")")
-                + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
-                + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
-                + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
+        tokens = f"{'' if start else 'prompt '}{plural('token', num_prompt)}"
+        parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
+                 f"first token {self.first - self.started:.2f} s" if self.first else "",
+                 f"{self.num_new_tokens} new at {self.rate(after_first):.0f}/s",
+                 f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
+                 end]
+        line = fold(", ".join(filter(None, parts)))
+        if not self.num_cut:
+            return line
+        texts = "the text" if self.num_cut == self.num_finished == 1 else f"{self.num_cut} texts"
+        return line + "\n" + fold(f"the pool of {self.pool.num_blocks} blocks ended {texts}; raise --num-blocks or "
+                                  "--gpu-memory-utilization")
 
-    def report_all(self) -> str:
-        """The report on several texts."""
-        return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
+
+def fold(line: str) -> str:
+    return textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -433,21 +396,27 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, seed=int)
+    data_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True, num_gpu_blocks_override=int)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, trace=True)
+    history=False, beam_width=int, length_penalty=float, model=str, trace=True)
+SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
+             system=["chat"], history=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One sentence instead of the whole usage."""
-        raise ValueError(f"{message} (python engine.py --help lists the options)")
+        """One sentence instead of the whole usage, with a hint for a typo."""
+        import difflib
+        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
 
     def format_help(self):
         return HELP
@@ -474,7 +443,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         how = dict(action="append") if kind is list else dict(type=kind)
         if isinstance(kind, bool):
             how = dict(action="store_const", const=kind)
-        parser.add_argument(_option(name, kind), dest=name, **how)
+        parser.add_argument(*SHORT.get(name, ()), _option(name, kind), dest=name, **how)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args([_with_dashes(word) for word in argv])
     args.model = "shakespeare" if args.model is None else args.model
@@ -496,7 +465,7 @@ def _check_combination(args, talks: bool) -> None:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
-            raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")
+            raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, or none")
     for name, others in EXCLUDES.items():
         if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
