@@ -403,7 +403,8 @@ OTHERS = dict(
     history=False, beam_width=int, length_penalty=float, model=str, trace=True)
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], history=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
+             system=["chat"], history=["chat"], chat_template=["chat", "prompts"],
+             chat_template_kwargs=["chat", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
@@ -465,7 +466,8 @@ def _check_combination(args, talks: bool) -> None:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
-            raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, or none")
+            raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, "
+                             "or none")
     for name, others in EXCLUDES.items():
         if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")

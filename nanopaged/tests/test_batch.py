@@ -288,7 +288,8 @@ def test_an_interrupted_run_goes_on(capsys, folder, monkeypatch, more):
             break
         numbers.append(len(found))
         last = captured.err.splitlines()[-1]
-        assert last == (f"interrupted: out.jsonl has results for {len(found)} {plural('line', len(found))}, and the same command goes on from "
+        assert last == (f"interrupted: out.jsonl has results for {len(found)} {plural('line', len(found))}, "
+                        "and the same command goes on from "
                         "there")
         if len(numbers) > 2 and numbers[-1] == numbers[-2]:  # three steps are not enough for the longest
             code = run(*argv, "--output", "out.jsonl")

@@ -409,7 +409,8 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
 
 @pytest.mark.parametrize("typed, meant", [
     ("--max-tokes", "--max-tokens"), ("--max_tokes=8", "--max-tokens"), ("--tempature", "--temperature"),
-    ("--modle", "--model"), ("--no-prefix-caching", "--no-enable-prefix-caching"), ("--frobnicate", None), ("-q", None)])
+    ("--modle", "--model"), ("--no-prefix-caching", "--no-enable-prefix-caching"), ("--frobnicate", None),
+    ("-q", None)])
 def test_a_typo_gets_a_hint(capsys, typed, meant):
     assert run("--prompt", "x", typed, "8") == 2
     captured = capsys.readouterr()
@@ -433,7 +434,7 @@ def test_the_status_lines_fit_100_columns(capsys):
             assert all(len(line) <= 100 for line in report(*numbers, **how))
     assert run("--prompt", ROMEO, "--max-tokens", "2", "-n", "2", *POOL) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert all(len(line) <= 100 for line in lines) and lines[-1].startswith("1 prompt, 10 tokens (")
+    assert all(len(line) <= 100 for line in lines) and lines[-1].startswith("1 prompt, 14 tokens (")
 
 
 @pytest.mark.parametrize("argv, words", [

@@ -88,7 +88,7 @@ class ScriptTokenizer:
         columns: dict[str, Any] = {"input_ids": rows, "attention_mask": masks}
         if return_tensors:
             if len(set(map(len, rows))) > 1:
-                raise ValueError("the texts have different numbers of tokens, and a tensor needs one; give padding=True")
+                raise ValueError("the texts have different numbers of tokens, which no tensor has; give padding=True")
             import torch
             return Encoding((name, torch.tensor(values)) for name, values in columns.items())
         return Encoding(columns if texts is text else {name: values[0] for name, values in columns.items()})
