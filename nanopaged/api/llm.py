@@ -57,6 +57,7 @@ class LLM:
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
@@ -81,7 +82,7 @@ class LLM:
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
                  data_parallel_size: int = 1, tokenizer: str | None = None, skip_tokenizer_init: bool = False,
-                 num_gpu_blocks_override: int | None = None, **vllm_options: Any):
+                 num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
@@ -89,8 +90,9 @@ class LLM:
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, data_parallel_size=data_parallel_size)
-        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
+            swap_space=swap_space, data_parallel_size=data_parallel_size, hf_overrides=hf_overrides)
+        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init,
+                              hf_overrides or {})
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
@@ -125,12 +127,12 @@ class LLM:
         self.seeds = random.Random(seed)
 
     def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
-                         skip_tokenizer: bool) -> None:
+                         skip_tokenizer: bool, overrides: dict) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
         downloaded."""
-        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
+        self.path = find_checkpoint(model, revision, lambda path: read_model_config(read_config(path) | overrides),
                                     config_only=is_dummy)
-        self.config = read_model_config(read_config(self.path))
+        self.config = read_model_config(read_config(self.path) | overrides)
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
         self.script_tokenizer: Any = None
         if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it

@@ -13,9 +13,12 @@ import json
 import os
 import random
 import re
+import shlex
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable
 
@@ -62,6 +65,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
 ENGINE
   -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
   --revision R, --tokenizer T, --skip-tokenizer-init      [main]; of another model [its own]; none
+  --hf-overrides JSON          what replaces entries of config.json: {"sliding_window": 24}
   --dtype D, --device D        float32, float16, bfloat16 [auto]; cpu, cuda, cuda:N [auto]
   --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
   --block-size N, --num-blocks N                 token slots per block; blocks in all [what fits],
@@ -74,7 +78,7 @@ ENGINE
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace                      print each step: who computes what, in which blocks
+  --trace [FILE.html]          print each step, who computes what in which blocks; or a page plays it
   --version                    print the version
 """
 
@@ -99,18 +103,44 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, is_batch, beams = _sampling_params(args), args.prompts is not None, None
+    params, beams, prompt_file = _sampling_params(args), None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
-    template, variables = None, args.chat_template_kwargs
-    if args.chat_template is not None:
-        template = _read_text("--chat-template", args.chat_template)
-    if is_batch:
-        settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
+    template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
+    if args.prompts is not None:
+        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
+                    args.chat_template_kwargs)
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
+    if args.trace:
+        if not args.trace.lower().endswith(".html"):
+            raise ValueError(f"--trace takes FILE.html, or no file to print the steps on stderr, not {args.trace!r}")
+        open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
-    params = _sampling_params(args, llm)
+    with _traced(llm, args):
+        return _generate(llm, args, beams, template, prompt_file)
+
+
+@contextmanager
+def _traced(llm, args) -> Iterator[None]:
+    """Meanwhile each step is printed, or noted for a page that is written at the end."""
+    page = None
+    if args.trace:
+        from nanopaged.cli.page import Page
+        page = Page(llm)
+    elif args.trace is not None:
+        from nanopaged.cli.trace import Trace
+        Trace(llm)
+    try:
+        yield
+    finally:
+        if page:
+            page.save(args.trace, "python engine.py " + shlex.join(args.words))
+            _say(f"{args.trace} plays the run; open it in a browser")
+
+
+def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None) -> int:
+    params, variables, is_printed = _sampling_params(args, llm), args.chat_template_kwargs, args.trace == ""
 
     def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
         try:
@@ -118,18 +148,18 @@ def _run(args, llm_class) -> int:
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    if is_batch:
-        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not args.trace)
+    if prompt_file:
+        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, args.history, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
-    if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
+    if len(prompts) == params.n == 1 and not beams and not is_printed:  # a stream would run into the trace
         return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
     if beams:
         progress = Progress(llm)
-        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), progress)
-    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not args.trace))
+        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not is_printed), progress)
+    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not is_printed))
 
 
 def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, "Progress"]:
@@ -179,9 +209,6 @@ def _load(args, llm_class):
     _say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
               f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
               f"{time.perf_counter() - started:.1f} s"))
-    if args.trace:
-        from nanopaged.cli.trace import Trace
-        Trace(llm)
     return llm
 
 
@@ -385,8 +412,8 @@ def _object(text: str) -> dict:
     raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r:.80}")
 
 
-# Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so. What is not
-# given is None, and the default is that of SamplingParams and LLM, or the one in _run.
+# Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so; None: a value
+# may follow. What is not given is None, and the default is that of SamplingParams and LLM, or the one in _run.
 SAMPLING = dict(
     max_tokens=int, min_tokens=int, temperature=float, top_k=int, top_p=float, min_p=float, n=int, seed=int,
     presence_penalty=float, frequency_penalty=float, repetition_penalty=float, stop=list, stop_token_ids=_ids,
@@ -396,11 +423,12 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True, num_gpu_blocks_override=int)
+    data_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True, num_gpu_blocks_override=int,
+    hf_overrides=_object)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    history=False, beam_width=int, length_penalty=float, model=str, trace=True)
+    history=False, beam_width=int, length_penalty=float, model=str, trace=None)
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], history=["chat"], chat_template=["chat", "prompts"],
@@ -442,11 +470,14 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in (SAMPLING | STRUCTURED | ENGINE | OTHERS).items():
         how = dict(action="append") if kind is list else dict(type=kind)
+        if kind is None:
+            how = dict(nargs="?", const="")
         if isinstance(kind, bool):
             how = dict(action="store_const", const=kind)
         parser.add_argument(*SHORT.get(name, ()), _option(name, kind), dest=name, **how)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args([_with_dashes(word) for word in argv])
+    args.words = argv
     args.model = "shakespeare" if args.model is None else args.model
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):

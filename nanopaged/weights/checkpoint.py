@@ -74,7 +74,7 @@ def _refuse_other_names(model: str) -> None:
         raise ValueError(f"model {model!r} is the address of a page; write the model's name, {page[1]!r}{revision}")
     if "://" in model:
         raise ValueError(f"model {model!r} is an address, and nanopaged downloads from the Hugging Face Hub only; "
-                         "write a name there, as Qwen/Qwen3-0.6B, or the directory of a checkpoint that you have downloaded")
+                         "write a name there, as Qwen/Qwen3-0.6B, or the directory of a downloaded checkpoint")
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)*:[\w.-]+", model):
         raise ValueError(f"model {model!r} has a tag, as the names of ollama have, whose files nanopaged does not "
                          "read; write the model's name on the Hugging Face Hub: Qwen/Qwen3-0.6B for qwen3:0.6b, "
