@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-import shlex
 import sys
 import textwrap
 import time
@@ -135,6 +134,7 @@ def _traced(llm, args) -> Iterator[None]:
         yield
     finally:
         if page:
+            import shlex
             page.save(args.trace, "python engine.py " + shlex.join(args.words))
             _say(f"{args.trace} plays the run; open it in a browser")
 

@@ -2,9 +2,11 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,10 @@ torch.set_num_threads(1)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 PROMPTS = ["ROMEO: But soft", "ROMEO: But hark"]
-EXAMPLE = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--n", "2", "--num-blocks", "18", "--block-size", "4",
-           "--max-tokens", "28", "--seed", "1", "--device", "cpu", "--hf-overrides",
-           '{"use_sliding_window": true, "sliding_window": 24, "max_window_layers": 0}']
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND = re.search(r"^    python engine.py (.*\n.*)--trace run.html (.*\n.*)$", README, re.M)
+EXAMPLE = [*shlex.split("".join(COMMAND.groups()).replace("\\\n", "")), "--device", "cpu"]
 
 
 def run_of(text: str) -> dict:
@@ -54,7 +57,7 @@ def recorded(tmp_path, run, **options) -> tuple[LLM, dict, list]:
             witnessed.append((gpu, [list(seq.block_table) for seq in scheduler.running],
                               [seq.num_computed_tokens for seq in scheduler.running],
                               [llm.tokenizer.decode(seq.token_ids[:seq.num_computed_tokens])
-                               for seq in scheduler.running if not seq.num_pending_tokens or True],
+                               for seq in scheduler.running],
                               set(scheduler.block_manager.key_of_block), sum(step.num_tokens), list(step.copies)))
             return launch(step)
         runner.launch = launch
@@ -92,6 +95,11 @@ def test_the_data_is_what_happened(tmp_path, name):
     assert kinds <= {kind for frame in data["frames"] for kind, _ in frame["events"]}
     sampled = [words for frame in data["frames"] for kind, words in frame["events"] if kind == "sampled"]
     assert len(sampled) == len(steps) and not any("in step" in words for words in sampled)
+
+
+def test_the_picture_in_the_readme():
+    [picture] = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
 
 
 def test_long_runs_are_cut(tmp_path, monkeypatch):
