@@ -57,6 +57,7 @@ class LLM:
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
@@ -81,7 +82,8 @@ class LLM:
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
                  data_parallel_size: int = 1, speculative_config: dict | None = None, tokenizer: str | None = None,
-                 skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None, **vllm_options: Any):
+                 skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
+                 hf_overrides: dict | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
@@ -89,8 +91,9 @@ class LLM:
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, data_parallel_size=data_parallel_size)
-        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
+            swap_space=swap_space, data_parallel_size=data_parallel_size, hf_overrides=hf_overrides)
+        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init,
+                              hf_overrides or {})
         self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
@@ -127,13 +130,14 @@ class LLM:
         self.seeds = random.Random(seed)
 
     def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
-                         skip_tokenizer: bool) -> None:
+                         skip_tokenizer: bool, overrides: dict) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
         downloaded."""
-        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
+        self.path = find_checkpoint(model, revision, lambda path: read_model_config(read_config(path) | overrides),
                                     config_only=is_dummy)
-        self.config = read_model_config(read_config(self.path))
+        self.config = read_model_config(read_config(self.path) | overrides)
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
+        self.script_tokenizer: Any = None
         if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
             self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
         if not is_dummy and not skip_tokenizer:
@@ -170,7 +174,14 @@ class LLM:
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer. ValueError if it has none that can be read."""
+        """The checkpoint's tokenizer, for scripts: it does what one of transformers does for them
+        (nanopaged/text/scripts.py). ValueError if the checkpoint has none that can be read."""
+        if self.script_tokenizer is None:
+            from nanopaged.text.scripts import ScriptTokenizer
+            self.script_tokenizer = ScriptTokenizer(self._check_tokenizer(), self.tokenizer_path)
+        return self.script_tokenizer
+
+    def _check_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no "
                                                      "tokenizer; give prompts as token ids")
@@ -220,14 +231,14 @@ class LLM:
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
-        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+        text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words
-            bad_words = encode_bad_words(params.bad_words, self.get_tokenizer())
+            bad_words = encode_bad_words(params.bad_words, self._check_tokenizer())
         if params.stop:
-            self.get_tokenizer()  # without one there is no text to find them in
+            self._check_tokenizer()  # without one there is no text to find them in
         grammar = self._compile_grammar(params.structured_outputs) if params.structured_outputs else None
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
@@ -384,7 +395,7 @@ class LLM:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
         or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
         as a string or as a list of parts: chat_template_content_format is "auto"."""
-        tokenizer = self.get_tokenizer()
+        tokenizer = self._check_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
@@ -440,7 +451,7 @@ class LLM:
         searches, bar = [], ProgressBar(len(prompts), use_tqdm)
         try:
             for prompt in prompts:
-                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+                text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
                 max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
                 group = BeamGroup(params, self.eos_token_ids, max_tokens)
                 with self.lock:

@@ -80,9 +80,12 @@ class Trace:
         if first:
             return
         while len(self.pools) < len(schedulers):
-            Trace(llm, self.write, self)
+            type(self)(llm, self.write, self)
+        self._legend()
+
+    def _legend(self) -> None:
         num_host_blocks, window = (getattr(self.manager, name, 0) for name in ("num_host_blocks", "window"))
-        several = f"on each of {len(schedulers)} GPUs, " * (len(schedulers) > 1)
+        several = f"on each of {len(self.pools)} GPUs, " * (len(self.pools) > 1)
         self.write(f"{several}a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
                    + f", {num_host_blocks} more on the host" * (num_host_blocks > 0)
                    + f", attention sees {window} tokens" * (window > 0))
@@ -124,10 +127,14 @@ class Trace:
             finally:
                 self.is_inside = False
             show(before, result, *args)
+            self._note()
             return result
 
         self.originals.append((holder, name, vars(holder).get(name)))
         setattr(holder, name, watched)
+
+    def _note(self) -> None:
+        """The state after a call has been shown; nanopaged/cli/page.py wants to know it."""
 
     # ---- a step, when it is scheduled
 
@@ -153,12 +160,9 @@ class Trace:
                    f"for {len(step.seqs)} of {len(running)} running sequences")
         work = [self._work(seq, num_tokens[seq], step) if seq in num_tokens else self._pause(seq, spent == budget)
                 for seq in running]
-        column = max(map(len, work[:MOST]), default=0)
-        self._lines([(self._name(seq), f"{text:<{column}} {self._table(seq, step, WIDTH - LABEL - 1 - column)}")
-                     for seq, text in zip(running, work)])
+        self._rows(running, work, step)
         if waiting:
-            self._say(self._name(waiting[0]), self._why_not(waiting[0], step, spent == budget))
-            self._items("", [self._name(seq) for seq in waiting[1:]], "behind it: ", " ")
+            self._queue(waiting, self._why_not(waiting[0], step, spent == budget))
         self._placements()
         for trace in self.pools:
             trace._pool()
@@ -174,6 +178,16 @@ class Trace:
         found = getattr(seq.drafter.proposer, "found", None)  # custom proposers have it or not
         where = "" if found is None else f" from token {found + len(seq.token_ids) - seq.drafter.start}"
         return f"{self._name(seq)} {self._text(seq.drafts)}{where}"
+
+    def _rows(self, running: list[engine.Sequence], work: list[str], step: engine.SchedulerOutput) -> None:
+        """The work and the block table of each running sequence."""
+        column = max(map(len, work[:MOST]), default=0)
+        self._lines([(self._name(seq), f"{text:<{column}} {self._table(seq, step, WIDTH - LABEL - 1 - column)}")
+                     for seq, text in zip(running, work)])
+
+    def _queue(self, waiting: list[engine.Sequence], why: str) -> None:
+        self._say(self._name(waiting[0]), why)
+        self._items("", [self._name(seq) for seq in waiting[1:]], "behind it: ", " ")
 
     def _placements(self) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""

@@ -108,4 +108,4 @@ def test_the_program_runs_from_anywhere(users_folder):
     argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8"]
     done = python(*argv, cwd=users_folder, path=users_folder)
     assert (done.returncode, done.stdout[:6], done.stdout[-1]) == (0, "ROMEO:", "\n"), done.stderr
-    assert "8 new tokens" in done.stderr and "Traceback" not in done.stderr
+    assert "8 new at " in done.stderr and "Traceback" not in done.stderr
