@@ -141,7 +141,7 @@ main > div { display: grid; gap: 12px; min-width: 0 } .grid + h2 { margin-top: 1
 .large { --w: 128px } .large.held { --h: 62px } .small { --w: 30px } .tiny { --w: 11px; --h: 11px; gap: 2px }
 .b { border: 1.5px solid transparent; border-radius: 6px; background: var(--free); min-height: var(--h);
   overflow: hidden; padding: 3px 6px 4px } .small .b, .tiny .b { padding: 0; text-align: center; border-radius: 3px }
-.b.cached { background: none; border: 1.5px dashed var(--line); color: var(--soft) } .id { color: var(--soft) }
+.b.cached { background: none; border: 1.5px dashed var(--soft); color: var(--soft) } .id { color: var(--soft) }
 .b.fresh { box-shadow: 0 0 0 2px var(--ink) } .dim .b:not(.lit) { opacity: .25 } .who { float: right }
 .tok { white-space: pre; border-radius: 3px; padding: 0 1px; margin-right: 1px; background: #8882 }
 .tok.new { background: var(--ink); color: var(--card) } .tok.none { background: none; color: var(--soft) }
@@ -169,7 +169,7 @@ style="background:linear-gradient(115deg,hsl(212 72% var(--l)/.3) 50%,hsl(28 72%
 style="background:var(--free)"></i>free and empty</span> <span><i style="background:var(--ink)"></i>K and V written in
 this step</span></div> <div id="info">Point at a block for its tokens, or at a row below for a sequence's
 blocks.</div></section> <section class="card"><h2>Block tables</h2><table id="tables"></table><div class="legend">
-<span>decode 20 -> 21: token 20 is computed, then token 21 is sampled</span><span>3*: others hold block 3 too</span>
+<span>decode 20 &rarr; 21: token 20 is computed, then token 21 is sampled</span><span>3*: others hold block 3 too</span>
 <span>&ndash;: freed, out of the window</span></div></section></div> <section class="card"><h2>What happens</h2><ul
 id="events"></ul></section></main> <section class="card" id="below"><h2>Use of the pool and of the batch over
 time</h2><div id="chart"></div><div class="legend"> <span><i style="background:var(--accent)"></i>blocks
@@ -180,7 +180,7 @@ const $ = id => document.getElementById(id), R = JSON.parse($("data").textConten
 const KINDS = {  // event -> [its button, what it means]
   arrives: ["", "A prompt joins the queue. The samples of one prompt, A0 and A1, are sequences of their own."],
   placed: ["placed on a GPU", "The prompt gets the GPU that has the fewest tokens to compute with it."],
-  found: ["shared beginning", "The same tokens are in the pool already: the blocks are shared, nothing is computed."],
+  found: ["shared beginning", "The same tokens are in the pool already: the blocks are shared, not written again."],
   copied: ["copy-on-write", "Others hold the block too. The sequence writes into a copy, and they keep the block."],
   preempted: ["preemption", "The pool is full. The last sequence in the order gives its blocks back."],
   "swapped in": ["swap", "The sequence returns, and its blocks come back from the host's memory."],
@@ -249,9 +249,9 @@ function pool(g, s) {
     `${kept} free but cached, ${free} empty` + (never ? `; the run never uses ${never} of them` : "")
   return [...grid(g, "held", title, shown), ...grid(g, "host", `On the host: ${s.host[g].size} blocks`, num_host)] }
 function row(cls, name, words, table) {
-  const chips = table.map(text => el("span", "chip", text))
+  const chips = table.map(text => el("span", "chip", text)), work = words.replace("->", "\u2192")
   chips.forEach(e => e.style.background = color(name, .25))
-  const tr = el("tr", cls, el("td", "", pill(name)), el("td", "", words), el("td", "", ...chips))
+  const tr = el("tr", cls, el("td", "", pill(name)), el("td", "", work), el("td", "", ...chips))
   tr.cells[1].colSpan = table.length ? 1 : 2
   tr.onmouseleave = () => $("pools").classList.remove("dim"); tr.onmouseenter = () => { $("pools").classList.add("dim")
     document.querySelectorAll(".b").forEach(e => e.classList.toggle("lit", e.dataset.names.split(" ").includes(name))) }

@@ -1043,6 +1043,32 @@ def test_a_conversation_in_a_terminal(chat):
     assert "Traceback" not in shown and "error" not in shown and "typed" not in shown
 
 
+def test_an_arrow_key_brings_back_a_message_of_several_lines(state):
+    """With the real line editor: the entry of an earlier session comes back whole, and is kept as one entry again."""
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps("two\nlines") + "\n")
+    code = ("from nanopaged.cli.chat import Keyboard, history_file; keyboard = Keyboard(history_file()); "
+            "print(repr(keyboard.read_message()))")
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull})
+    os.close(slave)
+    shown = ""
+    try:
+        while "> " not in shown:
+            shown += os.read(master, 10_000).decode()
+        os.write(master, b"\x1b[A\r")  # the key up
+        while r"'two\nlines'" not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert state.read_text().splitlines() == [json.dumps("two\nlines")] * 2
+
+
 def test_what_is_typed_during_an_answer_waits_for_the_next_question():
     pytest.importorskip("readline")
     pty = pytest.importorskip("pty")
