@@ -42,7 +42,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
-  --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: any number], at least [0]
+  --max-tokens N, --min-tokens N                 new tokens, at most [256; --chat: all], least [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
   -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
@@ -59,7 +59,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
   --json-schema FILE, --regex R, --choice TEXT   the text must fit; --choice A --choice B: A or B
   --generation-config vllm     leave generation_config.json aside [auto]
-  --beam-width N, --length-penalty X             beam search: N texts; above 0 favours long ones [1.0]
+  --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
 ENGINE
   -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
   --revision R, --tokenizer T, --skip-tokenizer-init      [main]; of another model [its own]; none
@@ -76,7 +76,7 @@ ENGINE
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace [FILE.html]          print each step, who computes what in which blocks; or a page plays it
+  --trace [FILE.html]          print each step: who computes what, in which blocks; or a page of it
   --version                    print the version
 """
 

@@ -24,6 +24,7 @@ from nanopaged.cli import chat as cli_chat
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
+from nanopaged.outputs import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -419,10 +420,11 @@ def test_a_typo_gets_a_hint(capsys, typed, meant):
 
 
 def test_the_status_lines_fit_100_columns(capsys):
-    def report(num_prompt: int, num_new: int, **how) -> list[str]:
+    def report(num_prompt: int, num_new: int, drafting=None, **how) -> list[str]:
         manager = SimpleNamespace(num_prompt_tokens=num_prompt, num_cached_tokens=num_prompt * 3 // 4, num_blocks=16384,
                                   num_free_blocks=0, most_blocks_held=0)
-        llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new))
+        llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new),
+                              drafting=drafting)
         progress = cli.Progress(llm)
         progress.tokens_before, progress.generated_before = (0, 0), 0
         progress.started, progress.first, progress.num_cut = time.perf_counter() - 12.3, time.perf_counter(), 1
@@ -431,7 +433,8 @@ def test_the_status_lines_fit_100_columns(capsys):
     assert len(report(1000, 2000, end="length")) == 2  # the second line is about the pool
     for numbers in ((1, 1), (10**3, 10**3), (10**9, 10**9)):
         for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
-            assert all(len(line) <= 100 for line in report(*numbers, **how))
+            for drafting in (None, SimpleNamespace(metrics=RequestMetrics(*numbers))):
+                assert all(len(line) <= 100 for line in report(*numbers, drafting, **how))
     assert run("--prompt", ROMEO, "--max-tokens", "2", "-n", "2", *POOL) == 0
     lines = capsys.readouterr().err.splitlines()
     assert all(len(line) <= 100 for line in lines) and lines[-1].startswith("1 prompt, 14 tokens (")
