@@ -3,10 +3,11 @@
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
     --prompts FILE     many: see nanopaged/cli/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+    --serve            OpenAI's API over HTTP: see nanopaged/api/server.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
-Ctrl-D leaves.
+Ctrl-D leaves. A server ends with 0, after Ctrl-C too.
 """
 import argparse
 import json
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any, Callable
 
 from nanopaged import __version__
+from nanopaged.api.openai import Serving
 from nanopaged.cli.batch import PromptFile, open_file, run_all
 from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
-usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
+usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]   [defaults]
 
 PROMPTS: texts go to stdout, everything else to stderr
   --prompt TEXT                continue this text; may be given several times
@@ -35,6 +37,8 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat                       a conversation: Ctrl-C stops an answer, Ctrl-D leaves; with --prompt,
                                or stdin from a file: one answer
   --system TEXT                system message of --chat
+  --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], with --api-key KEY or
+                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
@@ -103,20 +107,27 @@ def _run(args, llm_class) -> int:
     template, variables = None, args.chat_template_kwargs
     if args.chat_template is not None:
         template = _read_text("--chat-template", args.chat_template)
+    if args.serve:
+        from nanopaged.api.server import serve  # starlette and uvicorn, or a sentence
     if is_batch:
         settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     llm = _load(args, llm_class)
     params = _sampling_params(args, llm)
 
-    def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
+    def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
-            return llm.chat_prompt(messages, chat_template=template, chat_template_kwargs=variables, tools=tools)
+            return llm.chat_prompt(messages, chat_template=template, tools=tools,
+                                   chat_template_kwargs=(variables or {}) | (more or {}), **options)
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
+    serving = Serving(llm, args.served_model_name or args.model, render)
+    if args.serve:
+        return serve(serving, args.host or "127.0.0.1", 8000 if args.port is None else args.port,
+                     args.api_key or os.environ.get("NANOPAGED_API_KEY"))
     if is_batch:
-        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not args.trace)
+        return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, system, params, render)
@@ -437,10 +448,15 @@ ENGINE = dict(
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, trace=True)
+    beam_width=int, length_penalty=float, model=str, trace=True, serve=True, host=str, port=int, api_key=str,
+    served_model_name=str)
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
+             system=["chat"], chat_template=["chat", "prompts", "serve"],
+             chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
+             served_model_name=["serve", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
+                serve=["prompt", "prompts", "chat", "beam_width",
+                       *(name for name in SAMPLING | STRUCTURED if name != "seed")],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
@@ -492,8 +508,8 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
     has = set(_given(args, SAMPLING | STRUCTURED | OTHERS))
-    if not has & {"prompt", "prompts", "chat"}:
-        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
+    if not has & {"prompt", "prompts", "chat", "serve"}:
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
             raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")

@@ -1,0 +1,161 @@
+"""LLM for an event loop: a thread of its own computes the steps. (vLLM's name is AsyncLLM, too.)
+
+    event loop      open        outputs ..  outputs ..                close
+                        \\             ^ one wake-up per step              \\
+    thread          ..   add | step | step | step | step | step | ..       abort | step | ..      asleep when idle
+
+After a step the thread makes the outputs of those clients that wait for one. A client that reads slowly does not wait:
+its next output has the text of all steps since. So nothing queues up for it, and an event loop that cannot keep up with
+the engine gets fewer and longer pieces.
+"""
+import asyncio
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nanopaged.api.openai import ApiError
+from nanopaged.api.request import Request
+from nanopaged.outputs import RequestOutput
+
+
+class Stream:
+    """The requests of one client in the engine."""
+
+    def __init__(self, requests: list[Request], in_parts: bool) -> None:
+        self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
+        self.num_sequences = sum(request.params.n for request in requests)
+        self.latest: dict[int, RequestOutput] = {}  # by the request's number
+        self.waiter: asyncio.Future | None = None  # None: the client does not wait for outputs
+        self.failure: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return len(self.latest) == len(self.requests) and all(output.finished for output in self.latest.values())
+
+    def take_news(self) -> dict[int, RequestOutput]:
+        """Outputs that have something new, by the request's number; none if the client wants them later."""
+        if not (self.in_parts or all(request.finished for request in self.requests)):
+            return {}
+        news = {}
+        for number, request in enumerate(self.requests):
+            if request.has_news:
+                request.has_news = False
+                news[number] = request.output()
+        self.latest |= news
+        return news
+
+
+class AsyncLLM(threading.Thread):
+    """A thread that computes steps while there are requests. What the event loop tells it is done between two steps."""
+
+    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.llm, self.loop = llm, loop
+        self.commands: deque[tuple[Callable, tuple]] = deque()
+        self.has_commands = threading.Event()
+        self.streams: dict[Stream, None] = {}  # the engine thread's: those in the engine
+        self.num_sequences = 0  # the event loop's: of the streams that are not closed
+        self.finish_reasons: Counter[str] = Counter()
+        self.failure: Exception | None = None  # of the last step
+        self.is_stopped = False
+
+    # ---- in the event loop
+
+    def open(self, stream: Stream) -> None:
+        self.num_sequences += stream.num_sequences
+        self._tell(self._add, stream)
+
+    async def outputs(self, stream: Stream) -> dict[int, RequestOutput]:
+        """Wait for outputs of the stream that have something new; by the request's number."""
+        waiter = self.loop.create_future()
+        self._tell(self._wait, stream, waiter)
+        return await waiter
+
+    def close(self, stream: Stream) -> None:
+        """The client has all outputs, or it is gone."""
+        self.num_sequences -= stream.num_sequences
+        if not stream.finished:
+            self._tell(self._abort, stream)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self.has_commands.set()
+        self.join()
+
+    def _tell(self, function: Callable, *arguments: Any) -> None:
+        self.commands.append((function, arguments))
+        self.has_commands.set()
+
+    @staticmethod
+    def _deliver(news: list[tuple[asyncio.Future, Any]]) -> None:
+        for waiter, result in news:
+            if waiter.done():  # the client is gone
+                continue
+            if isinstance(result, Exception):
+                waiter.set_exception(result)
+            else:
+                waiter.set_result(result)
+
+    # ---- in the engine thread
+
+    def run(self) -> None:
+        while not self.is_stopped:
+            self.has_commands.clear()
+            if not (self.commands or self.llm.requests):
+                self.has_commands.wait()
+            try:
+                with self.llm.lock:
+                    while self.commands:
+                        function, arguments = self.commands.popleft()
+                        function(*arguments)
+                    if self.llm.requests:
+                        self.llm._step()
+                        self.failure = None
+            except Exception as failure:  # the GPU's, or a mistake of ours: the requests under way have to end
+                traceback.print_exc()
+                self._fail(failure)
+            news = [(waiter, found) for stream in list(self.streams)
+                    if (waiter := stream.waiter) is not None and (found := self._news(stream))]
+            if news:
+                with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
+                    self.loop.call_soon_threadsafe(self._deliver, news)
+        self._fail(ApiError("the server is stopping", 503))
+
+    def _add(self, stream: Stream) -> None:
+        self.streams[stream] = None
+        for request in stream.requests:
+            self.llm._add(request)
+
+    def _wait(self, stream: Stream, waiter: asyncio.Future) -> None:
+        stream.waiter = waiter
+
+    def _abort(self, stream: Stream) -> None:
+        self.streams.pop(stream, None)
+        self.llm._abort(*(request.request_id for request in stream.requests))
+
+    def _fail(self, failure: Exception) -> None:
+        self.failure = failure
+        for stream in self.streams:
+            stream.failure = failure
+            with self.llm.lock:
+                self.llm._abort(*(request.request_id for request in stream.requests))
+
+    def _news(self, stream: Stream) -> dict[int, RequestOutput] | Exception:
+        """What the stream's client waits for: outputs, or why there will be none; {} if there is nothing new."""
+        try:
+            if stream.failure is not None:
+                raise stream.failure
+            news = stream.take_news()
+        except Exception as failure:  # a step's, or that of a tokenizer
+            stream.failure, stream.waiter = failure, None
+            return ApiError(f"the engine failed: {failure}", getattr(failure, "status", 500))
+        if news:
+            stream.waiter = None
+        if stream.finished:
+            del self.streams[stream]
+            self.finish_reasons.update(str(sample.finish_reason) for output in stream.latest.values()
+                                       for sample in output.outputs)
+        return news
