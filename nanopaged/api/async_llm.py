@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nanopaged.api.openai import ApiError
+from nanopaged.api.answers import ApiError
 from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
 

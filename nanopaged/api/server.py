@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.async_llm import AsyncLLM, Stream
-from nanopaged.api.openai import CHAT, COMPLETIONS, ApiError, Call, Serving
+from nanopaged.api.openai import Serving
 from nanopaged.outputs import RequestOutput
 
 try:

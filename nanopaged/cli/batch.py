@@ -42,7 +42,8 @@ from hashlib import blake2b
 from numbers import Integral
 from typing import IO, TYPE_CHECKING, Any
 
-from nanopaged.api.openai import ApiError, Call, Serving, batch_result, read_batch_line
+from nanopaged.api.answers import ApiError, batch_result
+from nanopaged.api.openai import FIELDS, Serving
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 from nanopaged.progress import ProgressBar
@@ -322,8 +323,15 @@ def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
 
 def _read_call(line: dict[str, Any], serving: Serving) -> list[tuple]:
     """A line in OpenAI's format as tuples like that of `_read_request`, one for each of its prompts."""
-    call: Call = read_batch_line(line, serving)
+    if line.get("method") != "POST" or line.get("url") not in FIELDS:
+        raise ApiError(f'a line with "body" has "method": "POST" and as "url" {" or ".join(FIELDS)}, not '
+                       f'{line.get("method")!r:.80} and {line.get("url")!r:.80}')
+    if unknown := sorted(line.keys() - {"method", "url", "body"}):
+        raise ApiError(f'a line with "body" has no key {unknown[0]!r:.80}; leave it out')
+    call = serving.read(line["url"], line["body"])
     results: dict[int, Any] = {}
+    if call.stream:
+        raise ApiError('a result in a file is no stream; leave "stream" out')
     return [(("body", (call, index, results)), prompt, call.params, call.priority)
             for index, prompt in enumerate(call.prompts)]
 

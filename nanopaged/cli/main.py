@@ -27,7 +27,7 @@ from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
-usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]   [defaults]
+usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
 
 PROMPTS: texts go to stdout, everything else to stderr
   --prompt TEXT                continue this text; may be given several times
@@ -37,7 +37,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat                       a conversation: Ctrl-C stops an answer, Ctrl-D leaves; with --prompt,
                                or stdin from a file: one answer
   --system TEXT                system message of --chat
-  --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], with --api-key KEY or
+  --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
                                NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
