@@ -99,6 +99,33 @@ class AsyncLLM(threading.Thread):
             else:
                 waiter.set_result(result)
 
+    def metrics(self) -> str:
+        """Counts in Prometheus' text format, with vLLM's names. Cached blocks are held or free."""
+        scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
+        num_held = pool.num_blocks - pool.num_free_blocks
+        num_cached = sum(len(manager.key_of_block) for manager in getattr(pool, "managers", [pool]))
+        finished: dict[str, float] = {f'finished_reason="{reason}"': count
+                                      for reason, count in sorted(self.finish_reasons.items())}
+        states: dict[str, float] = {'state="held"': num_held, 'state="free"': pool.num_free_blocks,
+                                    'state="cached"': num_cached}
+        values: list[tuple[str, str, dict[str, float]]] = [
+            ("gauge", "num_requests_running", {"": len(scheduler.running)}),
+            ("gauge", "num_requests_waiting", {"": len(scheduler.waiting)}),
+            ("gauge", "kv_cache_usage_perc", {"": num_held / pool.num_blocks}),
+            ("gauge", "num_blocks", states),
+            ("counter", "prefix_cache_queries_total", {"": pool.num_prompt_tokens}),
+            ("counter", "prefix_cache_hits_total", {"": pool.num_cached_tokens}),
+            ("counter", "prompt_tokens_total", {"": pool.num_prompt_tokens}),
+            ("counter", "generation_tokens_total", {"": scheduler.num_generated_tokens}),
+            ("counter", "num_preemptions_total", {"": scheduler.num_preemptions}),
+            ("counter", "request_success_total", finished)]
+        lines = []
+        for kind, name, counts in values:
+            lines.append(f"# TYPE nanopaged:{name} {kind}")
+            lines += [f"nanopaged:{name}{'{' * bool(label)}{label}{'}' * bool(label)} {count}"
+                      for label, count in counts.items()]
+        return "\n".join(lines) + "\n"
+
     # ---- in the engine thread
 
     def run(self) -> None:
@@ -108,12 +135,11 @@ class AsyncLLM(threading.Thread):
                 self.has_commands.wait()
             try:
                 with self.llm.lock:
-                    while self.commands:
-                        function, arguments = self.commands.popleft()
-                        function(*arguments)
+                    self._obey()
                     if self.llm.requests:
                         self.llm._step()
                         self.failure = None
+                        self._obey()  # clients that began to wait during this step get its outputs
             except Exception as failure:  # the GPU's, or a mistake of ours: the requests under way have to end
                 traceback.print_exc()
                 self._fail(failure)
@@ -123,6 +149,11 @@ class AsyncLLM(threading.Thread):
                 with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
                     self.loop.call_soon_threadsafe(self._deliver, news)
         self._fail(ApiError("the server is stopping", 503))
+
+    def _obey(self) -> None:
+        while self.commands:
+            function, arguments = self.commands.popleft()
+            function(*arguments)
 
     def _add(self, stream: Stream) -> None:
         self.streams[stream] = None

@@ -104,12 +104,15 @@ def error_response(error: Exception) -> Response:
 
 async def read_body(request: HttpRequest) -> bytes:
     body = bytearray()
+    too_large = ApiError(f"the body has more than {MOST_BODY_BYTES} bytes; send several requests", 413)
+    if int(request.headers.get("content-length", 0)) > MOST_BODY_BYTES:  # HTTP's parser has checked the number
+        raise too_large
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BODY_BYTES:
-                    raise ApiError(f"the body has more than {MOST_BODY_BYTES} bytes; send smaller requests", 413)
+                    raise too_large
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {BODY_SECONDS} seconds", 408) from None
     return bytes(body)
@@ -211,44 +214,23 @@ class Api:
         return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:
-        return PlainTextResponse(self.prometheus(), media_type="text/plain; version=0.0.4")
-
-    def prometheus(self) -> str:
-        """Prometheus' text format, with vLLM's names."""
-        scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
-        num_held = pool.num_blocks - pool.num_free_blocks
-        num_cached = sum(len(manager.key_of_block) for manager in getattr(pool, "managers", [pool]))
-        values = [
-            ("gauge", "num_requests_running", len(scheduler.running)),
-            ("gauge", "num_requests_waiting", len(scheduler.waiting)),
-            ("gauge", "kv_cache_usage_perc", num_held / pool.num_blocks),
-            ("gauge", 'num_blocks{state="held"}', num_held),
-            ("gauge", 'num_blocks{state="free"}', pool.num_free_blocks),
-            ("gauge", 'num_blocks{state="cached"}', num_cached),
-            ("counter", "prefix_cache_queries_total", pool.num_prompt_tokens),
-            ("counter", "prefix_cache_hits_total", pool.num_cached_tokens),
-            ("counter", "prompt_tokens_total", pool.num_prompt_tokens),
-            ("counter", "generation_tokens_total", scheduler.num_generated_tokens),
-            ("counter", "num_preemptions_total", scheduler.num_preemptions),
-            *(("counter", f'request_success_total{{finished_reason="{reason}"}}', count)
-              for reason, count in sorted(self.engine.finish_reasons.items()))]
-        lines, seen = [], set()
-        for kind, name, value in values:
-            family = name.partition("{")[0]
-            if family not in seen:
-                lines.append(f"# TYPE nanopaged:{family} {kind}")
-                seen.add(family)
-            lines.append(f"nanopaged:{name} {value}")
-        return "\n".join(lines) + "\n"
+        return PlainTextResponse(self.engine.metrics(), media_type="text/plain; version=0.0.4")
 
 
-def serve(serving: Serving, host: str, port: int, api_key: str | None) -> int:
-    """Serve until SIGTERM or Ctrl-C; then requests under way have SHUTDOWN_SECONDS to finish. The exit code."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def bind(host: str, port: int) -> socket.socket:
+    """The server's socket: it is refused before the model is loaded. Raises ValueError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
+        listener.close()
         raise ValueError(f"--host {host} --port {port} cannot be opened: {error}") from None
+    return listener
+
+
+def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | None) -> int:
+    """Serve until SIGTERM or Ctrl-C; then requests under way have SHUTDOWN_SECONDS to finish. The exit code."""
     if not (api_key or is_local(host)):
         print(f"warning: whoever reaches {host} may use this server; give it a key with --api-key", file=sys.stderr)
     api = Api(serving)
@@ -256,6 +238,7 @@ def serve(serving: Serving, host: str, port: int, api_key: str | None) -> int:
                             server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
         signal.signal(number, lambda *_: None)
+    listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[listener])

@@ -108,7 +108,9 @@ def _run(args, llm_class) -> int:
     if args.chat_template is not None:
         template = _read_text("--chat-template", args.chat_template)
     if args.serve:
-        from nanopaged.api.server import serve  # starlette and uvicorn, or a sentence
+        from nanopaged.api.server import bind, serve  # starlette and uvicorn, or a sentence
+        host = args.host or "127.0.0.1"
+        listener = bind(host, 8000 if args.port is None else args.port)
     if is_batch:
         settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
@@ -124,8 +126,7 @@ def _run(args, llm_class) -> int:
 
     serving = Serving(llm, args.served_model_name or args.model, render)
     if args.serve:
-        return serve(serving, args.host or "127.0.0.1", 8000 if args.port is None else args.port,
-                     args.api_key or os.environ.get("NANOPAGED_API_KEY"))
+        return serve(serving, host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
     if is_batch:
         return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
