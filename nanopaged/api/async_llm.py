@@ -33,12 +33,14 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        return len(self.latest) == len(self.requests) and all(output.finished for output in self.latest.values())
+        return all(request.finished for request in self.requests)
+
+    @property
+    def has_news(self) -> bool:
+        return any(request.has_news for request in self.requests) if self.in_parts else self.finished
 
     def take_news(self) -> dict[int, RequestOutput]:
-        """Outputs that have something new, by the request's number; none if the client wants them later."""
-        if not (self.in_parts or all(request.finished for request in self.requests)):
-            return {}
+        """Outputs that have something new, by the request's number."""
         news = {}
         for number, request in enumerate(self.requests):
             if request.has_news:
@@ -46,6 +48,11 @@ class Stream:
                 news[number] = request.output()
         self.latest |= news
         return news
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the client has all outputs."""
+        return len(self.latest) == len(self.requests) and all(output.finished for output in self.latest.values())
 
 
 class AsyncLLM(threading.Thread):
@@ -69,7 +76,8 @@ class AsyncLLM(threading.Thread):
         self._tell(self._add, stream)
 
     async def outputs(self, stream: Stream) -> dict[int, RequestOutput]:
-        """Wait for outputs of the stream that have something new; by the request's number."""
+        """Wait for outputs of the stream that have something new; by the request's number. If all are wanted at once,
+        the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while."""
         waiter = self.loop.create_future()
         self._tell(self._wait, stream, waiter)
         return await waiter
@@ -77,7 +85,7 @@ class AsyncLLM(threading.Thread):
     def close(self, stream: Stream) -> None:
         """The client has all outputs, or it is gone."""
         self.num_sequences -= stream.num_sequences
-        if not stream.finished:
+        if not stream.is_taken:
             self._tell(self._abort, stream)
 
     def stop(self) -> None:
@@ -143,8 +151,8 @@ class AsyncLLM(threading.Thread):
             except Exception as failure:  # the GPU's, or a mistake of ours: the requests under way have to end
                 traceback.print_exc()
                 self._fail(failure)
-            news = [(waiter, found) for stream in list(self.streams)
-                    if (waiter := stream.waiter) is not None and (found := self._news(stream))]
+            news = [self._take(stream) for stream in list(self.streams)
+                    if stream.waiter is not None and (stream.has_news or stream.failure)]
             if news:
                 with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
                     self.loop.call_soon_threadsafe(self._deliver, news)
@@ -174,19 +182,19 @@ class AsyncLLM(threading.Thread):
             with self.llm.lock:
                 self.llm._abort(*(request.request_id for request in stream.requests))
 
-    def _news(self, stream: Stream) -> dict[int, RequestOutput] | Exception:
-        """What the stream's client waits for: outputs, or why there will be none; {} if there is nothing new."""
+    def _take(self, stream: Stream) -> tuple[asyncio.Future, Any]:
+        """The future of a client that waits, and its outputs, or why there will be none."""
+        waiter, stream.waiter = stream.waiter, None
+        assert waiter is not None
         try:
             if stream.failure is not None:
                 raise stream.failure
-            news = stream.take_news()
+            news = stream.take_news() if stream.in_parts else {}
         except Exception as failure:  # a step's, or that of a tokenizer
-            stream.failure, stream.waiter = failure, None
-            return ApiError(f"the engine failed: {failure}", getattr(failure, "status", 500))
-        if news:
-            stream.waiter = None
+            stream.failure = failure
+            return waiter, ApiError.of(failure, 500)
         if stream.finished:
             del self.streams[stream]
-            self.finish_reasons.update(str(sample.finish_reason) for output in stream.latest.values()
-                                       for sample in output.outputs)
-        return news
+            self.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
+                                       for seq in request.sequences)
+        return waiter, news

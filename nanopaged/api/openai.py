@@ -59,13 +59,16 @@ class Serving:
         check_kind("the body", body, dict, "a JSON object")
         body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         _check_fields(path, body)
-        if body.get("model", self.model) != self.model:
-            raise ApiError(f"there is no model {body['model']!r:.80} here, but {self.model!r}", 404)
+        self.check_model(body.get("model", self.model))
         prompts = [self._render(body)] if path == CHAT else _read_prompts(body["prompt"])
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return Call(path, self.model, [prompt | salt for prompt in prompts], self._params(path, body),
                     body.get("priority", 0), body.get("stream", False), _wants_usage(body), body.get("echo", False),
                     self.llm.tokenizer)
+
+    def check_model(self, name: Any) -> None:
+        if name != self.model:
+            raise ApiError(f"there is no model {name!r:.80} here, but {self.model!r}", 404)
 
     def _render(self, body: dict) -> dict:
         choice = body.get("tool_choice", "auto")

@@ -1,8 +1,8 @@
 """The server: OpenAI's API over HTTP, on starlette and uvicorn (`python engine.py --serve`).
 
-    event loop       headers, body   ->                                        ->  events, or an answer
-    worker threads                       JSON, template, tokenizer, grammar
-    engine's thread                      nanopaged/api/async_llm.py: steps
+    event loop        headers, body                                                events
+    four threads                     JSON, template, tokenizer, grammar                    an answer that is no stream
+    engine's thread                                                      steps     (nanopaged/api/async_llm.py)
 
 **Security.** A web page can make a browser post to this machine. So a body must be declared as JSON, which a browser
 does not send to another site without asking, and Host must be an address, "localhost" or the name in --host: a page
@@ -17,19 +17,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.async_llm import AsyncLLM, Stream
 from nanopaged.api.openai import Serving
-from nanopaged.outputs import RequestOutput
 
 try:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect
@@ -42,13 +41,10 @@ except ImportError as error:
 
 MOST_BODY_BYTES = 2**23
 MOST_SEQUENCES = 4096  # samples under way; with more, a request gets 503
+NUM_THREADS = 4  # that read and answer; with more of them, steps would wait longer for Python's lock
 BODY_SECONDS = 30  # for a client to send its body
 SHUTDOWN_SECONDS = 30  # for requests under way to finish
 
-
-# --------------------------------------------------------------------------------------------------
-# HTTP
-# --------------------------------------------------------------------------------------------------
 
 class Guard:
     """The checks of a request's headers, before all others: an ASGI middleware."""
@@ -98,8 +94,8 @@ def error_response(error: Exception) -> Response:
         error = ApiError(f"there is no such path here, or not with this method ({error.detail})", error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server failed; its log has the reason", 500)
-    more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status)
-    return JSONResponse(error.body, error.status, more)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+    return JSONResponse(error.body, error.status, headers.get(error.status))
 
 
 async def read_body(request: HttpRequest) -> bytes:
@@ -124,6 +120,7 @@ class Api:
     def __init__(self, serving: Serving) -> None:
         self.serving, self.llm = serving, serving.llm
         self.started = int(time.time())
+        self.threads = ThreadPoolExecutor(NUM_THREADS)
 
     def app(self, host: str, api_key: str | None) -> Starlette:
         @asynccontextmanager
@@ -147,7 +144,7 @@ class Api:
             body = await read_body(request)
         except ClientDisconnect:
             return Response(status_code=499)
-        call, stream = await run_in_threadpool(self._read, request.url.path, body)
+        call, stream = await self._in_thread(self._read, request.url.path, body)
         num_sequences = self.engine.num_sequences
         if num_sequences + stream.num_sequences > MOST_SEQUENCES:
             raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try again "
@@ -155,13 +152,16 @@ class Api:
         if call.stream:
             return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache"})
-        answer, gone = asyncio.ensure_future(self._whole(stream)), asyncio.ensure_future(request.receive())
+        answer, gone = asyncio.ensure_future(self._whole(call, stream)), asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(call.response(answer.result())) if answer.done() else Response(status_code=499)
+            return answer.result() if answer.done() else Response(status_code=499)
         finally:
             answer.cancel()
             gone.cancel()
+
+    def _in_thread(self, function: Callable, *arguments: Any) -> Awaitable:
+        return self.engine.loop.run_in_executor(self.threads, function, *arguments)
 
     def _read(self, path: str, body: bytes) -> tuple[Call, Stream]:
         """In a worker thread: a long text takes a while."""
@@ -179,22 +179,26 @@ class Api:
             raise ApiError(str(error)) from None
         return call, Stream(requests, call.stream)
 
-    async def _whole(self, stream: Stream) -> list[RequestOutput]:
+    async def _whole(self, call: Call, stream: Stream) -> Response:
+        def write() -> Response:
+            stream.take_news()
+            return JSONResponse(call.response([stream.latest[number] for number in range(len(stream.requests))]))
+
         self.engine.open(stream)
         try:
-            outputs = await self.engine.outputs(stream)
-            return [outputs[number] for number in range(len(stream.requests))]
+            await self.engine.outputs(stream)
+            return await self._in_thread(write)
         finally:
             self.engine.close(stream)
 
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
         self.engine.open(stream)
         try:
-            while not stream.finished:
+            while not stream.is_taken:
                 news = await self.engine.outputs(stream)
                 if text := "".join([call.events(number, output) for number, output in news.items()]):
                     yield text.encode()
-            yield call.end([*stream.latest.values()]).encode()
+            yield call.end(list(stream.latest.values())).encode()
         except ApiError as error:  # the status has been sent
             yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
         finally:
@@ -203,10 +207,10 @@ class Api:
     async def models(self, request: HttpRequest) -> Response:
         card = {"id": self.serving.model, "object": "model", "created": self.started, "owned_by": "nanopaged",
                 "max_model_len": self.llm.max_model_len}
-        name = request.path_params.get("name", self.serving.model)
-        if name != self.serving.model:
-            raise ApiError(f"the model {name!r:.80} does not exist; this server has {self.serving.model!r}", 404)
-        return JSONResponse(card if "name" in request.path_params else {"object": "list", "data": [card]})
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [card]})
+        self.serving.check_model(request.path_params["name"])
+        return JSONResponse(card)
 
     async def health(self, request: HttpRequest) -> Response:
         if self.engine.failure is not None or not self.engine.is_alive():

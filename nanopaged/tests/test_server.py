@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import bench
 from nanopaged import SamplingParams
 from nanopaged.api.openai import Serving
 from nanopaged.tests.helpers import ROOT, load
@@ -159,6 +160,14 @@ def test_completions(server):
         texts = [expected(server, text) for text in ("ROMEO:", "JULIET:")]
         assert [choice.text for choice in found.choices] == [texts[0]] * 2 + [texts[1]] * 2
         assert all(len(choice.logprobs.token_logprobs) == 8 for choice in found.choices)
+
+
+def test_the_example_of_the_readme(server, capsys):
+    code = next(text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+                if "OpenAI(" in text)
+    code = code.replace(":8000", f":{server.address[1]}").replace('"shakespeare"', '"bard"')
+    exec(code, {})
+    assert len(capsys.readouterr().out) > 50
 
 
 def test_completions_stream(server):
@@ -322,6 +331,37 @@ def test_a_slow_reader_that_leaves(server):
     with server.send(request(dict(LONG, stream=True, n=64, logprobs=20))):
         wait_until(lambda: server.llm.scheduler.running)
     wait_until(server.is_idle)
+
+
+@pytest.mark.parametrize("slow", ["render", "response"])
+def test_slow_templates_and_long_answers_do_not_stop_the_event_loop(server, monkeypatch, slow):
+    begun, may_end = threading.Event(), threading.Event()
+    owner = server.api.serving if slow == "render" else http.Call
+
+    def wait(*arguments, do=getattr(owner, slow), **options):
+        begun.set()
+        assert may_end.wait(20)
+        return do(*arguments, **options)
+
+    monkeypatch.setattr(owner, slow, wait)
+    with server.send(request(dict(GREEDY, messages=MESSAGES), "/v1/chat/completions")) as connection:
+        assert begun.wait(20)
+        assert server.exchange(request(b"", "/health", "GET"))[0] == 200
+        may_end.set()
+        assert read_response(connection)[0] == 200
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request(server, monkeypatch):
+    class Broken:
+        def add(self, ids):
+            raise RuntimeError("no such token")
+
+    monkeypatch.setattr(server.llm.tokenizer, "detokenizer", lambda *_: Broken())
+    for stream in (False, True):
+        content = server.exchange(request(dict(GREEDY, prompt="ROMEO:", stream=stream), Connection="close"))[2]
+        assert b"server_error" in content
+    monkeypatch.undo()
+    assert server.post(dict(GREEDY, prompt="ROMEO:"))[0] == 200
 
 
 def test_the_engine_sleeps_when_idle(server):
@@ -556,3 +596,10 @@ def test_options_that_are_refused(capsys, monkeypatch):
             (["--serve", "--chat"], "--chat")):
         assert run_cli(*options) == 2
         assert words in capsys.readouterr().err
+
+
+def test_bench_streams_from_a_server():
+    llm = load(device="cpu", max_model_len=64)
+    with bench.serving(llm) as port:
+        seconds, times = bench.stream_all(port, [[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(times) == 3 and all(0 < len(events) <= 4 and 0 < events[0] <= seconds for events in times)
