@@ -7,9 +7,14 @@
 After a step the thread makes the outputs of those clients that wait for one. A client that reads slowly does not wait:
 its next output has the text of all steps since. So nothing queues up for it, and an event loop that cannot keep up with
 the engine gets fewer and longer pieces.
+
+Python has one lock for both threads. Without a limit, 256 clients would keep the event loop busy for longer than a GPU
+needs for a step, and the thread would wait for the lock before it could launch the next one. So a step serves as many
+clients as the event loop can in a part of the step's time, those first that wait longest.
 """
 import asyncio
 import threading
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,6 +24,9 @@ from typing import Any
 from nanopaged.api.answers import ApiError
 from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
+
+LOOP_SHARE = 0.5  # of a step's time, for the event loop
+EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
 
 
 class Stream:
@@ -141,6 +149,7 @@ class AsyncLLM(threading.Thread):
             self.has_commands.clear()
             if not (self.commands or self.llm.requests):
                 self.has_commands.wait()
+            started = time.perf_counter()
             try:
                 with self.llm.lock:
                     self._obey()
@@ -151,8 +160,11 @@ class AsyncLLM(threading.Thread):
             except Exception as failure:  # the GPU's, or a mistake of ours: the requests under way have to end
                 traceback.print_exc()
                 self._fail(failure)
-            news = [self._take(stream) for stream in list(self.streams)
-                    if stream.waiter is not None and (stream.has_news or stream.failure)]
+            ready = [stream for stream in self.streams
+                     if stream.waiter is not None and (stream.has_news or stream.failure)]
+            if self.llm.requests:
+                del ready[16 + int(LOOP_SHARE / EVENT_SECONDS * (time.perf_counter() - started)):]
+            news = [self._take(stream) for stream in ready]
             if news:
                 with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
                     self.loop.call_soon_threadsafe(self._deliver, news)
@@ -193,8 +205,10 @@ class AsyncLLM(threading.Thread):
         except Exception as failure:  # a step's, or that of a tokenizer
             stream.failure = failure
             return waiter, ApiError.of(failure, 500)
-        if stream.finished:
-            del self.streams[stream]
+        del self.streams[stream]
+        if not stream.finished:
+            self.streams[stream] = None  # behind those that wait longer
+        else:
             self.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
                                        for seq in request.sequences)
         return waiter, news

@@ -24,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 pytest.importorskip("starlette", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
+from nanopaged.api import async_llm  # noqa: E402
 from nanopaged.api import server as http  # noqa: E402  it needs these packages
 
 KEY = "sesame"
@@ -369,6 +370,24 @@ def test_the_engine_sleeps_when_idle(server):
     thread, used = server.api.engine, time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used < 0.1 and thread.is_alive()
+
+
+def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
+    """And all of them in turn."""
+    monkeypatch.setattr(async_llm, "LOOP_SHARE", 0.0)
+    engine, served = server.api.engine, []
+    monkeypatch.setattr(engine, "_deliver", lambda news: (served.append((len(news), len(server.llm.requests))),
+                                                          type(engine)._deliver(news)))
+    calls = [request(dict(GREEDY, prompt=f"ROMEO {i}:", stream=True, max_tokens=40), Connection="close")
+             for i in range(40)]
+    connections = [server.send(call) for call in calls]
+    contents = [read_response(connection)[2].decode() for connection in connections]
+    for connection in connections:
+        connection.close()
+    assert all(content.endswith("data: [DONE]\n\n") or "[DONE]" in content for content in contents)
+    assert max(count for count, num_requests in served if num_requests) == 16
+    counts = [content.count("data: {") for content in contents]
+    assert max(counts) < 40 and min(counts) > max(counts) / 2
 
 
 def test_the_event_loop_is_woken_once_per_step(server, monkeypatch):
