@@ -25,7 +25,7 @@ from nanopaged.api.answers import ApiError
 from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
 
-LOOP_SHARE = 0.5  # of a step's time, for the event loop
+LOOP_SHARE = 0.35  # of a step's time, for the event loop
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
 
 
@@ -36,6 +36,7 @@ class Stream:
         self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
         self.num_sequences = sum(request.params.n for request in requests)
         self.latest: dict[int, RequestOutput] = {}  # by the request's number
+        self.is_taken = False  # these are all, and finished
         self.waiter: asyncio.Future | None = None  # None: the client does not wait for outputs
         self.failure: Exception | None = None
 
@@ -55,12 +56,8 @@ class Stream:
                 request.has_news = False
                 news[number] = request.output()
         self.latest |= news
+        self.is_taken = self.finished
         return news
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the client has all outputs."""
-        return len(self.latest) == len(self.requests) and all(output.finished for output in self.latest.values())
 
 
 class AsyncLLM(threading.Thread):
@@ -103,7 +100,8 @@ class AsyncLLM(threading.Thread):
 
     def _tell(self, function: Callable, *arguments: Any) -> None:
         self.commands.append((function, arguments))
-        self.has_commands.set()
+        if not self.has_commands.is_set():  # `set` is much slower
+            self.has_commands.set()
 
     @staticmethod
     def _deliver(news: list[tuple[asyncio.Future, Any]]) -> None:

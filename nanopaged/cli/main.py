@@ -100,19 +100,18 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, is_batch, beams = _sampling_params(args), args.prompts is not None, None
+    params, is_batch, beams, template = _sampling_params(args), args.prompts is not None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
-    template, variables = None, args.chat_template_kwargs
     if args.chat_template is not None:
         template = _read_text("--chat-template", args.chat_template)
     if args.serve:
         from nanopaged.api.server import bind, serve  # starlette and uvicorn, or a sentence
-        host = args.host or "127.0.0.1"
-        listener = bind(host, 8000 if args.port is None else args.port)
+        listener = bind(args.host, args.port)
     if is_batch:
-        settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
+        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
+                    args.chat_template_kwargs)
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     llm = _load(args, llm_class)
     params = _sampling_params(args, llm)
@@ -120,13 +119,13 @@ def _run(args, llm_class) -> int:
     def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
             return llm.chat_prompt(messages, chat_template=template, tools=tools,
-                                   chat_template_kwargs=(variables or {}) | (more or {}), **options)
+                                   chat_template_kwargs=(args.chat_template_kwargs or {}) | (more or {}), **options)
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
     serving = Serving(llm, args.served_model_name or args.model, render)
     if args.serve:
-        return serve(serving, host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
+        return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
     if is_batch:
         return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not args.trace)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -499,6 +498,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
     _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
     if is_asked and not talks:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:

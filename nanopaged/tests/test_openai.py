@@ -1,6 +1,7 @@
 """OpenAI's API without HTTP: requests read, answers written, and prompt files in the batch format."""
 import json
 import random
+import sys
 
 import pytest
 
@@ -8,7 +9,7 @@ from nanopaged import SamplingParams
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.api.openai import FIELDS, IGNORED, Serving
 from nanopaged.tests.helpers import shared
-from nanopaged.tests.test_cli import TEMPLATE, run
+from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
 
 PATHS = [COMPLETIONS, CHAT]
 MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
@@ -355,3 +356,12 @@ def test_a_batch_without_an_output_file_is_printed(tmp_path, capsys):
     file.write_text(json.dumps(dict(method="POST", url=COMPLETIONS, body=dict(prompt="ROMEO:", echo=True, **GREEDY))))
     assert run("--prompts", str(file), "--num-blocks", "128") == 0
     assert "=== line 1 [0]\nROMEO:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_a_server_without_its_packages_is_one_sentence(monkeypatch, capsys, package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == "nanopaged.api.server"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert run("--serve", llm_class=None) == 2
+    assert_refused(capsys.readouterr(), "pip install", package)
