@@ -31,8 +31,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, deque
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +47,7 @@ import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.scheduling.drafts import PAYS, Ngram
+from nanopaged.text.byte_level import Detokenizer
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
@@ -586,6 +589,7 @@ class RandomVocabulary:
         words = {(" " * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))).encode()
                  for _ in range(size)}
         self.tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *sorted(words)]
+        self.bytes_of = dict(enumerate(self.tokens))
 
     def token_bytes(self) -> list[bytes]:
         return self.tokens
@@ -595,6 +599,9 @@ class RandomVocabulary:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
+
+    def detokenizer(self, *_: Any) -> Detokenizer:
+        return Detokenizer(self.bytes_of)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return b"".join(self.tokens[token] for token in ids if token < len(self.tokens)).decode(errors="replace")
@@ -699,6 +706,90 @@ def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, 
     del scheduler.update, llm.runner.launch
     stop_all(llm)
     return ms / steps, tokens / steps
+
+
+CLIENT = """
+import json, selectors, socket, sys, time
+bodies, ready = [line.encode() for line in sys.stdin], selectors.DefaultSelector()
+head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: "
+started, times = time.perf_counter(), [[] for _ in bodies]
+for body, events in zip(bodies, times):
+    connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    connection.sendall((head + str(len(body)) + "\\r\\n\\r\\n").encode() + body)
+    ready.register(connection, selectors.EVENT_READ, (events, [b""]))
+while ready.get_map():
+    for key, _ in ready.select():
+        data, (events, last) = key.fileobj.recv(2**20), key.data
+        events += [time.perf_counter() - started] * data.count(b"data: {")
+        last[0] = (last[0] + data)[-64:]
+        if not data or b"[DONE]" in last[0]:
+            ready.unregister(key.fileobj)
+            key.fileobj.close()
+print(json.dumps([time.perf_counter() - started, times]))
+"""  # a process of its own: it would share Python's lock with the engine
+
+
+def server(quick: bool) -> None:
+    """Clients that stream, all at once, beside `generate` of the same requests. On a GPU 256 of them, with 512 tokens
+    in and 256 out. A slow event loop gets several tokens in one event."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise CardTooSmall("the package uvicorn or starlette is missing")
+    on_gpu = torch.cuda.is_available()
+    count, num_in, num_out = (256, 512, 256) if on_gpu else (16, 32, 32)
+    llm = random_llm("0.6B", max_model_len=1024) if on_gpu else LLM("shakespeare", enable_prefix_caching=False)
+    if on_gpu:
+        llm.tokenizer = RandomVocabulary(150_000)
+    prompts = [[token % 1000 for token in prompt] for prompt in random_prompts(random.Random(0), [num_in] * count)]
+    params = SamplingParams(temperature=0.6, max_tokens=num_out, ignore_eos=True)
+    llm.generate(prompts, params)  # warm up
+    best, served = 0.0, (math.inf, list[list[float]]())
+    with serving(llm) as port:
+        for _ in range(2):  # in turns, and the best of each
+            best = max(best, rate(lambda: llm.generate(prompts, params), count * num_out))
+            served = min(served, stream_all(port, prompts, params))
+    seconds, times = served
+    first = [events[0] * 1000 for events in times]
+    gaps = [(after - before) * 1000 for events in times for before, after in itertools.pairwise(events)]
+    tokens_per_second = count * num_out / seconds
+    row(f"server, {count} streams of ({num_in} in, {num_out} out)", tokens_per_second, "tokens/s",
+        note=f"{tokens_per_second / best:.2f} of generate's {_number(best)}")
+    for name, values in (("time to first token", first), ("gap between a stream's tokens", gaps)):
+        for percent in (50, 99):
+            row(f"  {name}, {percent}th percentile", sorted(values)[int(percent / 100 * (len(values) - 1))], "ms",
+                note=f"{count * num_out / sum(map(len, times)):.1f} tokens an event" if values is gaps else "")
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[int]:
+    """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
+    import uvicorn
+
+    from nanopaged.api.openai import Serving
+    from nanopaged.api.server import Api, bind
+    api, listener = Api(Serving(llm, "bench", llm.chat_prompt)), bind("127.0.0.1", 0)
+    config = uvicorn.Config(api.app("127.0.0.1", None), log_level="warning", access_log=False, ws="none", lifespan="on")
+    listening = uvicorn.Server(config)
+    thread = threading.Thread(target=listening.run, kwargs=dict(sockets=[listener]))
+    thread.start()
+    try:
+        while not listening.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        listening.should_exit = True
+        thread.join()
+        api.engine.stop()
+
+
+def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[float]]]:
+    """All requests at once, from another process: the seconds until the last has ended, and for each request those
+    until each of its events."""
+    settings = dict(temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=True, stream=True)
+    bodies = "\n".join(json.dumps(settings | dict(prompt=prompt)) for prompt in prompts)
+    done = subprocess.run([sys.executable, "-c", CLIENT, str(port)], input=bodies, check=True, stdout=subprocess.PIPE,
+                          text=True)
+    seconds, times = json.loads(done.stdout)
+    return seconds, times
 
 
 def latency(limits: Limits, quick: bool) -> None:
@@ -809,11 +900,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching]
+ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
 ON_CUDA: list[Callable[..., None]] = [
     start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
     data_parallel]
-QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
+QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
 
 
 def main() -> None:

@@ -87,6 +87,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # guesses that a launched step computes, until they are decided
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
+    root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
@@ -100,7 +101,7 @@ class Sequence:
     num_sent_blocks: int = 0  # leading entries of the block table that the runner has
     num_null_blocks: int = 0  # leading entries that are NULL
     num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
-    prefix_key: int | None = ROOT  # of the tokens in those blocks
+    prefix_key: int | str | None = ROOT  # of the tokens in those blocks
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
     refusals: "dict[BlockManager, Refusal]" = field(default_factory=dict)  # the last one, while it waits
     finish_reason: str | None = None
@@ -170,7 +171,7 @@ class PrefixHit(NamedTuple):
     """The beginning of a sequence whose K and V are in the pool already."""
     blocks: list[int]
     num_tokens: int
-    prefix_key: int | None  # of these blocks; None: unknown, so they are looked up block by block later
+    prefix_key: int | str | None  # of these blocks; None: unknown, so they are looked up block by block later
     missing_key: tuple | None  # the first block key that the prefix cache lacks; None: it has all
     sibling: Sequence | None  # a running sequence with the same prompt
 
@@ -282,7 +283,7 @@ class BlockManager:
         """Free the blocks from last to first: the last is then reused first. The beginning is shared more often."""
         for block in reversed(seq.block_table):
             self._decref(block)
-        seq.block_table, seq.prefix_key = [], ROOT
+        seq.block_table, seq.prefix_key = [], seq.root
         seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
 
     def preempt(self, seq: Sequence) -> Status:
@@ -332,7 +333,7 @@ class BlockManager:
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
         seq.pool = self
         seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
-        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, ROOT)
+        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, seq.root)
         seq.refusals.clear()
         if seq.num_cached_tokens is None:
             self._count_hits(seq, hit)
@@ -353,10 +354,10 @@ class BlockManager:
             return PrefixHit(blocks, num_tokens, None, missing_key, sibling)
         return PrefixHit(blocks, len(blocks) * self.block_size, prefix_key, missing_key, sibling)
 
-    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int, tuple | None]:
+    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int | str, tuple | None]:
         """Blocks found one after the other, their prefix key, and the first key that is missing."""
         blocks: list[int] = []
-        prefix_key, size = ROOT, self.block_size
+        prefix_key, size = seq.root, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
                 key = (prefix_key, tuple(seq.token_ids[end - size:end]))
@@ -463,7 +464,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
-        self.num_generated_tokens = 0  # of all sequences so far
+        self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
@@ -527,6 +528,7 @@ class Scheduler:
         self._remove(seq)
         self.add(seq)
         step.preempted.append(seq)
+        self.num_preemptions += 1
         return seq
 
     def _compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:

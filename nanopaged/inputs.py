@@ -16,6 +16,7 @@ class TokensPrompt(TypedDict, total=False):
     """A prompt of token ids. The optional text appears in the output as its prompt."""
     prompt_token_ids: list[int]
     prompt: str
+    cache_salt: str  # keeps its blocks from prompts with another salt, or with none
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
@@ -122,9 +123,9 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         keys = {"prompt", "prompt_token_ids"}
         if not prompt.keys() & keys:
             raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-        if unknown := [key for key in prompt if key not in keys and prompt[key] is not None]:
-            raise ValueError("a prompt given as a dict has the keys 'prompt' and 'prompt_token_ids'; leave "
-                             f"{unknown[0]!r} out")
+        if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
+            raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
+                             f"leave {unknown[0]!r} out")
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -150,6 +151,14 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")
     return text, token_ids
+
+
+def read_cache_salt(prompt: Any) -> str | None:
+    """The cache_salt of a prompt given as a dict: only prompts with the same one share blocks of the prefix cache."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None:
+        check_number("cache_salt", salt, str, lambda x: x, "a string that is not empty")
+    return salt
 
 
 def _are_integers(kinds: set[type]) -> bool:

@@ -13,7 +13,16 @@ from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
 from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
+from nanopaged.inputs import (
+    as_list,
+    as_python,
+    check_choice,
+    check_kind,
+    check_number,
+    check_options,
+    read_cache_salt,
+    read_prompt,
+)
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import (
@@ -191,6 +200,7 @@ class LLM:
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None, priority: int = 0) -> str:
         """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
+        A dict may have a "cache_salt": only prompts with the same one share cached blocks.
 
         params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
@@ -243,7 +253,7 @@ class LLM:
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer,
-                       grammar)
+                       grammar, read_cache_salt(prompt))
 
     def _compile_grammar(self, params: StructuredOutputsParams) -> Any:
         if self.tokenizer is None:
@@ -263,7 +273,7 @@ class LLM:
                             str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
                                              grammar=request.grammar and request.grammar.copy()),
-                            lookahead=not params.logits_processors,
+                            lookahead=not params.logits_processors, root=request.cache_salt or engine.ROOT,
                             drafter=self.drafting and self.drafting.drafter(params))
             for j in range(params.n)]
         if params.prompt_logprobs is not None:

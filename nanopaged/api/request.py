@@ -16,10 +16,12 @@ class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, priority: int,
-                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any, grammar: Any) -> None:
+                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any, grammar: Any,
+                 cache_salt: str | None = None) -> None:
         self.prompt, self.prompt_token_ids, self.params, self.priority = prompt, prompt_token_ids, params, priority
         self.stop_token_ids, self.bad_words, self.tokenizer = stop_token_ids, bad_words, tokenizer
         self.grammar = grammar  # a text.grammar.Grammar at its beginning, or None
+        self.cache_salt = cache_salt  # only requests with the same one share cached blocks
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
         self.request_id = ""  # set by `start`

@@ -3,10 +3,11 @@
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
     --prompts FILE     many: see nanopaged/cli/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+    --serve            OpenAI's API over HTTP: see nanopaged/api/server.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
-Ctrl-D leaves.
+Ctrl-D leaves. A server ends with 0, after Ctrl-C too.
 """
 import argparse
 import json
@@ -29,7 +30,7 @@ from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
-usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
+usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
 
 PROMPTS: texts go to stdout, everything else to stderr
   --prompt TEXT                continue this text; may be given several times
@@ -39,6 +40,8 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
                                file: one answer; --no-history: no message is kept for next time
   --system TEXT                system message of --chat
+  --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
+                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
@@ -101,11 +104,14 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, beams, prompt_file = _sampling_params(args), None, None
+    params, beams, prompt_file, listener = _sampling_params(args), None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
+    if args.serve:
+        from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
+        listener = bind(args.host, args.port)
     if args.prompts is not None:
         settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
                     args.chat_template_kwargs)
@@ -116,7 +122,7 @@ def _run(args, llm_class) -> int:
         open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
     with _traced(llm, args):
-        return _generate(llm, args, beams, template, prompt_file)
+        return _generate(llm, args, beams, template, prompt_file, listener)
 
 
 @contextmanager
@@ -138,17 +144,25 @@ def _traced(llm, args) -> Iterator[None]:
             _say(f"{args.trace} plays the run; open it in a browser")
 
 
-def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None) -> int:
-    params, variables, is_printed = _sampling_params(args, llm), args.chat_template_kwargs, args.trace == ""
+def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
+              listener: Any) -> int:
+    params, is_printed = _sampling_params(args, llm), args.trace == ""
 
-    def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
+    def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
-            return llm.chat_prompt(messages, chat_template=template, chat_template_kwargs=variables, tools=tools)
+            return llm.chat_prompt(messages, chat_template=template, tools=tools,
+                                   chat_template_kwargs=(args.chat_template_kwargs or {}) | (more or {}), **options)
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
+    if args.serve or prompt_file:
+        from nanopaged.api.openai import Serving
+        serving = Serving(llm, args.served_model_name or args.model, render)
+    if args.serve:
+        from nanopaged.api.server import serve
+        return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
     if prompt_file:
-        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not is_printed)
+        return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, args.history, system, params, render)
@@ -433,12 +447,16 @@ ENGINE = dict(
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None)
+    history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
+    port=int, api_key=str, served_model_name=str)
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], history=["chat"], chat_template=["chat", "prompts"],
-             chat_template_kwargs=["chat", "prompts"])
+             system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
+             chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
+             served_model_name=["serve", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
+                serve=["prompt", "prompts", "chat", "beam_width",
+                       *(name for name in SAMPLING | STRUCTURED if name != "seed")],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
@@ -488,6 +506,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
     _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
     if is_asked and not talks:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
@@ -498,8 +517,8 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
     has = set(_given(args, SAMPLING | STRUCTURED | ENGINE | OTHERS))
-    if not has & {"prompt", "prompts", "chat"}:
-        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
+    if not has & {"prompt", "prompts", "chat", "serve"}:
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
             raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, "

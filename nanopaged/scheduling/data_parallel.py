@@ -217,6 +217,10 @@ class Pools:
     def num_generated_tokens(self) -> int:
         return sum(pool.num_generated_tokens for pool in self.pools)
 
+    @property
+    def num_preemptions(self) -> int:
+        return sum(pool.num_preemptions for pool in self.pools)
+
     def add(self, seq: engine.Sequence) -> None:
         insort(self.pools[0].queue, seq, key=engine.by_order)
 
