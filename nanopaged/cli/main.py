@@ -41,8 +41,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat-template FILE         in Jinja, in place of the checkpoint's
   --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
-  --max-tokens N               new tokens at most [256; with --chat no limit]
-  --min-tokens N               new tokens before the text may end [0]
+  --max-tokens N, --min-tokens N                 new tokens: at most [256; --chat: no limit], at least [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
   -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
@@ -51,8 +50,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --stop TEXT                  end before this; may be given several times
   --include-stop-str-in-output                   end after it
   --stop-token-ids ID,ID,..    end at one of these
-  --ignore-eos                 go on after end-of-sequence tokens
-  --no-skip-special-tokens     show special tokens
+  --ignore-eos, --no-skip-special-tokens         go on after end-of-sequence tokens; show special ones
   --bad-words TEXT             never generate this; may be given several times
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
