@@ -42,10 +42,9 @@ PROMPTS: texts go to stdout, everything else to stderr
   --system TEXT                system message of --chat
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
                                NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
-  --chat-template FILE         in Jinja, in place of the checkpoint's
-  --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
+  --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
-  --max-tokens N, --min-tokens N                 new tokens, at most [256; --chat: all], least [0]
+  --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: all], at least [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
   -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
@@ -54,8 +53,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --stop TEXT                  end before this; may be given several times
   --include-stop-str-in-output                   end after it
   --stop-token-ids ID,ID,..    end at one of these
-  --ignore-eos                 go on after end-of-sequence tokens
-  --no-skip-special-tokens     show special tokens
+  --ignore-eos, --no-skip-special-tokens         go on after end tokens; show special tokens
   --bad-words TEXT             never generate this; may be given several times
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
@@ -79,7 +77,7 @@ ENGINE
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace [FILE.html]          print each step: who computes what, in which blocks; or a page of it
+  --trace [FILE.html]          print what each step computes, in which blocks; or write a page
   --version                    print the version
 """
 
