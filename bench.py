@@ -762,13 +762,10 @@ def server(quick: bool) -> None:
 @contextmanager
 def serving(llm: LLM) -> Iterator[int]:
     """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
-    import uvicorn
-
     from nanopaged.api.openai import Serving
     from nanopaged.api.server import Api, bind
     api, listener = Api(Serving(llm, "bench", llm.chat_prompt)), bind("127.0.0.1", 0)
-    config = uvicorn.Config(api.app("127.0.0.1", None), log_level="warning", access_log=False, ws="none", lifespan="on")
-    listening = uvicorn.Server(config)
+    listening = api.server("127.0.0.1", None)
     thread = threading.Thread(target=listening.run, kwargs=dict(sockets=[listener]))
     thread.start()
     try:

@@ -36,8 +36,7 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ImportError as error:
-    raise ValueError(f"the server needs starlette and uvicorn ({error}); pip install starlette 'uvicorn[standard]'"
-                     ) from None
+    raise ValueError(f"the server needs starlette and uvicorn ({error}); pip install starlette uvicorn") from None
 
 MOST_BODY_BYTES = 2**23
 MOST_SEQUENCES = 4096  # samples under way; with more, a request gets 503
@@ -119,7 +118,6 @@ class Api:
 
     def __init__(self, serving: Serving) -> None:
         self.serving, self.llm = serving, serving.llm
-        self.started = int(time.time())
         self.threads = ThreadPoolExecutor(NUM_THREADS)
 
     def app(self, host: str, api_key: str | None) -> Starlette:
@@ -137,6 +135,12 @@ class Api:
                    Route("/health", self.health), Route("/metrics", self.metrics)]
         return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, host, api_key)],
                          exception_handlers={kind: refuse for kind in (ApiError, HTTPException, Exception)})
+
+    def server(self, host: str, api_key: str | None) -> uvicorn.Server:
+        # Not "httptools", which is faster: it keeps headers of any size.
+        return uvicorn.Server(uvicorn.Config(
+            self.app(host, api_key), http="h11", ws="none", lifespan="on", log_level="warning", access_log=False,
+            server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
 
     async def answer(self, request: HttpRequest) -> Response:
         """Both endpoints that generate."""
@@ -205,7 +209,7 @@ class Api:
             self.engine.close(stream)
 
     async def models(self, request: HttpRequest) -> Response:
-        card = {"id": self.serving.model, "object": "model", "created": self.started, "owned_by": "nanopaged",
+        card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
                 "max_model_len": self.llm.max_model_len}
         if "name" not in request.path_params:
             return JSONResponse({"object": "list", "data": [card]})
@@ -238,13 +242,11 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
     if not (api_key or is_local(host)):
         print(f"warning: whoever reaches {host} may use this server; give it a key with --api-key", file=sys.stderr)
     api = Api(serving)
-    config = uvicorn.Config(api.app(host, api_key), log_level="warning", access_log=False, ws="none", lifespan="on",
-                            server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
         signal.signal(number, lambda *_: None)
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    api.server(host, api_key).run(sockets=[listener])
     api.engine.stop()
     return 0

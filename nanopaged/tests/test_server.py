@@ -45,9 +45,7 @@ class Running:
         self.listener = socket.create_server((host, 0), backlog=512)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # of each connection: soon full
         self.address = self.listener.getsockname()
-        config = uvicorn.Config(self.api.app(host, api_key), log_level="error", access_log=False, ws="none",
-                                lifespan="on", timeout_graceful_shutdown=5)
-        self.server = uvicorn.Server(config)
+        self.server = self.api.server(host, api_key)
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listener]))
         self.thread.start()
         wait_until(lambda: self.server.started)
@@ -643,3 +641,10 @@ def test_bench_streams_from_a_server():
     with bench.serving(llm) as port:
         seconds, times = bench.stream_all(port, [[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(times) == 3 and all(0 < len(events) <= 4 and 0 < events[0] <= seconds for events in times)
+
+
+def test_metrics_of_several_pools():
+    llm = load(device="cpu", data_parallel_size=2, num_blocks=32, max_model_len=64)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=2, ignore_eos=True))
+    lines = async_llm.AsyncLLM(llm, None).metrics().splitlines()
+    assert {'nanopaged:num_blocks{state="free"} 64', "nanopaged:generation_tokens_total 4"} <= set(lines)
