@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -46,6 +46,7 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
+from nanopaged.scheduling.drafts import PAYS, Ngram
 from nanopaged.text.byte_level import Detokenizer
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
@@ -315,14 +316,15 @@ class Limits:
 
 
 def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True,
-                      dtype: torch.dtype = torch.bfloat16) -> float:
+                      dtype: torch.dtype = torch.bfloat16, rows: int = 1) -> float:
     """Time of one paged_attention call, from a graph of calls on several pools. Together the pools exceed the L2 cache,
-    as the layers of a model do."""
+    as the layers of a model do. rows: of the same sequence, with the same block table"""
     num_blocks = [engine.cdiv(n, block_size) for n in seq_lens]
     total, width = sum(num_blocks), max(num_blocks)
     copies = 1 + int(MORE_THAN_L2 // (sum(seq_lens) * KV_BYTES))
     ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
     tables = torch.stack([torch.cat([x, torch.zeros(width - len(x), dtype=torch.int32)]) for x in ids]).cuda()
+    tables, seq_lens = tables.repeat_interleave(rows, 0), [n for n in seq_lens for _ in range(rows)]
     options: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
     pools = [torch.randn(2, total, block_size, NUM_KV_HEADS, HEAD_DIM, **options).to(dtype) for _ in range(copies)]
     q = torch.randn(len(seq_lens) * query_len, NUM_HEADS, HEAD_DIM, **options)
@@ -716,6 +718,73 @@ def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> t
                           text=True)
     seconds, times = json.loads(done.stdout)
     return seconds, times
+class RandomDrafts:
+    """Guesses random tokens."""
+    rng = random.Random(0)
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        return [self.rng.randint(0, 10000) for _ in range(k)]
+
+
+def drafts(limits: Limits, quick: bool) -> None:
+    """Attention of six rows of one sequence, as of a step with five drafts, and of a chunk of six tokens. Then steps
+    with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step), and a text
+    that never repeats itself."""
+    for batch, context, name in ((1, 512, "512"), (1, 4096, "4k"), (1, 65536, "64k"), (8, 512, "512"), (8, 8192, "8k")):
+        rows, chunk = attention_seconds(1, [context] * batch, rows=6), attention_seconds(6, [context] * batch)
+        row(f"attention, {batch} x {name}, 6 rows each", rows * 1e6, "us", note=f"chunks of 6: {chunk * 1e6:.1f}")
+    llm = random_llm("8B", max_model_len=4096, speculative_config={"method": RandomDrafts})
+    drafting = llm.drafting
+    for batch in (1, 8, 16, 32):
+        drafting.most_drafting = batch
+        drafting.pays, llm.drafting = 0, None
+        plain, _ = draft_rate(llm, batch, 0)
+        llm.drafting = drafting
+        wrong, _ = draft_rate(llm, batch, 0)
+        right, tokens = draft_rate(llm, batch, 0.8)
+        row(f"8B decode, batch {batch}, context 512, 5 drafts", wrong, "ms/step",
+            note=f"without drafts {plain:.2f}: {wrong / plain:.2f} times")
+        row("  right with probability 0.8", tokens / right * 1000, "tokens/s",
+            note=f"{tokens / batch:.2f} tokens a step: {tokens / right / batch * plain:.2f} times as fast")
+    drafting.pays, params = PAYS, SamplingParams(temperature=1, max_tokens=512, ignore_eos=True)
+    drafting.make_proposer = Ngram
+    prompt = random_prompts(random.Random(0), [128])
+    rates = {}
+    for _ in range(2):
+        for llm.drafting in (None, drafting):
+            llm.generate(prompt, params)
+            rates[llm.drafting] = max(rates.get(llm.drafting, 0), rate(lambda: llm.generate(prompt, params), 512))
+    row("8B single stream that nothing repeats, drafts", rates[drafting], "tokens/s",
+        note=f"{rates[drafting] / rates[None]:.3f} of that without")
+
+
+def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, float]:
+    """ms and tokens per step, with drafts that are taken for right with probability p per token."""
+    rng, scheduler = random.Random(0), llm.scheduler
+    update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
+
+    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+        tokens, num_rows = [], Counter[engine.Sequence]()
+        for seq, token in zip(step.sampled, sampled.tokens):
+            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
+            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
+            num_rows[seq] += 1
+        update(step, engine.Sampled(tokens))
+
+    for prompt in random_prompts(random.Random(1), [512] * batch):
+        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True))
+    while scheduler.waiting or any(seq.num_computed_tokens < 520 for seq in scheduler.running):
+        llm._step()
+    scheduler.update, llm.runner.launch = accept, counted(launch, num_launches)
+    torch.cuda.synchronize()
+    before, started = scheduler.num_generated_tokens, time.perf_counter()
+    while num_launches[0] < steps:
+        llm._step()
+    torch.cuda.synchronize()
+    ms, tokens = (time.perf_counter() - started) * 1000, scheduler.num_generated_tokens - before
+    del scheduler.update, llm.runner.launch
+    stop_all(llm)
+    return ms / steps, tokens / steps
 
 
 def latency(limits: Limits, quick: bool) -> None:
@@ -828,7 +897,8 @@ def _version(package: str) -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
 ON_CUDA: list[Callable[..., None]] = [
-    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, data_parallel]
+    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
+    data_parallel]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
 
 

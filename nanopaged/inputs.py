@@ -3,6 +3,7 @@ given value and the expected one."""
 import json
 from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Any, Callable, TypedDict
 
 
@@ -18,11 +19,13 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str  # keeps its blocks from prompts with another salt, or with none
 
 
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     tensor_parallel_size=(1,), pipeline_parallel_size=(1,), quantization=(None,),
-    enable_lora=(False, None), speculative_config=(None,), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
-    tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"), hf_overrides=(None, {}),
+    enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
+    tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
     max_logprobs=None, download_dir=(None,), compilation_config=None, served_model_name=None, async_scheduling=None,
     distributed_executor_backend=None, max_seq_len_to_capture=None)
@@ -33,10 +36,11 @@ def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, m
                   num_gpu_blocks_override: Any, load_format: Any, generation_config: Any, kv_cache_dtype: Any,
                   scheduling_policy: Any, gpu_memory_utilization: Any, swap_space: Any, seed: Any,
                   enable_prefix_caching: Any, enforce_eager: Any, skip_tokenizer_init: Any,
-                  data_parallel_size: Any) -> None:
+                  data_parallel_size: Any, hf_overrides: Any) -> None:
     """Raise ValueError for an option of LLM with an unusable value."""
     check_vllm_options(vllm_options)
     check_kind("model", model, (str, Path), "a directory or a name on the Hub")
+    check_kind("hf_overrides", hf_overrides, (dict, NoneType), "a dict of entries of config.json")
     if tokenizer is not None:
         check_kind("tokenizer", tokenizer, (str, Path), "a directory or a name on the Hub")
     if None not in (num_blocks, num_gpu_blocks_override):

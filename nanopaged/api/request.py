@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput, token_logprobs
+from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.text.stop import StopChecker
 
@@ -93,7 +93,12 @@ class Request:
         self.changed.clear()
         outputs = [self.outputs[index] for index in range(len(self.samples))]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs())
+                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs(),
+                             metrics=self._metrics())
+
+    def _metrics(self) -> RequestMetrics | None:
+        drafters = [seq.drafter for seq in self.sequences if seq.drafter]
+        return sum((drafter.metrics for drafter in drafters), RequestMetrics()) if drafters else None
 
     def _convert_prompt_logprobs(self) -> list | None:
         count = self.params.prompt_logprobs

@@ -46,7 +46,7 @@ from nanopaged.api.answers import ApiError, batch_result
 from nanopaged.api.openai import FIELDS, Serving
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
-from nanopaged.progress import ProgressBar
+from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class PromptFile:
         progress: of this engine; the file's progress bar is drawn after each of its steps
         """
         num_earlier = self.num_done
-        self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
+        self.bar = ProgressBar(self.num_lines, show_progress, "line", num_earlier)
         self.progress, progress.on_step = progress, self._draw
 
         try:
@@ -202,15 +202,16 @@ class PromptFile:
         except KeyboardInterrupt:
             if not self.results:
                 raise
-            raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} lines, and the same command goes "
-                                    "on from there") from None
+            raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} {plural('line', self.num_done)}, "
+                                    "and the same command goes on from there") from None
         finally:
             self.bar.clear()
             if self.results:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        print(f"{self.num_done} lines{earlier}{bad}, {self.progress.report_all()}", file=sys.stderr, flush=True)
+        start = f"{self.num_done} {plural('line', self.num_done)}{earlier}{bad}"
+        print(self.progress.report(start), file=sys.stderr, flush=True)
         return 1 if self.num_bad else 0
 
     def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
