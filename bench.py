@@ -639,6 +639,75 @@ def structured(limits: Limits, quick: bool) -> None:
         note=f"without one {statistics.median(first[0]):.1f}")
 
 
+class RandomDrafts:
+    """Guesses random tokens."""
+    rng = random.Random(0)
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        return [self.rng.randint(0, 10000) for _ in range(k)]
+
+
+def drafts(limits: Limits, quick: bool) -> None:
+    """Attention of six rows of one sequence, as of a step with five drafts, and of a chunk of six tokens. Then steps
+    with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step), and a text
+    that never repeats itself."""
+    for batch, context, name in ((1, 512, "512"), (1, 4096, "4k"), (1, 65536, "64k"), (8, 512, "512"), (8, 8192, "8k")):
+        rows, chunk = attention_seconds(1, [context] * batch, rows=6), attention_seconds(6, [context] * batch)
+        row(f"attention, {batch} x {name}, 6 rows each", rows * 1e6, "us", note=f"chunks of 6: {chunk * 1e6:.1f}")
+    llm = random_llm("8B", max_model_len=4096, speculative_config={"method": RandomDrafts})
+    drafting = llm.drafting
+    for batch in (1, 8, 16, 32):
+        drafting.most_drafting = batch
+        drafting.pays, llm.drafting = 0, None
+        plain, _ = draft_rate(llm, batch, 0)
+        llm.drafting = drafting
+        wrong, _ = draft_rate(llm, batch, 0)
+        right, tokens = draft_rate(llm, batch, 0.8)
+        row(f"8B decode, batch {batch}, context 512, 5 drafts", wrong, "ms/step",
+            note=f"without drafts {plain:.2f}: {wrong / plain:.2f} times")
+        row("  right with probability 0.8", tokens / right * 1000, "tokens/s",
+            note=f"{tokens / batch:.2f} tokens a step: {tokens / right / batch * plain:.2f} times as fast")
+    drafting.pays, params = PAYS, SamplingParams(temperature=1, max_tokens=512, ignore_eos=True)
+    drafting.make_proposer = Ngram
+    prompt = random_prompts(random.Random(0), [128])
+    rates = {}
+    for _ in range(2):
+        for llm.drafting in (None, drafting):
+            llm.generate(prompt, params)
+            rates[llm.drafting] = max(rates.get(llm.drafting, 0), rate(lambda: llm.generate(prompt, params), 512))
+    row("8B single stream that nothing repeats, drafts", rates[drafting], "tokens/s",
+        note=f"{rates[drafting] / rates[None]:.3f} of that without")
+
+
+def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, float]:
+    """ms and tokens per step, with drafts that are taken for right with probability p per token."""
+    rng, scheduler = random.Random(0), llm.scheduler
+    update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
+
+    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+        tokens, num_rows = [], Counter[engine.Sequence]()
+        for seq, token in zip(step.sampled, sampled.tokens):
+            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
+            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
+            num_rows[seq] += 1
+        update(step, engine.Sampled(tokens))
+
+    for prompt in random_prompts(random.Random(1), [512] * batch):
+        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True))
+    while scheduler.waiting or any(seq.num_computed_tokens < 520 for seq in scheduler.running):
+        llm._step()
+    scheduler.update, llm.runner.launch = accept, counted(launch, num_launches)
+    torch.cuda.synchronize()
+    before, started = scheduler.num_generated_tokens, time.perf_counter()
+    while num_launches[0] < steps:
+        llm._step()
+    torch.cuda.synchronize()
+    ms, tokens = (time.perf_counter() - started) * 1000, scheduler.num_generated_tokens - before
+    del scheduler.update, llm.runner.launch
+    stop_all(llm)
+    return ms / steps, tokens / steps
+
+
 CLIENT = """
 import json, selectors, socket, sys, time
 bodies, ready = [line.encode() for line in sys.stdin], selectors.DefaultSelector()
@@ -718,73 +787,6 @@ def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> t
                           text=True)
     seconds, times = json.loads(done.stdout)
     return seconds, times
-class RandomDrafts:
-    """Guesses random tokens."""
-    rng = random.Random(0)
-
-    def propose(self, token_ids: list[int], k: int) -> list[int]:
-        return [self.rng.randint(0, 10000) for _ in range(k)]
-
-
-def drafts(limits: Limits, quick: bool) -> None:
-    """Attention of six rows of one sequence, as of a step with five drafts, and of a chunk of six tokens. Then steps
-    with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step), and a text
-    that never repeats itself."""
-    for batch, context, name in ((1, 512, "512"), (1, 4096, "4k"), (1, 65536, "64k"), (8, 512, "512"), (8, 8192, "8k")):
-        rows, chunk = attention_seconds(1, [context] * batch, rows=6), attention_seconds(6, [context] * batch)
-        row(f"attention, {batch} x {name}, 6 rows each", rows * 1e6, "us", note=f"chunks of 6: {chunk * 1e6:.1f}")
-    llm = random_llm("8B", max_model_len=4096, speculative_config={"method": RandomDrafts})
-    drafting = llm.drafting
-    for batch in (1, 8, 16, 32):
-        drafting.most_drafting = batch
-        drafting.pays, llm.drafting = 0, None
-        plain, _ = draft_rate(llm, batch, 0)
-        llm.drafting = drafting
-        wrong, _ = draft_rate(llm, batch, 0)
-        right, tokens = draft_rate(llm, batch, 0.8)
-        row(f"8B decode, batch {batch}, context 512, 5 drafts", wrong, "ms/step",
-            note=f"without drafts {plain:.2f}: {wrong / plain:.2f} times")
-        row("  right with probability 0.8", tokens / right * 1000, "tokens/s",
-            note=f"{tokens / batch:.2f} tokens a step: {tokens / right / batch * plain:.2f} times as fast")
-    drafting.pays, params = PAYS, SamplingParams(temperature=1, max_tokens=512, ignore_eos=True)
-    drafting.make_proposer = Ngram
-    prompt = random_prompts(random.Random(0), [128])
-    rates = {}
-    for _ in range(2):
-        for llm.drafting in (None, drafting):
-            llm.generate(prompt, params)
-            rates[llm.drafting] = max(rates.get(llm.drafting, 0), rate(lambda: llm.generate(prompt, params), 512))
-    row("8B single stream that nothing repeats, drafts", rates[drafting], "tokens/s",
-        note=f"{rates[drafting] / rates[None]:.3f} of that without")
-
-
-def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, float]:
-    """ms and tokens per step, with drafts that are taken for right with probability p per token."""
-    rng, scheduler = random.Random(0), llm.scheduler
-    update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
-
-    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
-        tokens, num_rows = [], Counter[engine.Sequence]()
-        for seq, token in zip(step.sampled, sampled.tokens):
-            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
-            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
-            num_rows[seq] += 1
-        update(step, engine.Sampled(tokens))
-
-    for prompt in random_prompts(random.Random(1), [512] * batch):
-        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True))
-    while scheduler.waiting or any(seq.num_computed_tokens < 520 for seq in scheduler.running):
-        llm._step()
-    scheduler.update, llm.runner.launch = accept, counted(launch, num_launches)
-    torch.cuda.synchronize()
-    before, started = scheduler.num_generated_tokens, time.perf_counter()
-    while num_launches[0] < steps:
-        llm._step()
-    torch.cuda.synchronize()
-    ms, tokens = (time.perf_counter() - started) * 1000, scheduler.num_generated_tokens - before
-    del scheduler.update, llm.runner.launch
-    stop_all(llm)
-    return ms / steps, tokens / steps
 
 
 def latency(limits: Limits, quick: bool) -> None:

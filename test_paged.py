@@ -823,7 +823,7 @@ class RandomGroup:
 
 
 # In the long mode this is as many as there is time for.
-NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))
+NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 12_000))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -1274,7 +1274,7 @@ MANY_SETTINGS = [
 @lru_cache
 def each_alone():
     """One request with each of these settings, and what each request gives alone."""
-    params = [SamplingParams(**dict(max_tokens=16, seed=i, ignore_eos=True) | settings)
+    params = [SamplingParams(**dict(max_tokens=12, seed=i, ignore_eos=True) | settings)
               for i, settings in enumerate(MANY_SETTINGS)]
     return params, [shared().generate(PROMPT, p)[0].outputs[0] for p in params]
 

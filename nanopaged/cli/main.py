@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Callable
 
 from nanopaged import __version__
-from nanopaged.api.openai import Serving
 from nanopaged.cli.batch import PromptFile, open_file, run_all
 from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar, plural
@@ -43,19 +42,18 @@ PROMPTS: texts go to stdout, everything else to stderr
   --system TEXT                system message of --chat
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
                                NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
-  --chat-template FILE         in Jinja, in place of the checkpoint's
-  --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
+  --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
-  --max-tokens N, --min-tokens N                 new tokens, at most [256; --chat: all], least [0]
+  --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: all], at least [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
   -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
+  --include-stop-str-in-output                   end after it
   --stop-token-ids ID,ID,..    end at one of these
-  --include-stop-str-in-output, --ignore-eos     end after it; go on after end-of-sequence tokens
-  --no-skip-special-tokens     show special tokens
+  --ignore-eos, --no-skip-special-tokens         go on after end tokens; show special tokens
   --bad-words TEXT             never generate this; may be given several times
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
@@ -79,7 +77,7 @@ ENGINE
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace [FILE.html]          print each step: who computes what, in which blocks; or a page of it
+  --trace [FILE.html]          print what each step computes, in which blocks; or write a page
   --version                    print the version
 """
 
@@ -104,14 +102,14 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, beams, prompt_file = _sampling_params(args), None, None
+    params, beams, prompt_file, listener = _sampling_params(args), None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
     if args.serve:
         from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
-        args.listener = bind(args.host, args.port)
+        listener = bind(args.host, args.port)
     if args.prompts is not None:
         settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
                     args.chat_template_kwargs)
@@ -122,7 +120,7 @@ def _run(args, llm_class) -> int:
         open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
     with _traced(llm, args):
-        return _generate(llm, args, beams, template, prompt_file)
+        return _generate(llm, args, beams, template, prompt_file, listener)
 
 
 @contextmanager
@@ -144,7 +142,8 @@ def _traced(llm, args) -> Iterator[None]:
             _say(f"{args.trace} plays the run; open it in a browser")
 
 
-def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None) -> int:
+def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
+              listener: Any) -> int:
     params, is_printed = _sampling_params(args, llm), args.trace == ""
 
     def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
@@ -154,10 +153,12 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    serving = Serving(llm, args.served_model_name or args.model, render)
+    if args.serve or prompt_file:
+        from nanopaged.api.openai import Serving
+        serving = Serving(llm, args.served_model_name or args.model, render)
     if args.serve:
         from nanopaged.api.server import serve
-        return serve(serving, args.host, args.listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
+        return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
     if prompt_file:
         return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -167,7 +167,7 @@ class Trace:
         for trace in self.pools:
             trace._pool()
         self._moves(before, step)
-        self._items("drafts", [self._drafts(seq) for seq in step.seqs if seq.drafts])
+        self._items("draft", [self._drafts(seq) for seq in step.seqs if seq.drafts])
         self._attention(step)
         for seq in step.seqs:
             num_computed = seq.num_computed_tokens - len(seq.drafts)

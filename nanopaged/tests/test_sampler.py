@@ -37,9 +37,9 @@ def settings_batch(rows: list[dict], seeds, positions, **flags) -> SamplingBatch
     floats = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32, device=DEVICE)
               for name in ("temperature", "top_p", "min_p")}
     any_filter = any(row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0 for row in rows)
-    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows), seed=integers(map(lru_cache(mix), seeds)),
-                         position=integers(positions), **dict(all_greedy=all(row["temperature"] == 0 for row in rows),
-                                                              any_filter=any_filter) | flags)
+    flags = dict(all_greedy=all(row["temperature"] == 0 for row in rows), any_filter=any_filter) | flags
+    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows),
+                         seed=integers(map(lru_cache(mix), seeds)), position=integers(positions), **flags)
 
 
 def draws(logits, count: int, seed: int = 0, **settings) -> list[int]:
