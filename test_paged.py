@@ -520,10 +520,11 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
     assert step.num_tokens == [1] and seq.num_cached_tokens == 8
 
 
-def test_the_counters_of_the_sequences_text():
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_counters_of_the_sequences_text(lookahead):
     model = fake()
     model.run(sequence(range(8), max_new=1))
-    seq, manager, drawn = sequence(range(8)), model.scheduler.block_manager, []
+    seq, manager, drawn, steps = sequence(range(8)), model.scheduler.block_manager, [], deque()
 
     def note():
         assert (seq.num_hit_tokens, seq.num_cached_tokens) == (8, 8)
@@ -532,14 +533,17 @@ def test_the_counters_of_the_sequences_text():
     assert manager.admit(seq)
     note()
     model.scheduler._run(seq)
-    for _ in range(2):
-        step = model.scheduler.schedule()
+    for _ in range(3):
+        steps.append(model.scheduler.schedule())
         note()
-        model.scheduler.update(step, Sampled([20]))
-        note()
-    rows = as_rows(Sequence.__doc__, "num_computed_tokens   ")[:3]
+        if len(steps) > lookahead:
+            model.scheduler.update(steps.popleft(), Sampled([20]))
+            note()
+    text = Sequence.__doc__.partition("With a lookahead")[2 * lookahead]
+    rows = as_rows(text, "num_computed_tokens   ")[:3]
     assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
-    assert [list(column) for column in zip(*(row[1:] for row in rows))] == drawn[:4]
+    columns = [list(column) for column in zip(*(row[1:] for row in rows))]
+    assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead
 
 
 def test_an_identity_is_the_exact_prefix_not_the_blocks_own_tokens():
