@@ -52,6 +52,10 @@ class RequestOutput:
     sequences: list[BeamSearchSequence] | None = None  # of a beam search: the outputs again, in vLLM's form
 
 
+class EngineDeadError(RuntimeError):
+    """A worker process of an engine on several GPUs has ended or hangs; the engine can do nothing more."""
+
+
 class RequestError(RuntimeError):
     """A streamed request ended with finish_reason "error". output: as far as it got."""
 

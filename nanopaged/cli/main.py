@@ -70,6 +70,7 @@ ENGINE
   --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
+  --tensor-parallel-size N     GPUs that share one model and one pool [1]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace                      print each step: who computes what, in which blocks
   --version                    print the version
@@ -433,7 +434,7 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, seed=int)
+    data_parallel_size=int, tensor_parallel_size=int, seed=int)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,

@@ -121,7 +121,7 @@ class GraphRunner(Runner):
         pool, stream = None, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         for shape in shapes:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits, tokens = self._static_step(shape)
             pool = pool or graph.pool()
             self.graphs[shape] = graph, logits, tokens
@@ -187,7 +187,7 @@ class GraphRunner(Runner):
     def _record_masked(self, shape: Shape) -> None:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.masked[shape] = graph, *self._masked_step(shape)
 
     def _masked_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
