@@ -108,8 +108,8 @@ class LLM:
             picked = pick_devices(device, tensor_parallel_size, "tensor_parallel_size")[0]
             base, kernels = _pick_runner(attention, picked, enforce_eager)
             self.runners = [make_driver(
-                base, self.config, tensors, tensor_parallel_size, self.path, tensors is None,
-                [num_blocks, gpu_memory_utilization], swap_space, device=picked, kernels=kernels, **options)]
+                base, tensor_parallel_size, self.config, tensors, self.path, (num_blocks, gpu_memory_utilization),
+                swap_space, device=picked, kernels=kernels, **options)]
         else:
             self.runners = _make_runners(device, data_parallel_size, attention, enforce_eager, self.config, tensors,
                                          **options)

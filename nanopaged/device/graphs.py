@@ -152,7 +152,7 @@ class GraphRunner(Runner):
             message = message.pin_memory()
         self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
-        graph.replay()
+        self._run(graph)
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_indices:
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
@@ -167,6 +167,9 @@ class GraphRunner(Runner):
         if needs.grammars or draws_again:
             return partial(self._sample, logits, rows, lens, needs), logits
         return lambda: tokens, logits
+
+    def _run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
 
     def _sample_masked(self, shape: Shape, rows: Tensor, sampling_indices: list[int],
                        seqs: list[tuple[int, engine.Sequence]]) -> Tensor:

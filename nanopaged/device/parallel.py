@@ -4,10 +4,10 @@ N processes, the **ranks**, have a GPU each, and each has a part of every layer 
 same step at the same time:
 
                      each rank has                      and then
-    embed_tokens     a range of the vocabulary          the ranks' outputs are added up: other ranks' tokens count 0
+    embed_tokens     a range of the vocabulary          the ranks' outputs are added up: other ranks' tokens give 0
     qkv_proj         a range of the heads               (a kv head is repeated where there are fewer than ranks)
     attention        these heads, and their K and V
-    o_proj           the columns for these heads        the ranks' outputs are added up
+    o_proj           the columns for these heads        the ranks' outputs, **partial products**, are added up
     gate_up_proj     a range of the intermediate size
     down_proj        the columns for this range         the ranks' outputs are added up
     lm_head          a range of the vocabulary          rank 0 puts the logits together
@@ -16,190 +16,36 @@ Norms and the residual stream are the same on all ranks. **Rank 0** is the proce
 the block manager and the sampler. The other ranks are **workers** (workers.py): they get each step as integers through
 a pipe, and read the sampled tokens, which are inputs of the next step, in the memory of rank 0.
 
-**Adding up.** Each rank writes its partial product into a shared buffer, which the others can read over NVLink. After a
-barrier of 3 microseconds each rank adds the partial products in the order of ranks, so all have the same bits. With
-fused.py the norm that follows adds them while it reads them. o_proj and down_proj have a buffer each. A rank writes a
-buffer again only after the other buffer's barrier, which all ranks reach after they have read the first one.
-
-GPUs that cannot read each other's memory send their partial products by NCCL instead. On CPUs the shared buffers are
-mapped files, and the barrier is gloo's.
+**Adding up.** Each rank writes its partial product into a buffer that the others can read (peers.py). After a barrier
+each rank adds the partial products in the order of ranks, so all have the same bits. With fused.py the norm that
+follows adds them while it reads them. There are two buffers, in turn: a rank writes one again only after the barrier of
+the other, which all ranks reach after they have read the first.
 """
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine, model
+from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.runner import Runner, on_its_device
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.outputs import EngineDeadError
 from nanopaged.tiles import cdiv
 
 if TYPE_CHECKING:
     from nanopaged.device.workers import Workers
 
-ALIGNMENT = 64  # a rank's part of the vocabulary and of the intermediate size is a multiple of it, padded with zeros
+SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)  # of the weights
+PART_ALIGNMENT = 64  # a rank's part of the vocabulary and of the MLP is a multiple of it, padded with zeros
 LOGITS_ROWS = 256  # rows of logits that are put together at once
-FEWEST_ROWS = 1024  # of the buffers for sums: fp8 calibration, warm-up and split products take up to so many
-FOREVER = timedelta(days=365)  # gloo waits that long: rank 0 watches the workers itself, and may be stopped (Ctrl-Z)
+FEWEST_ROWS = 1024  # of the buffers: fp8 calibration, warm-up and fused.py's split products take up to so many
 POLL_SECONDS = 20e-6
-
-
-# --------------------------------------------------------------------------------------------------
-# Buffers that all ranks can read
-# --------------------------------------------------------------------------------------------------
-
-class Peers:
-    """The ranks of an engine, on CPUs. barriers_left: those that this rank still has to join in this forward pass."""
-
-    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
-        self.rank, self.size, self.device, self.folder = rank, size, device, folder
-        self.barriers_left = self.num_buffers = 0
-        self.store = dist.FileStore(f"{folder}/store", size)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._devices = FOREVER, [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), rank, size, options)
-
-    def share(self, size: int, dtype: torch.dtype) -> "SharedBuffer":
-        """A buffer of `size` numbers on each rank."""
-        self.num_buffers += 1
-        return SharedBuffer(self, self._map(f"{self.folder}/{self.num_buffers}", size, dtype))
-
-    def _map(self, name: str, size: int, dtype: torch.dtype) -> list[Tensor]:
-        def open_file(rank: int) -> Tensor:
-            return torch.from_file(f"{name}.{rank}", shared=True, size=size, dtype=dtype)
-
-        own = open_file(self.rank)
-        self.barrier()
-        return [own if rank == self.rank else open_file(rank) for rank in range(self.size)]
-
-    def barrier(self) -> None:
-        self.gloo.barrier().wait()
-
-    def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
-        """The first `count` numbers of all ranks, which all have written."""
-        self.barriers_left -= 1
-        self.barrier()
-        return [part[:count] for part in parts]
-
-    def catch_up(self) -> None:
-        """This rank's forward pass has failed: join its other barriers, so that the other ranks can finish theirs."""
-        while self.barriers_left > 0:
-            self.barriers_left -= 1
-            self.barrier()
-
-    def agree(self, numbers: list[float], largest: bool) -> list[float]:
-        """The largest (or smallest) of all ranks' numbers, one by one."""
-        tensor, options = torch.tensor(numbers, dtype=torch.float64), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-        self.gloo.allreduce([tensor], options).wait()
-        return tensor.tolist()
-
-    def release(self) -> None:
-        """A peer has died: let the barriers under way end. (gloo's end by themselves.)"""
-
-
-class GpuPeers(Peers):
-    """GPUs that read each other's memory, through torch's symmetric memory."""
-
-    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
-        super().__init__(rank, size, device, folder)
-        self.group = folder  # a name that no other engine of this process has
-        group = dist.ProcessGroup(self.store, rank, size)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._set_group_name(self.group)
-        group._set_group_desc("nanopaged")
-        torch._C._distributed_c10d._register_process_group(self.group, group)
-        self.symmetric: Any = torch._C._distributed_c10d._SymmetricMemory
-        self.symmetric.set_group_info(self.group, rank, size, dist.PrefixStore("symmetric", self.store))
-        self.handles: list[Any] = []
-        self.side_stream = torch.cuda.Stream(device)
-        self.ones, self.zeros = (torch.full((size,), value, dtype=torch.int32, device=device) for value in (1, 0))
-
-    def _map(self, name: str, size: int, dtype: torch.dtype) -> list[Tensor]:
-        size = cdiv(size, ALIGNMENT) * ALIGNMENT
-        own = self.symmetric.empty_strided_p2p((size,), (1,), dtype, self.device, self.group)
-        self.handles.append(handle := self.symmetric.rendezvous(own, self.group))
-        return [own if rank == self.rank else handle.get_buffer(rank, (size,), dtype) for rank in range(self.size)]
-
-    def barrier(self) -> None:
-        self.handles[0].barrier(channel=0)
-
-    def release(self) -> None:
-        """A rank in a barrier sets its signal on each peer, and waits for theirs on its own pad: stand in for them. The
-        copies take no kernel, which could not be loaded while a barrier waits."""
-        if self.handles:
-            with torch.cuda.stream(self.side_stream):
-                for rank in range(self.size):
-                    pad = self.handles[0].get_signal_pad(rank, (self.size,), torch.int32)
-                    for peer in range(self.size):
-                        if rank == self.rank != peer:
-                            pad[peer:peer + 1].copy_(self.ones[:1], non_blocking=True)
-                        elif peer == self.rank != rank:
-                            pad[peer:peer + 1].copy_(self.zeros[:1], non_blocking=True)
-
-
-class NcclPeers(Peers):
-    """GPUs that cannot read each other's memory."""
-
-    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
-        super().__init__(rank, size, device, folder)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = FOREVER
-        self.nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), rank, size, options)
-
-    def _map(self, name: str, size: int, dtype: torch.dtype) -> list[Tensor]:
-        own = torch.empty(size, dtype=dtype, device=self.device)
-        return [own] * self.size
-
-    def barrier(self) -> None:
-        """Nobody reads another one's buffer."""
-
-    def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
-        gathered = parts[0].new_empty(self.size * count)
-        self.nccl._allgather_base(gathered, parts[0][:count], dist.AllgatherOptions()).wait()
-        return list(gathered.chunk(self.size))
-
-    def release(self) -> None:
-        self.nccl.abort()
-
-
-def join_peers(rank: int, size: int, device: torch.device, folder: str) -> Peers:
-    if device.type == "cpu":
-        return Peers(rank, size, device, folder)
-    # Multicast is left alone: not every machine that offers it can do it. Both are read when they are first needed.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    can_read = all(torch.cuda.can_device_access_peer(a, b) for a in range(size) for b in range(size) if a != b)
-    return (GpuPeers if can_read else NcclPeers)(rank, size, device, folder)
-
-
-class SharedBuffer:
-    """A buffer on each rank. Each rank writes its own, and after `all` it may read all."""
-
-    def __init__(self, peers: Peers, parts: list[Tensor]):
-        self.peers, self.parts = peers, parts
-
-    def own(self, *shape: int) -> Tensor:
-        return self.parts[self.peers.rank][:_product(shape)].view(shape)
-
-    def all(self, *shape: int) -> list[Tensor]:
-        return [part.view(shape) for part in self.peers.gather(self.parts, _product(shape))]
-
-    def sum(self, *shape: int) -> Tensor:
-        return reduce(torch.add, self.all(*shape))  # in the order of ranks
-
-
-def _product(shape: Iterable[int]) -> int:
-    return reduce(int.__mul__, shape, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,7 +87,8 @@ class ParallelTransformer(model.Transformer):
         for layer in self.layers:
             for module, buffer in zip((layer.o_proj, layer.down_proj), sums):
                 module.__class__, module.buffer = RowParallelLinear, buffer
-        self.embed_tokens.__class__, self.embed_tokens.buffer = VocabParallelEmbedding, sums[1]
+        embedding: Any = self.embed_tokens
+        embedding.__class__, embedding.buffer = VocabParallelEmbedding, sums[1]
         self.cuts = find_cuts(whole, config, self.peers.rank, self.peers.size)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
@@ -249,12 +96,6 @@ class ParallelTransformer(model.Transformer):
         if tensor.shape != shape:
             raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
         return cut(tensor)
-
-    def num_barriers(self, num_logits: int) -> int:
-        """Of a forward pass: for the sampled tokens, the embedding, two in each layer, and the logits. The last layer
-        has none if no row needs logits."""
-        rounds = cdiv(num_logits, LOGITS_ROWS)
-        return 2 + 2 * len(self.layers) + max(0, 2 * rounds - 1) - 2 * (num_logits == 0)
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, D] -> [R, vocab_size] on rank 0, and no columns on the others."""
@@ -290,39 +131,45 @@ def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
 
 
 def padded_part(whole: int, size: int) -> int:
-    return cdiv(cdiv(whole, size), ALIGNMENT) * ALIGNMENT
+    return cdiv(cdiv(whole, size), PART_ALIGNMENT) * PART_ALIGNMENT
 
 
-def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, size: int) -> dict[str, tuple]:
-    """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part. What differs between
-    the whole model's shapes and a rank's tells along which dimension a tensor is split."""
+def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
+              size: int) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
+    """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
     with torch.device("meta"):
         models = model.Transformer(whole), model.Transformer(config)
-    cuts: dict[str, tuple] = {}
-    for (name, own_all), (_, own_part) in zip(*(one.named_parameters() for one in models)):
-        tensors = model.checkpoint_tensors(name, own_all, whole)
-        parts = model.checkpoint_tensors(name, own_part, config).values()
+    cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
+    for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
+        module, kind = name.split(".")[-2:]
+        tensors = model.checkpoint_tensors(name, parameter, whole)
+        parts = model.checkpoint_tensors(name, own, config).values()
         for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
-            heads = 3 if "qkv_proj" in name and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
-            start = rank * whole.num_kv_heads // size * config.head_dim if "qkv_proj" in name and i else None
-            is_bias_of_sum = rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))  # rank 0 adds it
-            cut = torch.zeros_like if is_bias_of_sum else partial(cut_out, part.shape, rank, start, heads)
+            dim = SPLIT_DIMS.get(module)
+            cut: Callable[[Tensor], Tensor] = as_it_is
+            if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
+                cut = torch.zeros_like
+            elif dim is not None and (dim == 0 or kind == "weight"):
+                merged = 3 if module == "qkv_proj" and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
+                length, is_kv = part.shape[dim] // merged, module == "qkv_proj" and i > 0
+                first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
+                cut = partial(cut_out, dim, first, length, merged)
             cuts[theirs] = tensor.shape, cut
     return cuts
 
 
-def cut_out(shape: torch.Size, rank: int, start: int | None, merged: int, tensor: Tensor) -> Tensor:
-    """The part of this shape, padded with zeros. start: where it begins; None: after the parts of the ranks before."""
-    if merged > 1:
-        shape = torch.Size([shape[0] // merged, *shape[1:]])
-        return torch.cat([cut_out(shape, rank, start, 1, third) for third in tensor.chunk(merged)])
-    for dim, (size, length) in enumerate(zip(tensor.shape, shape)):
-        if size != length:
-            first = min(size, rank * length if start is None else start)
-            tensor = tensor.narrow(dim, first, min(length, size - first))
-            padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
-            return F.pad(tensor, padding) if padding[-1] else tensor
+def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> Tensor:
+    """These rows, or columns (dim 1), padded with zeros. merged: tensors in one, of each of which they are cut out."""
+    if merged > 1:
+        return torch.cat([cut_out(dim, first, length, 1, part) for part in tensor.chunk(merged)])
+    first = min(first, tensor.shape[dim])
+    part = tensor.narrow(dim, first, min(length, tensor.shape[dim] - first))
+    missing = length - part.shape[dim]
+    return F.pad(part, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else part
 
 
 def random_tensors(config: model.ModelConfig, dtype: torch.dtype,
@@ -343,7 +190,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype,
 # --------------------------------------------------------------------------------------------------
 
 class ParallelRunner(Runner):
-    """What the runners of all ranks have in common. It is put before Runner or GraphRunner (`rank_class`)."""
+    """What the runners of all ranks have in common, to be put before Runner or GraphRunner: `rank_class`."""
 
     def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
         self.whole, self.peers = config, peers
@@ -371,7 +218,6 @@ class ParallelRunner(Runner):
         scales = self.peers.agree(scales, largest=True)
         return list(zip(scales[::2], scales[1::2]))
 
-    @on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         try:
             return super().allocate_pool(num_blocks, gpu_memory_utilization)
@@ -384,11 +230,22 @@ class ParallelRunner(Runner):
 
     def _model_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
-        self.peers.barriers_left = self.model.num_barriers(num_logits)
+        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.last_tokens = tokens
         return super()._model_batch(sent, logits_indices, *args)
+
+    def _run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+        self.peers.barriers_left = 0
+
+
+def num_barriers(num_layers: int, num_logits: int) -> int:
+    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits. If no row needs
+    logits, the last layer has none."""
+    rounds = cdiv(num_logits, LOGITS_ROWS)
+    return 2 + 2 * num_layers + 2 * rounds - 1 if rounds else 2 * num_layers
 
 
 class Driver(ParallelRunner):
@@ -396,21 +253,20 @@ class Driver(ParallelRunner):
 
     def __init__(self, *args: Any, workers: "Workers", **options: Any):
         self.workers = workers
-        with workers.named():
-            super().__init__(*args, **options)
+        super().__init__(*args, **options)
 
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
-        with self.workers.named():
+        with self.workers.explained():
             return super().allocate_pool(num_blocks, gpu_memory_utilization)
 
     def allocate_host_pool(self, swap_space: float) -> int:
-        with self.workers.named():
+        with self.workers.explained():
             num_blocks = super().allocate_host_pool(swap_space)
             self.workers.wait_until_ready()
         return num_blocks
 
     def launch(self, step: engine.SchedulerOutput) -> Any:
-        with self.workers.named():
+        with self.workers.explained():
             return super().launch(step)
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
@@ -426,16 +282,20 @@ class Driver(ParallelRunner):
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         self.workers.send([*self.moves, *self.entries, [bool(needs.grammars)], sampling_indices, more_rows,
                            batch.num_tokens, *batch.lists])
+        self.peers.barriers_left = None
         try:
             computed = super()._compute(batch, sampling_indices, more_rows, needs)
-        except Exception:
-            self.peers.catch_up()
-            self.workers.wait()
+        except Exception as error:
+            if not self.peers.catch_up():
+                sentence = f"rank 0 failed in the middle of a step ({error!r:.300}); make a new LLM"
+                self.workers.give_up(EngineDeadError(sentence))
             raise
-        self.workers.wait()
+        finally:
+            self.workers.wait()
         return computed
 
     def _wait(self, event: torch.cuda.Event) -> None:  # type: ignore[override]
+        """A peer that has died never joins a barrier, so nothing waits for the device without looking after it."""
         with self.workers.waiting():
             while not event.query():
                 self.workers.check()
@@ -449,20 +309,17 @@ class Follower(ParallelRunner):
     @on_its_device
     @torch.inference_mode()
     def follow(self, lists: list[list[int]]) -> None:
-        """Launch a step that rank 0 has launched: what `Driver._compute` sends."""
-        *moves, cells, blocks, has_grammars, sampling_indices, more_rows = lists[:8]
-        self._move_blocks(engine.SchedulerOutput(
-            **{name: list(zip(pairs[::2], pairs[1::2])) for name, pairs in zip(("swaps_out", "copies", "swaps_in"), moves)}))
+        """Launch the step that `Driver._compute` has sent."""
+        self.peers.barriers_left = None
+        *moves, cells, blocks, has_grammars, sampling_indices, more_rows, num_tokens = lists[:9]
+        out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
+        self._move_blocks(engine.SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
         if cells:
             sent_cells, sent_blocks = self._send([cells, blocks])
             self.block_tables.view(-1)[sent_cells] = sent_blocks
-        nobody: list[Any] = [None] * len(lists[8])
-        needs = SamplingNeeds(grammars=[(0, None)] if has_grammars[0] else [])
-        try:
-            self._compute(engine.StepInput(nobody, *lists[8:]), sampling_indices, more_rows, needs)
-        except Exception:
-            self.peers.catch_up()
-            raise
+        seqs: list[Any] = [None] * len(num_tokens)
+        needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
+        self._compute(engine.StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

@@ -1,13 +1,12 @@
-"""The worker processes of an engine on several GPUs (parallel.py): rank 0's side, and what a worker runs.
+"""The processes of a model on several GPUs (parallel.py): what rank 0 knows of its workers, and what a worker runs.
 
-    rank 0      send the step, launch it, wait for the answers | plan the next step ...
-    worker      read the step, launch it, answer ------------->  wait for the next message
+    rank 0      sends the step's integers, launches it, reads the answers, plans the next step
+    worker      reads them, launches the step, answers with a line of JSON, and waits for the next
 
-A message is a step's integers, an answer a line of JSON that says whether the step was launched. A worker ends when
-rank 0 closes its pipe or dies. A thread of rank 0 looks after the workers. If one dies, or keeps rank 0 waiting for
-too long, the thread kills all of them, so that whatever waits for them fails, and the engine ends with a sentence.
+A worker ends when its pipe closes, and at once when rank 0 dies. A thread of rank 0 looks after the workers. If one is
+dead, or keeps rank 0 waiting for too long, the thread kills all of them and lets the barriers under way end. Whatever
+waits for a worker then fails or returns, and rank 0 raises EngineDeadError.
 """
-import fcntl
 import json
 import os
 import shutil
@@ -19,65 +18,74 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanopaged import kernel
-from nanopaged.device import parallel
+from nanopaged import kernel, model
+from nanopaged.device.parallel import Driver, Follower, split_config
+from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.outputs import EngineDeadError
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
 ROOT = Path(__file__).parents[2]  # where Python finds this package
-START_SECONDS = 600  # that a worker may keep rank 0 waiting while the engine starts,
-ANSWER_SECONDS = 60  # and afterwards
+ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, START_SECONDS
 WATCH_SECONDS = 0.1
-LAST_WORDS_SECONDS = 2  # for a worker that breaks a connection to say why
+EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
+OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 class Workers:
-    """The processes of ranks 1 to size - 1, as rank 0 sees them."""
+    """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
+    peers: Peers | None = None
+    is_ready = False  # all are made, and wait for steps
+    is_broken = False  # they have been killed
+    error: Exception | None = None  # why
 
     def __init__(self, size: int, options: dict[str, Any]):
         self.folder = tempfile.mkdtemp(prefix="nanopaged-")
-        self.processes: list[subprocess.Popen] = []
-        self.lifelines: list[int] = []
-        self.dead: Exception | None = None
-        self.peers: parallel.Peers | None = None
-        self.is_ready = self.is_waiting = False
-        self.end = weakref.finalize(self, _stop, self.processes, self.lifelines, self.folder)
+        self.processes: dict[int, subprocess.Popen] = {}
+        lifelines: list[int] = []
+        self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder)
+        self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
+        self.waits_for: str | None = None  # what rank 0 waits for, having nothing else to do
+        self.first_dead: int | None = None
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, size):
             read_end, write_end = os.pipe()
-            self.lifelines.append(write_end)
-            # A session of its own: Ctrl-C in the terminal reaches rank 0 only. What it prints goes to stderr.
-            self.processes.append(subprocess.Popen(
+            lifelines.append(write_end)
+            # In a session of its own: Ctrl-C in the terminal reaches rank 0 only.
+            self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "nanopaged.device.workers", str(read_end)], pass_fds=[read_end], cwd=ROOT,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True))
+                env=os.environ | dict(PYTHONPATH=path), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                start_new_session=True)
             os.close(read_end)
-            self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
+        for rank in self.processes:
+            self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
 
     def send(self, lists: list[list[int]]) -> None:
+        """Have a step launched."""
         message = pack(lists)
-        for rank in range(1, len(self.processes) + 1):
+        for rank in self.processes:
             self._write(rank, message)
 
     def _write(self, rank: int, message: bytes) -> None:
-        pipe: Any = self.processes[rank - 1].stdin
-        view = memoryview(message)
-        while view:
-            view = view[pipe.write(view):]
+        pipe: Any = self.processes[rank].stdin
+        self.awaited.add(rank)
+        pipe.write(message)
+        pipe.flush()
 
     def wait(self) -> None:
-        """Wait until every worker has launched the step. torch.OutOfMemoryError if one had too little memory."""
+        """Until every worker has launched what was sent. torch.OutOfMemoryError if one had too little memory for it."""
         with self.waiting():
-            answers = [self._read(rank) for rank in range(1, len(self.processes) + 1)]
+            answers = [self._read(rank) for rank in self.processes]
         for answer in answers:
-            if answer.get("error") == "OutOfMemoryError":
+            if answer:
                 raise torch.OutOfMemoryError(answer["text"])
 
     def wait_until_ready(self) -> None:
@@ -86,101 +94,108 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)  # all have opened its files
 
     def _read(self, rank: int) -> dict[str, Any]:
-        pipe: Any = self.processes[rank - 1].stdout
-        line = b""
-        while not line.endswith(b"\n"):
-            if not (more := pipe.readline()):
-                break
-            line += more
-        answer = json.loads(line or "{}")
-        if not line or answer and answer["error"] != "OutOfMemoryError":
-            self.fail(self._last_words(rank, answer))
-            self.check()
-        return answer
-
-    def _last_words(self, rank: int, answer: dict[str, Any]) -> Exception:
-        if answer.get("error") == "ValueError":
-            return ValueError(answer["text"])
-        process = self.processes[rank - 1]
-        if answer:
-            return EngineDeadError(f"worker {rank} of {len(self.processes) + 1} GPUs failed ({answer['error']}: {answer['text']}); make a new LLM")
-        try:
-            code = process.wait(LAST_WORDS_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        reason = f"was ended by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
-        return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
+        """A worker's answer: empty, or that it was out of memory."""
+        pipe: Any = self.processes[rank].stdout
+        line = pipe.readline()
+        if not line:
+            self.fail(rank)
+        elif line != b"{}\n" and (answer := json.loads(line))["error"] != OUT_OF_MEMORY:
+            self.give_up(self._describe(rank, answer))
+        self.check()
+        self.awaited.discard(rank)
+        return json.loads(line)
 
     # ---- when one is dead
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, what: str = "has not answered") -> Iterator[None]:
         """Rank 0 has nothing to do but to wait for the workers."""
-        self.is_waiting = True
+        self.waits_for = what
         try:
             yield
         finally:
-            self.is_waiting = False
+            self.waits_for = None
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Make of an error that a dead worker causes a sentence that names the worker."""
+    def explained(self) -> Iterator[None]:
+        """Make of an error that a dead worker causes the sentence that names the worker."""
         self.check()
         try:
             yield
         except Exception as error:
-            if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
-                self._find_dead()
+            deadline = time.monotonic() + EXIT_SECONDS  # a connection is closed before its process ends
+            while not isinstance(error, (ValueError, torch.OutOfMemoryError)) and time.monotonic() < deadline:
+                self.check()
+                time.sleep(0.01)
             self.check()
             raise
 
-    def _find_dead(self) -> None:
-        """After an error of a connection: give the worker at its other end time to end."""
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while self.dead is None and time.monotonic() < deadline:
-            for rank, process in enumerate(self.processes, 1):
-                if process.poll() is not None:
-                    self._read(rank)
-            time.sleep(0.01)
-
     def check(self) -> None:
-        """Raise the error that has ended the engine."""
-        if self.dead is not None:
-            raise self.dead.with_traceback(None)
+        """Raise the error that has ended the engine, if one has."""
+        if not self.is_broken:
+            return
+        if self.peers is not None:
+            self.peers.drain()
+        if self.error is None:
+            process: Any = self.processes[self.first_dead or 1]
+            words = [line for line in process.stdout if line != b"{}\n"]
+            self.error = self._describe(self.first_dead or 1, json.loads(words[-1]) if words else {})
+        raise self.error.with_traceback(None) from None
 
-    def fail(self, error: Exception) -> None:
-        self.dead = self.dead or error
-        for process in self.processes:
+    def _describe(self, rank: int, answer: dict[str, Any]) -> Exception:
+        if answer.get("error") == "ValueError" and not self.is_ready:
+            return ValueError(answer["text"])
+        process = self.processes[rank]
+        reason = f"failed ({answer['error']}: {answer['text']})" if answer else f"ended with exit code {process.wait()}"
+        if not answer and process.returncode < 0:
+            reason = f"was ended by signal {-process.returncode}"
+        return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
+
+    def give_up(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.fail(None)
+
+    def fail(self, rank: int | None) -> None:
+        """Kill the workers, because the one of this rank is dead."""
+        if not self.is_broken:
+            self.first_dead = rank
+            if rank is not None:
+                with suppress(subprocess.TimeoutExpired):  # its pipe is closed
+                    self.processes[rank].wait(EXIT_SECONDS)
+            self.is_broken = True
+        for process in self.processes.values():
             process.kill()
 
 
 def _watch(ref: "weakref.ref[Workers]") -> None:
-    """Look after the workers, as long as the engine exists."""
-    num_looks = 0  # while rank 0 waited. Looks are counted, not seconds: rank 0 may be stopped (Ctrl-Z)
-    while (workers := ref()) is not None and workers.end.alive:
-        num_looks = num_looks + 1 if workers.is_waiting else 0
+    """Look after the workers as long as the engine exists. Looks are counted, not seconds: while rank 0 is stopped
+    (Ctrl-Z) nobody waits."""
+    num_looks = 0
+    while (workers := ref()) is not None and workers.close.alive:
+        num_looks = num_looks + 1 if workers.waits_for else 0
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
-        if workers.dead is None:
-            for rank, process in enumerate(workers.processes, 1):
-                if process.poll() is not None:
-                    workers.fail(workers._last_words(rank, {}))
-            if num_looks * WATCH_SECONDS > limit:
-                hung = ", ".join(f"{rank} (process {one.pid})" for rank, one in enumerate(workers.processes, 1))
-                workers.fail(EngineDeadError(f"worker {hung} has not answered for {limit} seconds; make a new LLM"))
-        elif workers.peers is not None:
+        dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
+        if workers.is_broken and workers.peers is not None:
             workers.peers.release()
-        is_dead = workers.dead is not None
+        elif dead and not workers.is_broken:
+            workers.fail(dead[0])
+        elif num_looks * WATCH_SECONDS > limit and not workers.is_broken:
+            late = workers.awaited or workers.processes
+            names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
+            workers.give_up(EngineDeadError(f"{names} {workers.waits_for} for {limit} seconds; make a new LLM"))
+        pause = 0.001 if workers.is_broken else WATCH_SECONDS
         del workers
-        time.sleep(0.001 if is_dead else WATCH_SECONDS)
+        time.sleep(pause)
 
 
-def _stop(processes: list[subprocess.Popen], lifelines: list[int], folder: str) -> None:
-    """Let the workers finish the steps that were sent, and end."""
-    for process in processes:
-        process.stdin.close()  # type: ignore[union-attr]
-    for process in processes:
+def _close(processes: dict[int, subprocess.Popen], lifelines: list[int], folder: str) -> None:
+    """Let the workers compute what was sent, and end."""
+    for process in processes.values():
+        with suppress(OSError):
+            process.stdin.close()  # type: ignore[union-attr]
+    for process in processes.values():
         try:
-            process.wait(LAST_WORDS_SECONDS)
+            process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -191,58 +206,64 @@ def _stop(processes: list[subprocess.Popen], lifelines: list[int], folder: str) 
 
 
 def pack(lists: list[list[int]]) -> bytes:
-    """Lists of integers as bytes: the number of integers that follow, the lists' lengths and a -1, then the lists."""
-    numbers = array("i", [*map(len, lists), -1])
+    """Lists of integers as bytes: the size of what follows, the number of lists, their lengths, and the lists."""
+    numbers = array("i", [len(lists), *map(len, lists)])
     for part in lists:
         numbers.extend(part)
-    return array("i", [len(numbers)]).tobytes() + numbers.tobytes()
+    return array("i", [numbers.itemsize * len(numbers)]).tobytes() + numbers.tobytes()
 
 
 def unpack(message: bytes) -> list[list[int]]:
-    numbers = array("i", message).tolist()
-    start = numbers.index(-1) + 1
-    lists = []
-    for length in numbers[:start - 1]:
+    count, *numbers = array("i", message)
+    lists, start = [], count
+    for length in numbers[:count]:
         lists.append(numbers[start:start + length])
         start += length
     return lists
 
 
-def rank_class(role: type[parallel.ParallelRunner], base: type[Runner]) -> Any:
-    """The runner of a rank: `base` with its additions."""
+# --------------------------------------------------------------------------------------------------
+# The runners
+# --------------------------------------------------------------------------------------------------
+
+def rank_class(role: type, base: type[Runner]) -> Any:
     return type(f"{role.__name__}{base.__name__}", (role, base), {})
 
 
-def make_driver(base: type[Runner], config: Any, tensors: Any, size: int, path: Path, is_dummy: bool,
-                pool: list, swap_space: float, *, device: torch.device, kernels: kernel.Kernels, **options: Any) -> Runner:
-    """Start the workers, and make rank 0's runner. pool: the arguments of allocate_pool."""
-    parallel.split_config(config, size)
-    names = {kernel.TRITON: "triton", kernel.TORCH: "torch"}
-    workers = Workers(size, dict(path=str(path.resolve()), is_dummy=is_dummy, device=device.type, base=base.__name__, pool=pool,
-                                 swap_space=swap_space, kernels=names[kernels], threads=torch.get_num_threads() // size,
-                                 options=options))
-    with workers.named():
-        workers.peers = parallel.join_peers(0, size, device, workers.folder)
-        return rank_class(parallel.Driver, base)(config, tensors, peers=workers.peers, workers=workers, device=device,
-                                                 kernels=kernels, **options)
+def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensors: Any, path: Path, pool: tuple,
+                swap_space: float, *, device: torch.device, kernels: kernel.Kernels, **options: Any) -> Runner:
+    """Start the workers and make rank 0's runner. pool: what allocate_pool will be called with."""
+    if sys.platform == "win32":
+        raise ValueError("tensor_parallel_size needs Linux or macOS")
+    split_config(config, size)  # ValueError
+    workers = Workers(size, dict(
+        path=str(path.resolve()), is_dummy=tensors is None, base=base.__name__, device=device.type, pool=pool,
+        swap_space=swap_space, is_triton=kernels is kernel.TRITON, threads=torch.get_num_threads(), options=options))
+    with workers.explained():
+        workers.wait()  # until Python has started
+        workers.awaited.update(workers.processes)
+        workers.peers = join_peers(0, size, device, workers.folder)
+        return rank_class(Driver, base)(config, tensors, peers=workers.peers, workers=workers, device=device,
+                                        kernels=kernels, **options)
 
 
-def make_follower(given: dict[str, Any]) -> parallel.Follower:
-    rank, path = given["rank"], Path(given["path"])
-    base, device = Runner, torch.device(given["device"], rank if given["device"] == "cuda" else None)
-    if given["base"] != "Runner":
-        from nanopaged.device.graphs import GraphRunner as base
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def make_follower(rank: int, size: int, folder: str, path: str, is_dummy: bool, base: str, device: str, pool: list,
+                  swap_space: float, is_triton: bool, threads: int, options: dict[str, Any]) -> Follower:
+    """A worker's runner."""
+    runner_class, own_device = Runner, torch.device(device)
+    if base == "GraphRunner":
+        from nanopaged.device.graphs import GraphRunner as runner_class
+    if device == "cuda":
+        own_device = torch.device("cuda", rank)
+        torch.cuda.set_device(own_device)
     else:
-        torch.set_num_threads(max(1, given["threads"]))
-    peers = parallel.join_peers(rank, given["size"], device, given["folder"])
-    kernels = kernel.TRITON if given["kernels"] == "triton" else kernel.TORCH
-    tensors = None if given["is_dummy"] else read_tensors(path)
-    runner = rank_class(parallel.Follower, base)(read_model_config(read_config(path)), tensors, peers=peers, device=device,
-                                                 kernels=kernels, **given["options"])
-    runner.allocate_pool(*given["pool"])
-    runner.allocate_host_pool(given["swap_space"])
+        torch.set_num_threads(max(1, threads // size))
+    runner = rank_class(Follower, runner_class)(
+        read_model_config(read_config(Path(path))), None if is_dummy else read_tensors(Path(path)),
+        peers=join_peers(rank, size, own_device, folder), device=own_device,
+        kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
+    runner.allocate_pool(*pool)
+    runner.allocate_host_pool(swap_space)
     return runner
 
 
@@ -250,29 +271,40 @@ def main() -> None:
     """A worker: make a part of the model, and launch the steps that rank 0 launches."""
     messages, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
-    lifeline = int(sys.argv[1])  # the kernel sends SIGIO, which ends this process, when rank 0 is gone
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    _die_with(int(sys.argv[1]))
     try:
-        runner = make_follower(json.loads(messages.readline()))
+        given = json.loads(messages.readline())
+        answers.write(b"{}\n")
+        runner = make_follower(**given)
         answers.write(b"{}\n")
         while header := messages.read(4):
-            message = messages.read(4 * array("i", header)[0])
+            lists = unpack(messages.read(array("i", header)[0]))
             try:
-                runner.follow(unpack(message))
+                runner.follow(lists)
                 answers.write(b"{}\n")
             except torch.OutOfMemoryError as error:
+                if not runner.peers.catch_up():
+                    raise
                 runner.release_memory()
-                answers.write(_describe(error))
+                answers.write(_as_answer(error))
         if runner.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # rank 0's last steps need this rank
     except Exception as error:
-        answers.write(_describe(error))
+        answers.write(_as_answer(error))
         os._exit(1)
-    os._exit(0)  # without a word to the other ranks, which may be gone
+    os._exit(0)  # at once: rank 0 may be gone
 
 
-def _describe(error: Exception) -> bytes:
+def _die_with(lifeline: int) -> None:
+    """End this process when rank 0 is gone, whatever it does: the system sends SIGIO when the pipe closes."""
+    import fcntl  # not on Windows
+
+    with suppress(OSError):
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _as_answer(error: Exception) -> bytes:
     return json.dumps(dict(error=type(error).__name__, text=str(error)[:1000])).encode() + b"\n"
 
 
