@@ -31,7 +31,8 @@ class Peers:
     def __init__(self, rank: int, size: int, device: torch.device, folder: str):
         self.rank, self.size, self.device, self.folder = rank, size, device, folder
         self.barriers_left: int | None = 0
-        self.num_buffers = 0
+        self.num_barriers = self.num_buffers = 0
+        self.is_waiting = False  # this process, in a barrier
         self.store = dist.FileStore(f"{folder}/store", size)
         backend: Any = dist.ProcessGroupGloo  # by itself: the program may have a default process group of its own
         options = backend._Options()
@@ -55,7 +56,10 @@ class Peers:
     def barrier(self) -> None:
         options: Any = dist.BarrierOptions()
         options.timeout = FOREVER
+        self.num_barriers += 1
+        self.is_waiting = True
         self.gloo.barrier(options).wait()
+        self.is_waiting = False
 
     def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
         """The first `count` numbers of all ranks' buffers. All ranks have launched the writing of theirs."""

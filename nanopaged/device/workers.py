@@ -10,7 +10,6 @@ waits for a worker then fails or returns, and rank 0 raises EngineDeadError.
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]  # where Python finds this package
 ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, START_SECONDS
 WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
+NO_ANSWER = "has not answered"
 OUT_OF_MEMORY = "OutOfMemoryError"
 
 
@@ -48,20 +49,21 @@ class Workers:
 
     def __init__(self, size: int, options: dict[str, Any]):
         self.folder = tempfile.mkdtemp(prefix="nanopaged-")
-        self.processes: dict[int, subprocess.Popen] = {}
+        self.processes: dict[int, Popen] = {}
         lifelines: list[int] = []
         self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder)
         self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
         self.waits_for: str | None = None  # what rank 0 waits for, having nothing else to do
+        self.num_answers = 0
         self.first_dead: int | None = None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, size):
             read_end, write_end = os.pipe()
             lifelines.append(write_end)
             # In a session of its own: Ctrl-C in the terminal reaches rank 0 only.
-            self.processes[rank] = subprocess.Popen(
+            self.processes[rank] = Popen(
                 [sys.executable, "-m", "nanopaged.device.workers", str(read_end)], pass_fds=[read_end], cwd=ROOT,
-                env=os.environ | dict(PYTHONPATH=path), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env=os.environ | dict(PYTHONPATH=path), stdin=PIPE, stdout=PIPE,
                 start_new_session=True)
             os.close(read_end)
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
@@ -103,12 +105,21 @@ class Workers:
             self.give_up(self._describe(rank, answer))
         self.check()
         self.awaited.discard(rank)
+        self.num_answers += 1
         return json.loads(line)
 
     # ---- when one is dead
 
+    @property
+    def standstill(self) -> tuple | None:
+        """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
+        """
+        if self.waits_for or self.peers is not None and self.peers.is_waiting:
+            return self.num_answers, self.peers and self.peers.num_barriers
+        return None
+
     @contextmanager
-    def waiting(self, what: str = "has not answered") -> Iterator[None]:
+    def waiting(self, what: str = NO_ANSWER) -> Iterator[None]:
         """Rank 0 has nothing to do but to wait for the workers."""
         self.waits_for = what
         try:
@@ -160,7 +171,7 @@ class Workers:
         if not self.is_broken:
             self.first_dead = rank
             if rank is not None:
-                with suppress(subprocess.TimeoutExpired):  # its pipe is closed
+                with suppress(TimeoutExpired):  # its pipe is closed
                     self.processes[rank].wait(EXIT_SECONDS)
             self.is_broken = True
         for process in self.processes.values():
@@ -170,9 +181,10 @@ class Workers:
 def _watch(ref: "weakref.ref[Workers]") -> None:
     """Look after the workers as long as the engine exists. Looks are counted, not seconds: while rank 0 is stopped
     (Ctrl-Z) nobody waits."""
-    num_looks = 0
+    num_looks, last = 0, None
     while (workers := ref()) is not None and workers.close.alive:
-        num_looks = num_looks + 1 if workers.waits_for else 0
+        standstill = workers.standstill
+        num_looks, last = num_looks + 1 if standstill is not None and standstill == last else 0, standstill
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
         dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
         if workers.is_broken and workers.peers is not None:
@@ -182,13 +194,13 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         elif num_looks * WATCH_SECONDS > limit and not workers.is_broken:
             late = workers.awaited or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
-            workers.give_up(EngineDeadError(f"{names} {workers.waits_for} for {limit} seconds; make a new LLM"))
+            workers.give_up(EngineDeadError(f"{names} {workers.waits_for or NO_ANSWER} for {limit} seconds; make a new LLM"))
         pause = 0.001 if workers.is_broken else WATCH_SECONDS
         del workers
         time.sleep(pause)
 
 
-def _close(processes: dict[int, subprocess.Popen], lifelines: list[int], folder: str) -> None:
+def _close(processes: dict[int, Popen], lifelines: list[int], folder: str) -> None:
     """Let the workers compute what was sent, and end."""
     for process in processes.values():
         with suppress(OSError):
@@ -196,7 +208,7 @@ def _close(processes: dict[int, subprocess.Popen], lifelines: list[int], folder:
     for process in processes.values():
         try:
             process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             process.kill()
             process.wait()
         process.stdout.close()  # type: ignore[union-attr]
