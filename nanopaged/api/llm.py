@@ -3,6 +3,7 @@ import itertools
 import random
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Callable, Generator, Iterator
@@ -99,20 +100,15 @@ class LLM:
                              "made for")
         tensors = None if load_format == "dummy" else read_tensors(self.path)
         num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        options = dict(dtype=dtype, seed=seed, block_size=block_size, max_model_len=max_model_len or limit,
-                       max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                       kv_cache_dtype=kv_cache_dtype)
         self.tensor_parallel_size = tensor_parallel_size
+        make: Callable[..., list[Runner]] = _make_runners
         if tensor_parallel_size > 1:
-            from nanopaged.device.workers import make_driver
-            picked = pick_devices(device, tensor_parallel_size, "tensor_parallel_size")[0]
-            base, kernels = _pick_runner(attention, picked, enforce_eager)
-            self.runners = [make_driver(
-                base, tensor_parallel_size, self.config, tensors, self.path, (num_blocks, gpu_memory_utilization),
-                swap_space, device=picked, kernels=kernels, **options)]
-        else:
-            self.runners = _make_runners(device, data_parallel_size, attention, enforce_eager, self.config, tensors,
-                                         **options)
+            pool = num_blocks, gpu_memory_utilization
+            make = partial(_split_model, tensor_parallel_size, self.path, pool, swap_space)
+        self.runners = make(
+            device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
+            block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
         num_blocks, block_size = min(pools), self.runners[0].block_size
         # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
@@ -510,6 +506,16 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
         weights = runners[0].model if runners else tensors
         runners.append(runner(config, weights, device=picked, kernels=kernels, **options))
     return runners
+
+
+def _split_model(size: int, path: Path, pool: tuple, swap_space: float, device: str, _: int, attention: str,
+                 enforce_eager: bool, config: model.ModelConfig, tensors: Any, **options: Any) -> list[Runner]:
+    """The runner of the first GPU, with a worker process for each other one. pool: the arguments of allocate_pool."""
+    from nanopaged.device.workers import make_driver
+    picked = pick_devices(device, size, "tensor_parallel_size")[0]
+    runner, kernels = _pick_runner(attention, picked, enforce_eager)
+    return [make_driver(runner, size, config, tensors, path, pool, swap_space, device=picked, kernels=kernels,
+                        **options)]
 
 
 def _pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:

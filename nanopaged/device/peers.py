@@ -111,7 +111,7 @@ class GpuPeers(Peers):
         self.signals = torch.arange(2, dtype=torch.int32, device=device)
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, self.device, self.folder)
+        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, self.device)
         self.handles.append(handle := _SymmetricMemory.rendezvous(own, self.folder))
         return [own if rank == self.rank else handle.get_buffer(rank, (size,), dtype) for rank in range(self.size)]
 

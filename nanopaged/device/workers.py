@@ -25,18 +25,18 @@ from typing import Any
 import torch
 
 from nanopaged import kernel, model
-from nanopaged.device.parallel import Driver, Follower, split_config
+from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.outputs import EngineDeadError
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
+from nanopaged.weights.split import split_config
 
 ROOT = Path(__file__).parents[2]  # where Python finds this package
 ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, START_SECONDS
 WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
-NO_ANSWER = "has not answered"
 OUT_OF_MEMORY = "OutOfMemoryError"
 
 
@@ -53,7 +53,7 @@ class Workers:
         lifelines: list[int] = []
         self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder)
         self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
-        self.waits_for: str | None = None  # what rank 0 waits for, having nothing else to do
+        self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
         self.num_answers = 0
         self.first_dead: int | None = None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -114,18 +114,17 @@ class Workers:
     def standstill(self) -> tuple | None:
         """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
         """
-        if self.waits_for or self.peers is not None and self.peers.is_waiting:
+        if self.is_waiting or self.peers is not None and self.peers.is_waiting:
             return self.num_answers, self.peers and self.peers.num_barriers
         return None
 
     @contextmanager
-    def waiting(self, what: str = NO_ANSWER) -> Iterator[None]:
-        """Rank 0 has nothing to do but to wait for the workers."""
-        self.waits_for = what
+    def waiting(self) -> Iterator[None]:
+        self.is_waiting = True
         try:
             yield
         finally:
-            self.waits_for = None
+            self.is_waiting = False
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -146,7 +145,7 @@ class Workers:
         if not self.is_broken:
             return
         if self.peers is not None:
-            self.peers.drain()
+            self.peers.drain()  # what is under way on the GPU would keep this process from freeing memory
         if self.error is None:
             process: Any = self.processes[self.first_dead or 1]
             words = [line for line in process.stdout if line != b"{}\n"]
@@ -194,7 +193,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         elif num_looks * WATCH_SECONDS > limit and not workers.is_broken:
             late = workers.awaited or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
-            workers.give_up(EngineDeadError(f"{names} {workers.waits_for or NO_ANSWER} for {limit} seconds; make a new LLM"))
+            workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
         pause = 0.001 if workers.is_broken else WATCH_SECONDS
         del workers
         time.sleep(pause)

@@ -2,6 +2,7 @@
 
 Most workers are forked (forked.py). What ends a worker is tested with workers as users have them.
 """
+import gc
 import os
 import re
 import signal
@@ -26,13 +27,15 @@ from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, expectations, 
 from nanopaged.tests.test_data_parallel import texts
 from nanopaged.weights.checkpoint import read_config
 from nanopaged.weights.families import read_model_config
+from nanopaged.weights.split import padded_part, split_config
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(monkeypatch):
-    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+def forked_workers(monkeypatch, request):
+    if "gpu" not in request.node.name:
+        monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
     monkeypatch.setattr(forked, "FAULT", "")
 
 
@@ -92,8 +95,9 @@ def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
         found.append(llm.generate([PROMPT * 4 + [i] for i in range(5)], params))
     for one, two in zip(*found):
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
-        for a, b in zip(one.prompt_logprobs[1:] + one.outputs[0].logprobs, two.prompt_logprobs[1:] + two.outputs[0].logprobs):
-            assert {k: v.logprob for k, v in a.items()} == pytest.approx({k: v.logprob for k, v in b.items()}, abs=1e-3)
+        logprobs = [[{token: entry.logprob for token, entry in position.items()}
+                     for position in output.prompt_logprobs[1:] + output.outputs[0].logprobs] for output in (one, two)]
+        assert logprobs[0] == [pytest.approx(position, abs=1e-3) for position in logprobs[1]]
 
 
 def test_grammars(monkeypatch):
@@ -115,7 +119,7 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
     monkeypatch.setattr(api, "_pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
     prompts, continuations, _ = expectations(variant)
-    llm, replayed = split(variant, max_num_batched_tokens=40), []
+    llm, replayed = split(variant, max_num_batched_tokens=40, max_num_seqs=4), []
     run = llm.runner._run
     llm.runner._run = lambda graph: replayed.append(graph) or run(graph)
     assert llm.engine.lookahead == 1
@@ -123,8 +127,9 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
         outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
         assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
     params = SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-    outputs, expected = (one.generate([PROMPT, [7]], params) for one in (llm, shared(variant)))
-    assert [[o.token_ids for o in out.outputs] for out in outputs] == [[o.token_ids for o in e.outputs] for e in expected]
+    samples = [[[sample.token_ids for sample in output.outputs] for output in one.generate([PROMPT, [7]], params)]
+               for one in (llm, shared(variant))]
+    assert samples[0] == samples[1]
     assert len(set(replayed)) > 3
 
 
@@ -134,7 +139,7 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
 
 def test_a_rank_has_its_part_of_the_weights():
     whole = replace(config_of("llama2"), vocab_size=6400, intermediate_size=1280, hidden_size=256, head_dim=128)
-    own = replace(parallel.split_config(whole, 2), vocab_size=parallel.padded_part(whole.vocab_size, 2))
+    own = replace(split_config(whole, 2), vocab_size=padded_part(whole.vocab_size, 2))
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in model.Transformer(config).parameters()) for config in (own, whole)]
     assert 0.5 <= sizes[0] / sizes[1] < 0.51
@@ -309,3 +314,71 @@ def test_a_real_worker_that_is_killed(monkeypatch):
     pid = llm.runner.workers.processes[1].pid
     threading.Timer(0.3, os.kill, [pid, signal.SIGKILL]).start()
     assert end(llm) == f"worker 1 (process {pid}) was ended by signal 9; make a new LLM"
+
+
+# --------------------------------------------------------------------------------------------------
+# On two GPUs
+# --------------------------------------------------------------------------------------------------
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def on_gpus(model, **options):
+    return load(model, **dict(tensor_parallel_size=2, num_blocks=200) | options)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_gpu_outputs_of_golden_models(graphs):
+    for variant in ("qwen3", "gpt2", "mistral", "llama-linear-bias"):
+        prompts, continuations, _ = expectations(variant)
+        llm = on_gpus(variant, graphs=graphs)
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
+            assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations], variant
+
+
+@needs_two_gpus
+def test_gpu_mixed_requests():
+    expected, _ = texts(load("qwen3", block_size=16, num_blocks=50))
+    for options in (dict(), dict(num_blocks=5, swap_space=0.01), dict(max_num_batched_tokens=20, graphs=True),
+                    dict(num_blocks=5, graphs=True)):
+        assert texts(on_gpus("qwen3", **dict(num_blocks=50) | options))[0] == expected, options
+
+
+@needs_two_gpus
+def test_gpu_fp8_cache_and_the_bundled_model_with_what_fits_as_a_pool():
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100)
+    for options in (dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.2)):
+        outputs = on_gpus("shakespeare", graphs=True, **options).generate(["ROMEO:", "JULIET:"] * 20, params)
+        assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypatch, graphs):
+    for number, sentence in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "for 2 seconds")):
+        llm = on_gpus("shakespeare", graphs=graphs)
+        expected = tokens_of(llm.generate(PROMPT, GREEDY))
+        monkeypatch.setattr(workers, "ANSWER_SECONDS", 2)
+        pid = llm.runner.workers.processes[1].pid
+        threading.Timer(0.3, os.kill, [pid, number]).start()
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pid}\) .*{sentence}"):
+            while True:
+                llm.generate([PROMPT] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
+        wait_until_gone(pid)
+        del llm
+        gc.collect()
+        torch.cuda.synchronize()  # no barrier is left under way
+        monkeypatch.undo()
+    assert tokens_of(on_gpus("shakespeare", graphs=graphs).generate(PROMPT, GREEDY)) == expected
+
+
+@needs_two_gpus
+def test_gpu_step_out_of_memory_on_rank_0_is_tried_again_with_less(monkeypatch, capsys):
+    monkeypatch.setattr(parallel.RowParallelLinear, "forward", parallel.RowParallelLinear.forward)
+    expected = tokens_of(load("llama2").generate([PROMPT] * 5, GREEDY))
+    llm = on_gpus("llama2", max_num_batched_tokens=64)
+    forked.run_out_of_memory()
+    assert tokens_of(llm.generate([PROMPT] * 5, GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err
