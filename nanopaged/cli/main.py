@@ -20,7 +20,7 @@ from typing import Any, Callable
 
 from nanopaged import __version__
 from nanopaged.cli.batch import PromptFile, open_file, run_all
-from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
+from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -90,6 +90,9 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
         return 2
+    except EngineDeadError as error:
+        _say(f"error: {error}")
+        return 1
     except KeyboardInterrupt as error:
         _say(": ".join(["interrupted", *map(str, error.args)]))
         return 130

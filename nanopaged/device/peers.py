@@ -143,7 +143,7 @@ class NcclPeers(Peers):
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = FOREVER
-        self.nccl = backend(dist.PrefixStore("nccl", self.store), rank, size, options)
+        self.nccl, self.is_aborted = backend(dist.PrefixStore("nccl", self.store), rank, size, options), False
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device)] * self.size
@@ -157,7 +157,9 @@ class NcclPeers(Peers):
         return False  # the others wait for numbers, not for a barrier
 
     def release(self) -> None:
-        self.nccl.abort()
+        if not self.is_aborted:
+            self.is_aborted = True
+            self.nccl.abort()
 
     drain = release
 

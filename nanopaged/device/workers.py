@@ -42,7 +42,6 @@ OUT_OF_MEMORY = "OutOfMemoryError"
 
 class Workers:
     """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
-    peers: Peers | None = None
     is_ready = False  # all are made, and wait for steps
     is_broken = False  # they have been killed
     error: Exception | None = None  # why
@@ -51,7 +50,8 @@ class Workers:
         self.folder = tempfile.mkdtemp(prefix="nanopaged-")
         self.processes: dict[int, Popen] = {}
         lifelines: list[int] = []
-        self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder)
+        self.joined: list[Peers] = []  # rank 0's, once it has them
+        self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder, self.joined)
         self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
         self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
         self.num_answers = 0
@@ -114,8 +114,8 @@ class Workers:
     def standstill(self) -> tuple | None:
         """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
         """
-        if self.is_waiting or self.peers is not None and self.peers.is_waiting:
-            return self.num_answers, self.peers and self.peers.num_barriers
+        if self.is_waiting or any(peers.is_waiting for peers in self.joined):
+            return self.num_answers, *(peers.num_barriers for peers in self.joined)
         return None
 
     @contextmanager
@@ -144,8 +144,8 @@ class Workers:
         """Raise the error that has ended the engine, if one has."""
         if not self.is_broken:
             return
-        if self.peers is not None:
-            self.peers.drain()  # what is under way on the GPU would keep this process from freeing memory
+        for peers in self.joined:
+            peers.drain()  # a barrier under way would keep this process from freeing memory
         if self.error is None:
             process: Any = self.processes[self.first_dead or 1]
             words = [line for line in process.stdout if line != b"{}\n"]
@@ -186,11 +186,12 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         num_looks, last = num_looks + 1 if standstill is not None and standstill == last else 0, standstill
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
         dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
-        if workers.is_broken and workers.peers is not None:
-            workers.peers.release()
-        elif dead and not workers.is_broken:
+        if workers.is_broken:
+            for peers in workers.joined:
+                peers.release()
+        elif dead:
             workers.fail(dead[0])
-        elif num_looks * WATCH_SECONDS > limit and not workers.is_broken:
+        elif num_looks * WATCH_SECONDS > limit:
             late = workers.awaited or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
             workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
@@ -199,7 +200,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         time.sleep(pause)
 
 
-def _close(processes: dict[int, Popen], lifelines: list[int], folder: str) -> None:
+def _close(processes: dict[int, Popen], lifelines: list[int], folder: str, joined: list[Peers]) -> None:
     """Let the workers compute what was sent, and end."""
     for process in processes.values():
         with suppress(OSError):
@@ -213,6 +214,8 @@ def _close(processes: dict[int, Popen], lifelines: list[int], folder: str) -> No
         process.stdout.close()  # type: ignore[union-attr]
     for lifeline in lifelines:
         os.close(lifeline)
+    for peers in joined:
+        peers.drain()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -253,9 +256,9 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     with workers.explained():
         workers.wait()  # until Python has started
         workers.awaited.update(workers.processes)
-        workers.peers = join_peers(0, size, device, workers.folder)
-        return rank_class(Driver, base)(config, tensors, peers=workers.peers, workers=workers, device=device,
-                                        kernels=kernels, **options)
+        workers.joined.append(peers := join_peers(0, size, device, workers.folder))
+        return rank_class(Driver, base)(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels,
+                                        **options)
 
 
 def make_follower(rank: int, size: int, folder: str, path: str, is_dummy: bool, base: str, device: str, pool: list,

@@ -169,9 +169,12 @@ def test_a_worker_without_memory_says_so(monkeypatch):
         split(num_blocks=None)
 
 
-def test_the_command_line(capsys):
+def test_the_command_line(capsys, monkeypatch):
     assert main(["--prompt", "a", "--tensor-parallel-size", "3"]) == 2
     assert "cannot split" in capsys.readouterr().err
+    monkeypatch.setattr(forked, "FAULT", "refuse_steps")
+    assert main(["--prompt", "a", "--tensor-parallel-size", "2", "--device", "cpu"]) == 1
+    assert re.search(r"^error: worker 1 \(process \d+\) failed", capsys.readouterr().err, re.M)
 
 
 def test_lists_of_integers_as_bytes():
@@ -273,7 +276,8 @@ def test_an_engine_that_is_dropped_leaves_no_process_and_no_file():
     pid, folder = llm.runner.workers.processes[1].pid, llm.runner.workers.folder
     llm.generate(PROMPT, GREEDY)
     del llm
-    assert not is_alive(pid) and not os.path.exists(folder)
+    wait_until_gone(pid)
+    assert not os.path.exists(folder)
 
 
 SCRIPT = """
