@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nanopaged.device import fused, graphs, parallel, workers
+from nanopaged.device import fused, graphs, parallel, sampler, workers
 
 FAULT = ""  # what workers that start from now on do wrong, see `FAULTS`
 
@@ -85,10 +85,11 @@ def pretended():
         return record
 
     return [*((graphs.GraphRunner, name, recorded(name)) for name in ("_static_step", "_masked_step")),
-            (torch, "compile", lambda function, **options: function), (torch.cuda, "CUDAGraph", PretendedGraph),
-            (torch.cuda, "graph", Recording), (graphs, "TOKEN_SIZES", [4, 16, 32]),
-            (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8), (fused, "SPLIT_ALIGNMENT", 8),
-            (parallel, "LOGITS_ROWS", 2)]
+            (torch, "compile", lambda function, **options: function), (fused, "raise_compilation_limit", lambda: None),
+            *((module, "compile_rows", lambda function, count: function) for module in (fused, sampler)),
+            (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "graph", Recording),
+            (graphs, "TOKEN_SIZES", [4, 16, 32]), (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8),
+            (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2)]
 
 
 def pretend_graphs():

@@ -25,9 +25,9 @@ from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, expectations, load, shared, tokens_of
 from nanopaged.tests.test_data_parallel import texts
-from nanopaged.weights.checkpoint import read_config
+from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.split import padded_part, split_config
+from nanopaged.weights.split import find_cuts, padded_part, split_config
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
@@ -145,6 +145,20 @@ def test_a_rank_has_its_part_of_the_weights():
     assert 0.5 <= sizes[0] / sizes[1] < 0.51
     llm = split("llama2")
     assert llm.runner.config.num_kv_heads == 1 and llm.runner.pool.shape[4] == 1
+
+
+def test_a_part_of_a_tensor_is_a_view_of_the_file():
+    whole = config_of("qwen2-window")
+    own = replace(split_config(whole, 2), vocab_size=padded_part(whole.vocab_size, 2))
+    path = GOLDEN / "qwen2-window"
+    cuts = find_cuts(whole, own, rank=0, size=2)
+    for name, tensor in read_tensors(path):
+        shape, cut = cuts[name.removeprefix("model.")]
+        part = cut(tensor)
+        assert tensor.shape == shape and part.numel() <= tensor.numel()
+        assert part.shape != shape or "proj" not in name or "down" in name or "k_" in name or "v_" in name
+        if "mlp" not in name:  # padded: 40 becomes 64
+            assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(monkeypatch):
