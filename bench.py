@@ -31,8 +31,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +46,8 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
+from nanopaged.scheduling.drafts import PAYS, Ngram
+from nanopaged.text.byte_level import Detokenizer
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
@@ -312,14 +316,15 @@ class Limits:
 
 
 def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True,
-                      dtype: torch.dtype = torch.bfloat16) -> float:
+                      dtype: torch.dtype = torch.bfloat16, rows: int = 1) -> float:
     """Time of one paged_attention call, from a graph of calls on several pools. Together the pools exceed the L2 cache,
-    as the layers of a model do."""
+    as the layers of a model do. rows: of the same sequence, with the same block table"""
     num_blocks = [engine.cdiv(n, block_size) for n in seq_lens]
     total, width = sum(num_blocks), max(num_blocks)
     copies = 1 + int(MORE_THAN_L2 // (sum(seq_lens) * KV_BYTES))
     ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
     tables = torch.stack([torch.cat([x, torch.zeros(width - len(x), dtype=torch.int32)]) for x in ids]).cuda()
+    tables, seq_lens = tables.repeat_interleave(rows, 0), [n for n in seq_lens for _ in range(rows)]
     options: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
     pools = [torch.randn(2, total, block_size, NUM_KV_HEADS, HEAD_DIM, **options).to(dtype) for _ in range(copies)]
     q = torch.randn(len(seq_lens) * query_len, NUM_HEADS, HEAD_DIM, **options)
@@ -622,6 +627,7 @@ class RandomVocabulary:
         words = {(" " * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))).encode()
                  for _ in range(size)}
         self.tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *sorted(words)]
+        self.bytes_of = dict(enumerate(self.tokens))
 
     def token_bytes(self) -> list[bytes]:
         return self.tokens
@@ -631,6 +637,9 @@ class RandomVocabulary:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
+
+    def detokenizer(self, *_: Any) -> Detokenizer:
+        return Detokenizer(self.bytes_of)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return b"".join(self.tokens[token] for token in ids if token < len(self.tokens)).decode(errors="replace")
@@ -666,6 +675,156 @@ def structured(limits: Limits, quick: bool) -> None:
              for number in (0, 1)]
     row("time to first token with a new schema", statistics.median(first[1]), "ms",
         note=f"without one {statistics.median(first[0]):.1f}")
+
+
+class RandomDrafts:
+    """Guesses random tokens."""
+    rng = random.Random(0)
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        return [self.rng.randint(0, 10000) for _ in range(k)]
+
+
+def drafts(limits: Limits, quick: bool) -> None:
+    """Attention of six rows of one sequence, as of a step with five drafts, and of a chunk of six tokens. Then steps
+    with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step), and a text
+    that never repeats itself."""
+    for batch, context, name in ((1, 512, "512"), (1, 4096, "4k"), (1, 65536, "64k"), (8, 512, "512"), (8, 8192, "8k")):
+        rows, chunk = attention_seconds(1, [context] * batch, rows=6), attention_seconds(6, [context] * batch)
+        row(f"attention, {batch} x {name}, 6 rows each", rows * 1e6, "us", note=f"chunks of 6: {chunk * 1e6:.1f}")
+    llm = random_llm("8B", max_model_len=4096, speculative_config={"method": RandomDrafts})
+    drafting = llm.drafting
+    for batch in (1, 8, 16, 32):
+        drafting.most_drafting = batch
+        drafting.pays, llm.drafting = 0, None
+        plain, _ = draft_rate(llm, batch, 0)
+        llm.drafting = drafting
+        wrong, _ = draft_rate(llm, batch, 0)
+        right, tokens = draft_rate(llm, batch, 0.8)
+        row(f"8B decode, batch {batch}, context 512, 5 drafts", wrong, "ms/step",
+            note=f"without drafts {plain:.2f}: {wrong / plain:.2f} times")
+        row("  right with probability 0.8", tokens / right * 1000, "tokens/s",
+            note=f"{tokens / batch:.2f} tokens a step: {tokens / right / batch * plain:.2f} times as fast")
+    drafting.pays, params = PAYS, SamplingParams(temperature=1, max_tokens=512, ignore_eos=True)
+    drafting.make_proposer = Ngram
+    prompt = random_prompts(random.Random(0), [128])
+    rates = {}
+    for _ in range(2):
+        for llm.drafting in (None, drafting):
+            llm.generate(prompt, params)
+            rates[llm.drafting] = max(rates.get(llm.drafting, 0), rate(lambda: llm.generate(prompt, params), 512))
+    row("8B single stream that nothing repeats, drafts", rates[drafting], "tokens/s",
+        note=f"{rates[drafting] / rates[None]:.3f} of that without")
+
+
+def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, float]:
+    """ms and tokens per step, with drafts that are taken for right with probability p per token."""
+    rng, scheduler = random.Random(0), llm.scheduler
+    update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
+
+    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+        tokens, num_rows = [], Counter[engine.Sequence]()
+        for seq, token in zip(step.sampled, sampled.tokens):
+            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
+            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
+            num_rows[seq] += 1
+        update(step, engine.Sampled(tokens))
+
+    for prompt in random_prompts(random.Random(1), [512] * batch):
+        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True))
+    while scheduler.waiting or any(seq.num_computed_tokens < 520 for seq in scheduler.running):
+        llm._step()
+    scheduler.update, llm.runner.launch = accept, counted(launch, num_launches)
+    torch.cuda.synchronize()
+    before, started = scheduler.num_generated_tokens, time.perf_counter()
+    while num_launches[0] < steps:
+        llm._step()
+    torch.cuda.synchronize()
+    ms, tokens = (time.perf_counter() - started) * 1000, scheduler.num_generated_tokens - before
+    del scheduler.update, llm.runner.launch
+    stop_all(llm)
+    return ms / steps, tokens / steps
+
+
+CLIENT = """
+import json, selectors, socket, sys, time
+bodies, ready = [line.encode() for line in sys.stdin], selectors.DefaultSelector()
+head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: "
+started, times = time.perf_counter(), [[] for _ in bodies]
+for body, events in zip(bodies, times):
+    connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    connection.sendall((head + str(len(body)) + "\\r\\n\\r\\n").encode() + body)
+    ready.register(connection, selectors.EVENT_READ, (events, [b""]))
+while ready.get_map():
+    for key, _ in ready.select():
+        data, (events, last) = key.fileobj.recv(2**20), key.data
+        events += [time.perf_counter() - started] * data.count(b"data: {")
+        last[0] = (last[0] + data)[-64:]
+        if not data or b"[DONE]" in last[0]:
+            ready.unregister(key.fileobj)
+            key.fileobj.close()
+print(json.dumps([time.perf_counter() - started, times]))
+"""  # a process of its own: it would share Python's lock with the engine
+
+
+def server(quick: bool) -> None:
+    """Clients that stream, all at once, beside `generate` of the same requests. On a GPU 256 of them, with 512 tokens
+    in and 256 out. A slow event loop gets several tokens in one event."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise CardTooSmall("the package uvicorn or starlette is missing")
+    on_gpu = torch.cuda.is_available()
+    count, num_in, num_out = (256, 512, 256) if on_gpu else (16, 32, 32)
+    llm = random_llm("0.6B", max_model_len=1024) if on_gpu else LLM("shakespeare", enable_prefix_caching=False)
+    if on_gpu:
+        llm.tokenizer = RandomVocabulary(150_000)
+    prompts = [[token % 1000 for token in prompt] for prompt in random_prompts(random.Random(0), [num_in] * count)]
+    params = SamplingParams(temperature=0.6, max_tokens=num_out, ignore_eos=True)
+    llm.generate(prompts, params)  # warm up
+    best, served = 0.0, (math.inf, list[list[float]]())
+    with serving(llm) as port:
+        for _ in range(2):  # in turns, and the best of each
+            best = max(best, rate(lambda: llm.generate(prompts, params), count * num_out))
+            served = min(served, stream_all(port, prompts, params))
+    seconds, times = served
+    first = [events[0] * 1000 for events in times]
+    gaps = [(after - before) * 1000 for events in times for before, after in itertools.pairwise(events)]
+    tokens_per_second = count * num_out / seconds
+    row(f"server, {count} streams of ({num_in} in, {num_out} out)", tokens_per_second, "tokens/s",
+        note=f"{tokens_per_second / best:.2f} of generate's {_number(best)}")
+    for name, values in (("time to first token", first), ("gap between a stream's tokens", gaps)):
+        for percent in (50, 99):
+            row(f"  {name}, {percent}th percentile", sorted(values)[int(percent / 100 * (len(values) - 1))], "ms",
+                note=f"{count * num_out / sum(map(len, times)):.1f} tokens an event" if values is gaps else "")
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[int]:
+    """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
+    from nanopaged.api.openai import Serving
+    from nanopaged.api.server import Api, bind
+    api, listener = Api(Serving(llm, "bench", llm.chat_prompt)), bind("127.0.0.1", 0)
+    listening = api.server("127.0.0.1", None)
+    thread = threading.Thread(target=listening.run, kwargs=dict(sockets=[listener]))
+    thread.start()
+    try:
+        while not listening.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        listening.should_exit = True
+        thread.join()
+        api.engine.stop()
+
+
+def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[float]]]:
+    """All requests at once, from another process: the seconds until the last has ended, and for each request those
+    until each of its events."""
+    settings = dict(temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=True, stream=True)
+    bodies = "\n".join(json.dumps(settings | dict(prompt=prompt)) for prompt in prompts)
+    done = subprocess.run([sys.executable, "-c", CLIENT, str(port)], input=bodies, check=True, stdout=subprocess.PIPE,
+                          text=True)
+    seconds, times = json.loads(done.stdout)
+    return seconds, times
 
 
 def latency(limits: Limits, quick: bool) -> None:
@@ -776,11 +935,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching]
+ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
 ON_CUDA: list[Callable[..., None]] = [
-    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, data_parallel,
-    tensor_parallel]
-QUICK = {"scheduler", "fragmentation", "prefix", "batching", "attention", "decode"}
+    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
+    data_parallel, tensor_parallel]
+QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
 
 
 def main() -> None:

@@ -83,22 +83,25 @@ class Sequence:
     listener: Listener | None = None
     siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences with the same prompt (n > 1)
     max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
+    drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
+    drafts: list[int] = field(default_factory=list)  # guesses that a launched step computes, until they are decided
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
+    root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
     num_hit_tokens: int = 0  # tokens whose K and V were there on admission: it never writes their slots
     num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
     num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
-    num_void_tokens: int = 0  # of these, known already because a grammar forced them: their samples are dropped
+    num_void_tokens: int = 0  # of the samples under way, those to drop: a grammar or a wrong draft made them void
     block_table: list[int] = field(default_factory=list)
     pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of the block table that the runner has
     num_null_blocks: int = 0  # leading entries that are NULL
     num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
-    prefix_key: int | None = ROOT  # of the tokens in those blocks
+    prefix_key: int | str | None = ROOT  # of the tokens in those blocks
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
     refusals: "dict[BlockManager, Refusal]" = field(default_factory=dict)  # the last one, while it waits
     finish_reason: str | None = None
@@ -115,7 +118,7 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Tokens that could be computed now. No token follows the last possible one, so its K and V are never
         needed."""
-        known = self.num_tokens if self.lookahead else len(self.token_ids)
+        known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def settle(self) -> bool:
@@ -125,6 +128,13 @@ class Sequence:
             return False
         self.num_pending_tokens -= 1
         return True
+
+    def drop_pending(self, num_valid_tokens: int) -> None:
+        """The samples still under way are void. So are K and V that a step computed for other tokens than the first
+        num_valid_tokens."""
+        self.num_pending_tokens, self.num_void_tokens = 0, self.num_void_tokens + self.num_pending_tokens
+        self.num_computed_tokens = min(self.num_computed_tokens, num_valid_tokens)
+        self.drafts = []
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token or the last possible one."""
@@ -154,13 +164,14 @@ class SchedulerOutput:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
     cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
+    num_drafts: int = 0
 
 
 class PrefixHit(NamedTuple):
     """The beginning of a sequence whose K and V are in the pool already."""
     blocks: list[int]
     num_tokens: int
-    prefix_key: int | None  # of these blocks; None: unknown, so they are looked up block by block later
+    prefix_key: int | str | None  # of these blocks; None: unknown, so they are looked up block by block later
     missing_key: tuple | None  # the first block key that the prefix cache lacks; None: it has all
     sibling: Sequence | None  # a running sequence with the same prompt
 
@@ -226,7 +237,7 @@ class BlockManager:
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
-        num_missing = cdiv(num_tokens, self.block_size) - len(table)
+        num_missing = max(0, cdiv(num_tokens, self.block_size) - len(table))  # wrong drafts may have left some more
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -272,7 +283,7 @@ class BlockManager:
         """Free the blocks from last to first: the last is then reused first. The beginning is shared more often."""
         for block in reversed(seq.block_table):
             self._decref(block)
-        seq.block_table, seq.prefix_key = [], ROOT
+        seq.block_table, seq.prefix_key = [], seq.root
         seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
 
     def preempt(self, seq: Sequence) -> Status:
@@ -322,7 +333,7 @@ class BlockManager:
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
         seq.pool = self
         seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
-        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, ROOT)
+        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, seq.root)
         seq.refusals.clear()
         if seq.num_cached_tokens is None:
             self._count_hits(seq, hit)
@@ -343,10 +354,10 @@ class BlockManager:
             return PrefixHit(blocks, num_tokens, None, missing_key, sibling)
         return PrefixHit(blocks, len(blocks) * self.block_size, prefix_key, missing_key, sibling)
 
-    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int, tuple | None]:
+    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int | str, tuple | None]:
         """Blocks found one after the other, their prefix key, and the first key that is missing."""
         blocks: list[int] = []
-        prefix_key, size = ROOT, self.block_size
+        prefix_key, size = seq.root, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
                 key = (prefix_key, tuple(seq.token_ids[end - size:end]))
@@ -453,7 +464,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
-        self.num_generated_tokens = 0  # of all sequences so far
+        self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
@@ -475,6 +486,9 @@ class Scheduler:
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # all later ones are preempted already: it was the last itself, and the step is complete
+                if seq.drafter is not None:
+                    seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
+                    num_tokens += len(seq.drafts)
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -514,34 +528,38 @@ class Scheduler:
         self._remove(seq)
         self.add(seq)
         step.preempted.append(seq)
+        self.num_preemptions += 1
         return seq
 
     def _compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
-        if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
-            seq.num_pending_tokens += 1
-            step.sampled.append(seq)
+        if seq.num_computed_tokens == seq.num_tokens + len(seq.drafts):  # caught up: the step samples the next token
+            seq.num_pending_tokens += 1 + len(seq.drafts)
+            step.sampled += [seq] * (1 + len(seq.drafts))  # and the tokens after its drafts
+            step.num_drafts += len(seq.drafts)
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
         sequence here. For a stop string, an abort or another error the caller calls `finish`."""
-        for i, (seq, token) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
+        for i, (seq, sample) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            new = [token]
+            num_known, new, is_right = len(seq.token_ids), [sample], True
+            if seq.drafts and (is_right := seq.drafts.pop(0) == sample):
+                seq.drafter.accepted()
             if seq.listener is not None:
-                new = seq.listener.on_token(seq, token, sampled.logprobs and sampled.logprobs[i])
+                new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
             for token in new:
                 if token < 0:
                     seq.finish("error", seq.stop_reason or NO_TOKEN)
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1:  # a step under way samples in the place of the second one, which is known now
-                seq.num_pending_tokens, seq.num_void_tokens = 0, seq.num_void_tokens + seq.num_pending_tokens
+            if len(new) > 1 or not is_right:  # the samples after it are known already, or follow another text
+                seq.drop_pending(num_known + is_right)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -631,19 +649,22 @@ class StepInput:
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
         def place(pair: tuple[Sequence, int]) -> int:
-            return -pair[0].num_computed_tokens if pair[1] == 1 else 1
+            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1
 
-        work = sorted(zip(step.seqs, step.num_tokens), key=place)
-        batch = cls([seq for seq, _ in work], [num_tokens for _, num_tokens in work])
-        for seq, num_tokens in work:
-            batch._add(seq, num_tokens, block_size)
+        batch = cls([], [])
+        for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=place):
+            chunk = 1 if seq.drafts else num_tokens  # each draft has a row of its own
+            for end in range(seq.num_computed_tokens - num_tokens + chunk, seq.num_computed_tokens + 1, chunk):
+                batch._add(seq, chunk, end, block_size)
         return batch
 
-    def _add(self, seq: Sequence, num_tokens: int, size: int) -> None:
-        end, token_ids, table = seq.num_computed_tokens, seq.token_ids, seq.block_table
-        start = end - num_tokens
+    def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
+        self.seqs.append(seq)
+        self.num_tokens.append(num_tokens)
+        token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
         if num_tokens == 1:
-            self.input_ids.append(token_ids[start] if start < len(token_ids) else -1)
+            later = start - len(token_ids)  # 0 or more: a draft, or a token that is not known on the host
+            self.input_ids.append(token_ids[start] if later < 0 else seq.drafts[later] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
         else:  # a chunk: its ids are known, and none was a hit (of a hit, only a lone last token is computed again)
@@ -699,8 +720,16 @@ class Engine:
             self.launch(step)
         else:
             self.unblock(step)
-        if len(self.launched) > self.lookahead or not step.seqs:
+        while not self.has_room:
             self.update()
+        if not step.seqs:
+            self.update()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step may be planned before any is read. Drafts must be decided first, or else sequences with
+        drafts would fall into two groups that compute in turns."""
+        return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
         try:

@@ -29,6 +29,7 @@ from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.device.logits import encode_bad_words
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
+from nanopaged.scheduling.drafts import Drafter, Drafting
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.tests.helpers import (
     BUNDLED,
@@ -136,10 +137,11 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # the interpr
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-# In the interpreter float16 takes the path of float32, and on a GPU that of bfloat16, whatever the shape is:
-# two shapes are enough.
-@pytest.mark.parametrize("case, dtype", [(case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
-                                         if dtype is not torch.float16 or case in ("mixed batch", "splits")])
+# The type that engines run in has all shapes. The other types take the same path whatever the shape is, with smaller
+# tiles where a number has more bytes: three shapes are enough.
+@pytest.mark.parametrize("case, dtype", [
+    (case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
+    if dtype is (torch.bfloat16 if CUDA else torch.float32) or case in ("mixed batch", "splits", "head_dim 256")])
 @pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference])
 def test_attention_equals_float64(attention, case, dtype):
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
@@ -421,7 +423,7 @@ class FakeModel:
         self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
-            tokens = tuple(self.tokens(seq))
+            tokens = tuple(self.tokens(seq) + seq.drafts)
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
                 if position >= seq.num_hit_tokens:
                     block = seq.block_table[position // manager.block_size]
@@ -434,11 +436,15 @@ class FakeModel:
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             window = getattr(manager, "window", 0)
             oldest = max(0, seq.num_computed_tokens - num_tokens - window + 1) if window else 0
-            tokens = tuple(self.tokens(seq))
+            tokens = tuple(self.tokens(seq) + seq.drafts)
             for position in range(oldest, seq.num_computed_tokens):
                 assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
         # A small vocabulary, so that different sequences often generate the same text.
-        sampled = [sum(self.tokens(seq)) * 31 % 3 for seq in step.sampled]
+        num_rows, sampled = Counter(), []
+        for seq in step.sampled:
+            sampled.append(sum(self.tokens(seq) + seq.drafts[:num_rows[seq]]) * 31 % 3)
+            num_rows[seq] += 1
+        self.events["drafts"] += len(step.sampled) - len(num_rows)
         for seq, token in zip(step.sampled, sampled):
             self.unread.setdefault(seq, []).append(token)
         self.launched.append((step, sampled))
@@ -817,7 +823,7 @@ class RandomGroup:
 
 
 # In the long mode this is as many as there is time for.
-NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 20_000))
+NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 12_000))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -828,9 +834,17 @@ def test_random_operations_keep_every_promise(seed):
     rng, events = random.Random(seed), Counter()
     for _ in range(NUM_RANDOM_OPERATIONS // 4 // 250):
         random_operations(250, rng, events)
-    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches", "1 pools", "2 pools",
-             "3 pools")
+    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches", "drafts", "1 pools",
+             "2 pools", "3 pools")
     assert all(events[kind] > 0 for kind in kinds), events
+
+
+class RandomProposer:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def propose(self, token_ids, k):
+        return [self.rng.randint(0, 2) for _ in range(self.rng.randint(0, k))]
 
 
 def random_operations(count, rng, events):
@@ -842,12 +856,16 @@ def random_operations(count, rng, events):
         rng.random() < 0.8, rng.choice([0, 1]), window, rng.choice([0, 5, 50]))
     texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
     alive, searches = [], []
+    drafting = Drafting({"method": lambda: RandomProposer(rng), "num_speculative_tokens": rng.randint(1, 6)}, 3)
+    drafting.pays = rng.choice([0, 1])
+    sampling = SimpleNamespace(grammar=None)
     for _ in range(count):
         action = rng.random()
         prompt = rng.choice(texts)[:rng.randint(1, max_len - 1)]
         if action < 0.30 and len(alive) < 20:
             priority, new = rng.choice([0, 0, 1]), rng.randint(1, 20)
-            for seq in siblings(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority):
+            for seq in siblings(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority, sampling=sampling):
+                seq.drafter = rng.choice([None, Drafter(drafting)])
                 alive.append(seq)
                 scheduler.add(seq)
         elif action < 0.33 and len(searches) < 3:
@@ -1256,7 +1274,7 @@ MANY_SETTINGS = [
 @lru_cache
 def each_alone():
     """One request with each of these settings, and what each request gives alone."""
-    params = [SamplingParams(**dict(max_tokens=16, seed=i, ignore_eos=True) | settings)
+    params = [SamplingParams(**dict(max_tokens=12, seed=i, ignore_eos=True) | settings)
               for i, settings in enumerate(MANY_SETTINGS)]
     return params, [shared().generate(PROMPT, p)[0].outputs[0] for p in params]
 

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch
 _HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_params",
          "BeamSearchParams": "nanopaged.sampling_params",
          "StructuredOutputsParams": "nanopaged.sampling_params", "TextPrompt": "nanopaged.inputs",
-         "TokensPrompt": "nanopaged.inputs", "RequestOutput": "nanopaged.outputs",
+         "TokensPrompt": "nanopaged.inputs", "PromptType": "nanopaged.inputs", "RequestOutput": "nanopaged.outputs",
          "CompletionOutput": "nanopaged.outputs"}
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)

@@ -3,6 +3,7 @@ given value and the expected one."""
 import json
 from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Any, Callable, TypedDict
 
 
@@ -15,13 +16,16 @@ class TokensPrompt(TypedDict, total=False):
     """A prompt of token ids. The optional text appears in the output as its prompt."""
     prompt_token_ids: list[int]
     prompt: str
+    cache_salt: str  # keeps its blocks from prompts with another salt, or with none
 
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     pipeline_parallel_size=(1,), quantization=(None,),
-    enable_lora=(False, None), speculative_config=(None,), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
-    tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"), hf_overrides=(None, {}),
+    enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
+    tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
     max_logprobs=None, download_dir=(None,), compilation_config=None, served_model_name=None, async_scheduling=None,
     distributed_executor_backend=None, max_seq_len_to_capture=None)
@@ -32,10 +36,11 @@ def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, m
                   num_gpu_blocks_override: Any, load_format: Any, generation_config: Any, kv_cache_dtype: Any,
                   scheduling_policy: Any, gpu_memory_utilization: Any, swap_space: Any, seed: Any,
                   enable_prefix_caching: Any, enforce_eager: Any, skip_tokenizer_init: Any,
-                  data_parallel_size: Any, tensor_parallel_size: Any) -> None:
+                  data_parallel_size: Any, tensor_parallel_size: Any, hf_overrides: Any) -> None:
     """Raise ValueError for an option of LLM with an unusable value."""
     check_vllm_options(vllm_options)
     check_kind("model", model, (str, Path), "a directory or a name on the Hub")
+    check_kind("hf_overrides", hf_overrides, (dict, NoneType), "a dict of entries of config.json")
     if tokenizer is not None:
         check_kind("tokenizer", tokenizer, (str, Path), "a directory or a name on the Hub")
     if None not in (num_blocks, num_gpu_blocks_override):
@@ -121,9 +126,9 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         keys = {"prompt", "prompt_token_ids"}
         if not prompt.keys() & keys:
             raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-        if unknown := [key for key in prompt if key not in keys and prompt[key] is not None]:
-            raise ValueError("a prompt given as a dict has the keys 'prompt' and 'prompt_token_ids'; leave "
-                             f"{unknown[0]!r} out")
+        if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
+            raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
+                             f"leave {unknown[0]!r} out")
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -149,6 +154,14 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")
     return text, token_ids
+
+
+def read_cache_salt(prompt: Any) -> str | None:
+    """The cache_salt of a prompt given as a dict: only prompts with the same one share blocks of the prefix cache."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None:
+        check_number("cache_salt", salt, str, lambda x: x, "a string that is not empty")
+    return salt
 
 
 def _are_integers(kinds: set[type]) -> bool:

@@ -1,6 +1,6 @@
 """The results for a caller: a RequestOutput per request, with a CompletionOutput per sample. The names are vLLM's."""
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,25 @@ class BeamSearchSequence:
 
 
 @dataclass
+class RequestMetrics:
+    """What drafts were good for (nanopaged/scheduling/drafts.py)."""
+    num_draft_steps: int = 0  # that computed drafts; those of n samples count n times
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that came true
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """The tokens that a step with drafts has appended: the accepted drafts, and the token after them."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_draft_steps)
+
+    def __add__(self, other: "RequestMetrics") -> "RequestMetrics":
+        return RequestMetrics(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def __sub__(self, other: "RequestMetrics") -> "RequestMetrics":
+        return RequestMetrics(*(a - b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass
 class RequestOutput:
     """One request, finished or still running."""
     request_id: str
@@ -50,6 +69,7 @@ class RequestOutput:
     # For each prompt token; None for the first token, which no other token predicts.
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     sequences: list[BeamSearchSequence] | None = None  # of a beam search: the outputs again, in vLLM's form
+    metrics: RequestMetrics | None = None  # None: without drafts
 
 
 class EngineDeadError(RuntimeError):

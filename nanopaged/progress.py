@@ -14,11 +14,11 @@ class ProgressBar:
 
     total: the number of units; None if unknown, and then the line has neither bar nor remaining time
     enabled: False draws nothing
-    unit: the name of the counted units
+    unit: the name of a counted unit
     num_before: units done before the start; they do not count for the remaining time
     """
 
-    def __init__(self, total: int | None, enabled: bool = True, unit: str = "prompts", num_before: int = 0):
+    def __init__(self, total: int | None, enabled: bool = True, unit: str = "prompt", num_before: int = 0):
         self.total = total
         self.unit = unit
         self.num_before = num_before
@@ -42,9 +42,10 @@ class ProgressBar:
             if num_done > self.num_before:
                 seconds = elapsed * (self.total - num_done) / (num_done - self.num_before)
                 left = f", {_clock(seconds)} left"
+        unit = plural(self.unit, self.total or num_done)
         rate = num_tokens / max(elapsed, 1e-9)
         more = f", {more}" * bool(more)
-        line = f"{bar}{num_done}{of} {self.unit}, {_clock(elapsed)}{left}, {rate:.0f} tokens/s{more}"
+        line = f"{bar}{num_done}{of} {unit}, {_clock(elapsed)}{left}, {rate:.0f} tokens/s{more}"
         columns = shutil.get_terminal_size().columns - 1  # some terminals begin a new line at the last column
         print(f"\r{line[:columns]}\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -59,3 +60,7 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plural(noun: str, count: int) -> str:
+    return noun if count == 1 else noun + "s"

@@ -14,7 +14,16 @@ from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
 from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_number, check_options, read_prompt
+from nanopaged.inputs import (
+    as_list,
+    as_python,
+    check_choice,
+    check_kind,
+    check_number,
+    check_options,
+    read_cache_salt,
+    read_prompt,
+)
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import (
@@ -58,6 +67,7 @@ class LLM:
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
     tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
@@ -83,8 +93,9 @@ class LLM:
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 data_parallel_size: int = 1, tensor_parallel_size: int = 1, tokenizer: str | None = None,
-                 skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None, **vllm_options: Any):
+                 data_parallel_size: int = 1, tensor_parallel_size: int = 1, speculative_config: dict | None = None,
+                 tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+                 num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
@@ -92,8 +103,11 @@ class LLM:
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
-        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init)
+            swap_space=swap_space, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size,
+            hf_overrides=hf_overrides)
+        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init,
+                              hf_overrides or {})
+        self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
@@ -108,7 +122,8 @@ class LLM:
         self.runners = make(
             device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
             block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
+            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+            max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
         num_blocks, block_size = min(pools), self.runners[0].block_size
         # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
@@ -133,13 +148,14 @@ class LLM:
         self.seeds = random.Random(seed)
 
     def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
-                         skip_tokenizer: bool) -> None:
+                         skip_tokenizer: bool, overrides: dict) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
         downloaded."""
-        self.path = find_checkpoint(model, revision, check=lambda path: read_model_config(read_config(path)),
+        self.path = find_checkpoint(model, revision, lambda path: read_model_config(read_config(path) | overrides),
                                     config_only=is_dummy)
-        self.config = read_model_config(read_config(self.path))
+        self.config = read_model_config(read_config(self.path) | overrides)
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
+        self.script_tokenizer: Any = None
         if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
             self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
         if not is_dummy and not skip_tokenizer:
@@ -177,7 +193,14 @@ class LLM:
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer. ValueError if it has none that can be read."""
+        """The checkpoint's tokenizer, for scripts: it does what one of transformers does for them
+        (nanopaged/text/scripts.py). ValueError if the checkpoint has none that can be read."""
+        if self.script_tokenizer is None:
+            from nanopaged.text.scripts import ScriptTokenizer
+            self.script_tokenizer = ScriptTokenizer(self._check_tokenizer(), self.tokenizer_path)
+        return self.script_tokenizer
+
+    def _check_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no "
                                                      "tokenizer; give prompts as token ids")
@@ -187,6 +210,7 @@ class LLM:
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None, priority: int = 0) -> str:
         """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) and return its request id.
+        A dict may have a "cache_salt": only prompts with the same one share cached blocks.
 
         params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
@@ -227,19 +251,19 @@ class LLM:
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
-        text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+        text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words
-            bad_words = encode_bad_words(params.bad_words, self.get_tokenizer())
+            bad_words = encode_bad_words(params.bad_words, self._check_tokenizer())
         if params.stop:
-            self.get_tokenizer()  # without one there is no text to find them in
+            self._check_tokenizer()  # without one there is no text to find them in
         grammar = self._compile_grammar(params.structured_outputs) if params.structured_outputs else None
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer,
-                       grammar)
+                       grammar, read_cache_salt(prompt))
 
     def _compile_grammar(self, params: StructuredOutputsParams) -> Any:
         if self.tokenizer is None:
@@ -259,7 +283,8 @@ class LLM:
                             str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
                                              grammar=request.grammar and request.grammar.copy()),
-                            lookahead=not params.logits_processors)
+                            lookahead=not params.logits_processors, root=request.cache_salt or engine.ROOT,
+                            drafter=self.drafting and self.drafting.drafter(params))
             for j in range(params.n)]
         if params.prompt_logprobs is not None:
             self._compute_whole_prompt(sequences[0], params.prompt_logprobs)
@@ -390,7 +415,7 @@ class LLM:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
         or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
         as a string or as a list of parts: chat_template_content_format is "auto"."""
-        tokenizer = self.get_tokenizer()
+        tokenizer = self._check_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
@@ -446,7 +471,7 @@ class LLM:
         searches, bar = [], ProgressBar(len(prompts), use_tqdm)
         try:
             for prompt in prompts:
-                text, token_ids = read_prompt(prompt, self.get_tokenizer, self.config.vocab_size, self.max_model_len)
+                text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
                 max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
                 group = BeamGroup(params, self.eos_token_ids, max_tokens)
                 with self.lock:
@@ -523,6 +548,13 @@ def _pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type
     if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
         from nanopaged.device.graphs import GraphRunner as runner
     return runner, kernels
+
+
+def _make_drafting(speculative_config: Any, vocab_size: int) -> Any:
+    if speculative_config is None:
+        return None
+    from nanopaged.scheduling.drafts import Drafting
+    return Drafting(speculative_config, vocab_size)
 
 
 def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,

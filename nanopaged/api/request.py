@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput, token_logprobs
+from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.text.stop import StopChecker
 
@@ -16,10 +16,12 @@ class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, priority: int,
-                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any, grammar: Any) -> None:
+                 stop_token_ids: frozenset[int], bad_words: list[list[int]], tokenizer: Any, grammar: Any,
+                 cache_salt: str | None = None) -> None:
         self.prompt, self.prompt_token_ids, self.params, self.priority = prompt, prompt_token_ids, params, priority
         self.stop_token_ids, self.bad_words, self.tokenizer = stop_token_ids, bad_words, tokenizer
         self.grammar = grammar  # a text.grammar.Grammar at its beginning, or None
+        self.cache_salt = cache_salt  # only requests with the same one share cached blocks
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
         self.request_id = ""  # set by `start`
@@ -91,7 +93,12 @@ class Request:
         self.changed.clear()
         outputs = [self.outputs[index] for index in range(len(self.samples))]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs())
+                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs(),
+                             metrics=self._metrics())
+
+    def _metrics(self) -> RequestMetrics | None:
+        drafters = [seq.drafter for seq in self.sequences if seq.drafter]
+        return sum((drafter.metrics for drafter in drafters), RequestMetrics()) if drafters else None
 
     def _convert_prompt_logprobs(self) -> list | None:
         count = self.params.prompt_logprobs

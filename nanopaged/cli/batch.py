@@ -16,6 +16,12 @@ so results are not in the order of the lines:
 
 An object's "id" or "custom_id" may have any value, which is copied to the result.
 
+A line may be in OpenAI's batch format, as vLLM's run-batch takes it. Its body alone has the settings, and its result is
+in that format too:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "ROMEO:", "max_tokens": 8}}
+    {"line": 1, "hash": "77aa..", "custom_id": "a", "response": {"status_code": 200, "body": {..}}, "error": null, ..}
+
 **A bad line** does not stop the other lines. It is reported on stderr, gets a result with "error", and makes the exit
 code 1. **After an interruption** the same command continues: lines with a result are skipped, and a half-written result
 is cut off. The hash covers the line and the command line's settings. A result whose hash differs belongs to another
@@ -36,9 +42,11 @@ from hashlib import blake2b
 from numbers import Integral
 from typing import IO, TYPE_CHECKING, Any
 
+from nanopaged.api.answers import ApiError, batch_result
+from nanopaged.api.openai import FIELDS, Serving
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
-from nanopaged.progress import ProgressBar
+from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -142,7 +150,7 @@ class PromptFile:
                 raise ValueError(f"--output {target!r} exists, and its line {number} is not the result of a prompt; "
                                  "give another file") from None
             end += len(raw)
-            self.num_bad += "error" in result
+            self.num_bad += result.get("error") is not None
         file.truncate(end)
         self.num_done = len(self.hashes) - self.hashes.count(0)
         # Without a buffer, because closing a buffered file would write again the bytes that a full disk has refused.
@@ -176,36 +184,37 @@ class PromptFile:
             raise ValueError(f"--output {self.target!r} has a result for line {len(self.hashes)}, and --prompts "
                              f"{self.source!r} has {number} lines; give another file")
 
-    def run(self, llm: Any, params: SamplingParams, render: Callable[[list, list | None], Any],
-            progress: "Progress", show_progress: bool = True) -> int:
+    def run(self, llm: Any, params: SamplingParams, serving: Serving, progress: "Progress",
+            show_progress: bool = True) -> int:
         """Run all lines without a result. Returns the exit code, 1 if the file has bad lines.
 
-        render: a function of (messages, tools) that returns the prompt of a conversation
+        serving: renders conversations, and reads lines in OpenAI's format
         progress: of this engine; the file's progress bar is drawn after each of its steps
         """
         num_earlier = self.num_done
-        self.bar = ProgressBar(self.num_lines, show_progress, "lines", num_earlier)
+        self.bar = ProgressBar(self.num_lines, show_progress, "line", num_earlier)
         self.progress, progress.on_step = progress, self._draw
 
         try:
-            with closing(run_all(llm, self._requests(params, render), self.progress, self._refuse)) as finished:
+            with closing(run_all(llm, self._requests(params, serving), self.progress, self._refuse)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
             if not self.results:
                 raise
-            raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} lines, and the same command goes "
-                                    "on from there") from None
+            raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} {plural('line', self.num_done)}, "
+                                    "and the same command goes on from there") from None
         finally:
             self.bar.clear()
             if self.results:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        print(f"{self.num_done} lines{earlier}{bad}, {self.progress.report_all()}", file=sys.stderr, flush=True)
+        start = f"{self.num_done} {plural('line', self.num_done)}{earlier}{bad}"
+        print(self.progress.report(start), file=sys.stderr, flush=True)
         return 1 if self.num_bad else 0
 
-    def _requests(self, params: SamplingParams, render: Callable) -> Iterator[tuple]:
+    def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
         """The requests of the lines without a result, each as (key, prompt, ..) for run_all."""
         for number, raw, digest in self._read_lines():
             if digest:
@@ -213,15 +222,18 @@ class PromptFile:
                 try:
                     line = _parse_line(raw, self.is_json)
                     labels = {key: line.pop(key) for key in LABELS if key in line}
-                    given, *request = _read_request(line, params, render)
+                    requests = _read_call(line, serving) if "body" in line else [_read_request(line, params, serving)]
                 except ValueError as error:
                     self._refuse((number, digest, labels, None), error)
                 else:
-                    yield (number, digest, labels, given), *request
+                    for given, *request in requests:
+                        yield (number, digest, labels, given), *request
 
     def _finish(self, key: tuple, output: RequestOutput) -> None:
         """Write or print the result of a line."""
         number, digest, labels, (name, prompt) = key
+        if name == "body":
+            return self._finish_call(key, output)
         if failed := [sample for sample in output.outputs if sample.finish_reason == "error"]:
             return self._refuse(key, failed[0].stop_reason)
         self.num_done += 1
@@ -233,14 +245,39 @@ class PromptFile:
             print(f"=== line {number}: {shown!r}" + (f" [{sample.index}]" if len(output.outputs) > 1 else ""))
             print(f"{sample.text}\n", flush=True)
 
+    def _finish_call(self, key: tuple, result: RequestOutput | ValueError) -> None:
+        """A prompt of a line in OpenAI's format is done. The last one's end is the line's."""
+        number, digest, labels, (_, (call, index, results)) = key
+        results[index] = result
+        if len(results) < len(call.prompts):
+            return
+        try:
+            for error in results.values():
+                if isinstance(error, ValueError):
+                    raise error
+            body = call.response([results[index] for index in sorted(results)])
+        except ValueError as error:
+            return self._refuse((number, digest, labels, None), ApiError.of(error))
+        self.num_done += 1
+        if self.results:
+            return self._write(number, digest, labels | batch_result(body))
+        self.bar.clear()
+        for choice in body["choices"]:
+            print(f"=== line {number} [{choice['index']}]\n{choice.get('text') or choice['message']['content']}\n",
+                  flush=True)
+
     def _refuse(self, key: tuple, error: Any) -> None:
         """Report a bad line."""
-        number, digest, labels, _ = key
+        number, digest, labels, given = key
+        if given and given[0] == "body":
+            return self._finish_call(key, error)
         self.num_done += 1
         self.num_bad += 1
         self.bar.clear()
         print(f"line {number}: {error}", file=sys.stderr, flush=True)
-        self._write(number, digest, labels | {"error": str(error)})
+        is_call = isinstance(error, ApiError)
+        self._write(number, digest, labels | (batch_result(error.body, error.status) if is_call else
+                                              {"error": str(error)}))
 
     def _write(self, number: int, digest: int, result: dict[str, Any]) -> None:
         """Append a result to the output file, if the run has one."""
@@ -278,14 +315,29 @@ def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"this is not JSON ({reason})") from None
-    found = [key for key in PROMPT_KEYS if isinstance(line, dict) and key in line]
+    found = [key for key in (*PROMPT_KEYS, "body") if isinstance(line, dict) and key in line]
     if len(found) != 1:
-        raise ValueError('a line must be an object with "prompt", with "prompt_token_ids" or with "messages", not '
+        raise ValueError('a line must be an object with "prompt", "prompt_token_ids", "messages" or "body", not '
                          f"{text if len(text) < 80 else text[:80] + '..'}")
     return line
 
 
-def _read_request(line: dict[str, Any], params: SamplingParams, render: Callable[[list, list | None], Any]) -> tuple:
+def _read_call(line: dict[str, Any], serving: Serving) -> list[tuple]:
+    """A line in OpenAI's format as tuples like that of `_read_request`, one for each of its prompts."""
+    if line.get("method") != "POST" or line.get("url") not in FIELDS:
+        raise ApiError(f'a line with "body" has "method": "POST" and as "url" {" or ".join(FIELDS)}, not '
+                       f'{line.get("method")!r:.80} and {line.get("url")!r:.80}')
+    if unknown := sorted(line.keys() - {"method", "url", "body"}):
+        raise ApiError(f'a line with "body" has no key {unknown[0]!r:.80}; leave it out')
+    call = serving.read(line["url"], line["body"])
+    results: dict[int, Any] = {}
+    if call.stream:
+        raise ApiError('a result in a file is no stream; leave "stream" out')
+    return [(("body", (call, index, results)), prompt, call.params, call.priority)
+            for index, prompt in enumerate(call.prompts)]
+
+
+def _read_request(line: dict[str, Any], params: SamplingParams, serving: Serving) -> tuple:
     """A line's dict as ((key of PROMPT_KEYS, its value), prompt, sampling parameters, priority)."""
     name = next(key for key in PROMPT_KEYS if key in line)
     given = line.pop(name)
@@ -296,7 +348,7 @@ def _read_request(line: dict[str, Any], params: SamplingParams, render: Callable
     kind, expected = PROMPT_KEYS[name]
     check_kind(name, given, kind, expected)
     check_kind("priority", priority, Integral, "an integer")
-    prompt = render(given, tools) if name == "messages" else given
+    prompt = serving.render(given, tools) if name == "messages" else given
     return (name, given), prompt, replace(params, **line), priority
 
 

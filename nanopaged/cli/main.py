@@ -3,10 +3,11 @@
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
     --prompts FILE     many: see nanopaged/cli/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+    --serve            OpenAI's API over HTTP: see nanopaged/api/server.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
-Ctrl-D leaves.
+Ctrl-D leaves. A server ends with 0, after Ctrl-C too.
 """
 import argparse
 import json
@@ -14,55 +15,59 @@ import os
 import random
 import re
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
 from nanopaged import __version__
 from nanopaged.cli.batch import PromptFile, open_file, run_all
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError, RequestOutput
-from nanopaged.progress import ProgressBar
+from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
-usage: python engine.py (--prompt TEXT | --prompts FILE | --chat) [options]   defaults in brackets
+usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
 
 PROMPTS: texts go to stdout, everything else to stderr
   --prompt TEXT                continue this text; may be given several times
   --prompts FILE               .txt: a prompt per line; .jsonl: {"prompt": "Hi", "n": 2, ..} or
                                {"messages": [{"role": "user", "content": "Hi"}], ..}; - for stdin
   --output FILE.jsonl          results of --prompts as they finish; once more, and it goes on
-  --chat                       a conversation: Ctrl-C stops an answer, Ctrl-D leaves; with --prompt,
-                               or stdin from a file: one answer
+  --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
+                               file: one answer; --no-history: no message is kept for next time
   --system TEXT                system message of --chat
-  --chat-template FILE         in Jinja, in place of the checkpoint's
-  --chat-template-kwargs JSON  variables for it: {"enable_thinking": false}
+  --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
+                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
+  --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
-  --max-tokens N               new tokens at most [256; with --chat no limit]
-  --min-tokens N               new tokens before the text may end [0]
+  --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: all], at least [0]
   --temperature T              0 is greedy [0.8]
   --top-k K, --top-p P, --min-p P                keep the likeliest tokens [0, 1, 0: all]
-  --n N, --seed S              samples per prompt [1]; seed [0; with --chat a random one]
+  -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
   --stop TEXT                  end before this; may be given several times
   --include-stop-str-in-output                   end after it
   --stop-token-ids ID,ID,..    end at one of these
-  --ignore-eos                 go on after end-of-sequence tokens
-  --no-skip-special-tokens     show special tokens
+  --ignore-eos, --no-skip-special-tokens         go on after end tokens; show special tokens
   --bad-words TEXT             never generate this; may be given several times
   --logit-bias JSON            {"token id": what to add, ..}
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
   --json-schema FILE, --regex R, --choice TEXT   the text must fit; --choice A --choice B: A or B
   --generation-config vllm     leave generation_config.json aside [auto]
-  --beam-width N               beam search instead of sampling: N texts with their scores
-  --length-penalty X           of beam search: above 0 favours longer texts, below 0 shorter [1.0]
+  --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
 ENGINE
-  --model NAME, --revision R   bundled, a directory, or org/name on the Hub [shakespeare]
+  -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
+  --revision R, --tokenizer T, --skip-tokenizer-init      [main]; of another model [its own]; none
+  --hf-overrides JSON          what replaces entries of config.json: {"sliding_window": 24}
   --dtype D, --device D        float32, float16, bfloat16 [auto]; cpu, cuda, cuda:N [auto]
   --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
-  --block-size N, --num-blocks N                 token slots per block; blocks in all [what fits]
+  --block-size N, --num-blocks N, --num-gpu-blocks-override N    slots per block; blocks [what fits]
   --gpu-memory-utilization X   share of the card to fill [0.9]
   --max-model-len N            longest sequence, prompt included [the model's limit]
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
@@ -71,8 +76,9 @@ ENGINE
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --tensor-parallel-size N     GPUs that share one model and one pool [1]
+  --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace                      print each step: who computes what, in which blocks
+  --trace [FILE.html]          print what each step computes, in which blocks; or write a page
   --version                    print the version
 """
 
@@ -100,37 +106,75 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, is_batch, beams = _sampling_params(args), args.prompts is not None, None
+    params, beams, prompt_file, listener = _sampling_params(args), None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
-    template, variables = None, args.chat_template_kwargs
-    if args.chat_template is not None:
-        template = _read_text("--chat-template", args.chat_template)
-    if is_batch:
-        settings = Path(args.model).name, args.revision, params, args.generation_config or "auto", template, variables
+    template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
+    if args.serve:
+        from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
+        listener = bind(args.host, args.port)
+    if args.prompts is not None:
+        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
+                    args.chat_template_kwargs)
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
+    if args.trace:
+        if not args.trace.lower().endswith(".html"):
+            raise ValueError(f"--trace takes FILE.html, or no file to print the steps on stderr, not {args.trace!r}")
+        open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
-    params = _sampling_params(args, llm)
+    with _traced(llm, args):
+        return _generate(llm, args, beams, template, prompt_file, listener)
 
-    def render(messages: list[dict], tools: list[dict] | None = None) -> dict:
+
+@contextmanager
+def _traced(llm, args) -> Iterator[None]:
+    """Meanwhile each step is printed, or noted for a page that is written at the end."""
+    page = None
+    if args.trace:
+        from nanopaged.cli.page import Page
+        page = Page(llm)
+    elif args.trace is not None:
+        from nanopaged.cli.trace import Trace
+        Trace(llm)
+    try:
+        yield
+    finally:
+        if page:
+            import shlex
+            page.save(args.trace, "python engine.py " + shlex.join(args.words))
+            _say(f"{args.trace} plays the run; open it in a browser")
+
+
+def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
+              listener: Any) -> int:
+    params, is_printed = _sampling_params(args, llm), args.trace == ""
+
+    def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
-            return llm.chat_prompt(messages, chat_template=template, chat_template_kwargs=variables, tools=tools)
+            return llm.chat_prompt(messages, chat_template=template, tools=tools,
+                                   chat_template_kwargs=(args.chat_template_kwargs or {}) | (more or {}), **options)
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    if is_batch:
-        return prompt_file.run(llm, params, render, Progress(llm), show_progress=not args.trace)
+    if args.serve or prompt_file:
+        from nanopaged.api.openai import Serving
+        serving = Serving(llm, args.served_model_name or args.model, render)
+    if args.serve:
+        from nanopaged.api.server import serve
+        return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
+    if prompt_file:
+        return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        return _converse(llm, system, params, render)
+        return _converse(llm, args.history, system, params, render)
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
-    if len(prompts) == params.n == 1 and not beams and not args.trace:  # a stream would run into the trace
+    if len(prompts) == params.n == 1 and not beams and not is_printed:  # a stream would run into the trace
         return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
     if beams:
         progress = Progress(llm)
-        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not args.trace), progress)
-    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not args.trace))
+        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not is_printed), progress)
+    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not is_printed))
 
 
 def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, "Progress"]:
@@ -174,15 +218,15 @@ def _load(args, llm_class):
     if llm_class is None:
         from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
-    llm = llm_class(args.model, **_given(args, ENGINE))
+    options = _given(args, ENGINE)
+    if args.speculate is not None:
+        options["speculative_config"] = {"num_speculative_tokens": args.speculate}
+    llm = llm_class(args.model, **options)
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
     pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
-    _say(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
-         f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
-         f"{time.perf_counter() - started:.1f} s")
-    if args.trace:
-        from nanopaged.cli.trace import Trace
-        Trace(llm)
+    _say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
+              f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
+              f"{time.perf_counter() - started:.1f} s"))
     return llm
 
 
@@ -207,8 +251,9 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
     progress.note_end(output)
     sample = output.outputs[0]
     went_wrong = sample.finish_reason == "error"
-    why = f": {sample.stop_reason}" if went_wrong else f": {progress.pool_is_limit}" if progress.num_cut else ""
-    _say(f"{progress.report(after_first=True)}, finished by {sample.finish_reason}{why}")
+    _say(progress.report(after_first=True, end=sample.finish_reason))
+    if went_wrong:
+        _say(f"the text went wrong: {sample.stop_reason}")
     return int(went_wrong)
 
 
@@ -222,7 +267,7 @@ def _print_all(titles: list[str], outputs: list, progress: "Progress") -> int:
         if sample.finish_reason == "error":
             _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
     progress.count(sum(len(sample.token_ids) for _, sample in samples))
-    _say(f"{len(titles)} prompts, {progress.report_all()}")
+    _say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}"))
     return int(any(sample.finish_reason == "error" for _, sample in samples))
 
 
@@ -230,56 +275,14 @@ def _raise(_, error: ValueError) -> None:
     raise error
 
 
-def _converse(llm, messages: list[dict], params: SamplingParams, render) -> int:
-    """Questions from the terminal, answers to stdout. A prompt is the whole conversation, but only its end has to be
-    computed: the blocks of the rest are in the pool."""
-    render(messages + [_user("Hello")])  # without a chat template say so now
-    _load_line_editor()
-    _say("Ctrl-C stops an answer, Ctrl-D leaves")
-    num_fixed = len(messages)
-    while True:
-        try:
-            text = _ask()
-        except EOFError:
-            _say("")
-            return 0
-        except KeyboardInterrupt:
-            _say("\nCtrl-D leaves")
-            continue
-        if not text.strip():
-            continue
-        asked = messages + [_user(text)]
-        said: list[str] = []
-        try:
-            prompt, room = render(asked), llm.max_model_len // 4  # at least, for the answer
-            while len(prompt["prompt_token_ids"]) > llm.max_model_len - room and len(asked) > num_fixed + 1:
-                del asked[num_fixed:num_fixed + 2]
-                prompt = render(asked)
-            if len(asked) <= len(messages) and len(prompt["prompt_token_ids"]) < llm.max_model_len:
-                _say("the conversation is too long, its oldest questions and answers are forgotten")
-                messages = asked[:-1]
-            _stream(llm, prompt, params, said)
-        except ValueError as error:
-            _say(f"error: {error}")
-        except KeyboardInterrupt:
-            _say("stopped")
-        if any(said):
-            messages = asked + [{"role": "assistant", "content": "".join(said)}]
+def _converse(llm, keep_history: bool | None, system: list[dict], params: SamplingParams, render) -> int:
+    from nanopaged.cli.chat import Conversation, Keyboard, history_file
 
+    def answer(prompt: dict, said: list[str]) -> None:
+        _stream(llm, prompt, params, said)
 
-def _load_line_editor() -> None:
-    try:
-        import readline  # input() is a line editor with it
-    except ImportError:
-        return
-    readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one message
-
-
-def _ask() -> str:
-    if sys.stdout.isatty():
-        return input("> ")  # the line editor has to know where the line begins
-    print("> ", end="", file=sys.stderr, flush=True)
-    return input()
+    keyboard = Keyboard(None if keep_history is False else history_file())
+    return Conversation(system, render, answer, llm.max_model_len, keyboard).run()
 
 
 def _user(text: str) -> dict:
@@ -340,9 +343,9 @@ class Progress:
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
-        self.saved_before = self.pool.num_saved_blocks
         self.generated_before = llm.scheduler.num_generated_tokens
         self.pool.most_blocks_held = self.blocks_in_use
+        self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
         self.num_finished = 0
         self.num_cut = 0  # texts that ended because the pool was full
 
@@ -381,29 +384,33 @@ class Progress:
         return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
                 and pool_size < self.llm.config.max_position_embeddings)
 
-    @property
-    def pool_is_limit(self) -> str:
-        return f"the pool of {self.pool.num_blocks} blocks is the limit; raise --num-blocks or --gpu-memory-utilization"
-
     def rate(self, after_first: bool = False) -> float:
         """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
         start = self.first if after_first and self.first else self.started
         return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
 
-    def report(self, after_first: bool = False) -> str:
-        most_blocks = self.pool.most_blocks_held
+    def report(self, start: str = "", after_first: bool = False, end: str = "") -> str:
+        """The status line, of at most 100 columns. A longer one goes on in a second line."""
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        num_saved = self.pool.num_saved_blocks - self.saved_before
-        return (f"{num_prompt} prompt tokens, {num_cached} of them cached ({num_cached / max(num_prompt, 1):.0%}"
-                + (f", {num_saved} blocks saved)" if num_saved else ")")
-                + (f", first token after {self.first - self.started:.2f} s" if self.first else "")
-                + f", {self.num_new_tokens} new tokens at {self.rate(after_first):.1f} tokens/s"
-                + (f", at most {most_blocks} of {self.pool.num_blocks} blocks in use" if most_blocks else ""))
+        tokens = f"{'' if start else 'prompt '}{plural('token', num_prompt)}"
+        drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
+        parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
+                 f"first token {self.first - self.started:.2f} s" if self.first else "",
+                 f"{self.num_new_tokens} new at {self.rate(after_first):.0f}/s",
+                 f"{drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "",
+                 f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
+                 end]
+        line = fold(", ".join(filter(None, parts)))
+        if not self.num_cut:
+            return line
+        texts = "the text" if self.num_cut == self.num_finished == 1 else f"{self.num_cut} texts"
+        return line + "\n" + fold(f"the pool of {self.pool.num_blocks} blocks ended {texts}; raise --num-blocks or "
+                                  "--gpu-memory-utilization")
 
-    def report_all(self) -> str:
-        """The report on several texts."""
-        return self.report() + (f", {self.num_cut} finished by length: {self.pool_is_limit}" if self.num_cut else "")
+
+def fold(line: str) -> str:
+    return textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,8 +433,8 @@ def _object(text: str) -> dict:
     raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r:.80}")
 
 
-# Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so. What is not
-# given is None, and the default is that of SamplingParams and LLM, or the one in _run.
+# Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so; None: a value
+# may follow. What is not given is None, and the default is that of SamplingParams and LLM, or the one in _run.
 SAMPLING = dict(
     max_tokens=int, min_tokens=int, temperature=float, top_k=int, top_p=float, min_p=float, n=int, seed=int,
     presence_penalty=float, frequency_penalty=float, repetition_penalty=float, stop=list, stop_token_ids=_ids,
@@ -437,21 +444,33 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, tensor_parallel_size=int, seed=int)
+    data_parallel_size=int, tensor_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True,
+    num_gpu_blocks_override=int, hf_overrides=_object, speculative_config=_object)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, trace=True)
+    history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
+    port=int, api_key=str, served_model_name=str)
+SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], chat_template=["chat", "prompts"], chat_template_kwargs=["chat", "prompts"])
-EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"],
+             system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
+             chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
+             served_model_name=["serve", "prompts"])
+EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
+                serve=["prompt", "prompts", "chat", "beam_width",
+                       *(name for name in SAMPLING | STRUCTURED if name != "seed")],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One sentence instead of the whole usage."""
-        raise ValueError(f"{message} (python engine.py --help lists the options)")
+        """One sentence instead of the whole usage, with a hint for a typo."""
+        import difflib
+        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
 
     def format_help(self):
         return HELP
@@ -476,16 +495,20 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in (SAMPLING | STRUCTURED | ENGINE | OTHERS).items():
         how = dict(action="append") if kind is list else dict(type=kind)
+        if kind is None:
+            how = dict(nargs="?", const="")
         if isinstance(kind, bool):
             how = dict(action="store_const", const=kind)
-        parser.add_argument(_option(name, kind), dest=name, **how)
+        parser.add_argument(*SHORT.get(name, ()), _option(name, kind), dest=name, **how)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args([_with_dashes(word) for word in argv])
+    args.words = argv
     args.model = "shakespeare" if args.model is None else args.model
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
     _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
     if is_asked and not talks:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
@@ -495,12 +518,13 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
-    has = set(_given(args, SAMPLING | STRUCTURED | OTHERS))
-    if not has & {"prompt", "prompts", "chat"}:
-        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE or --chat")
+    has = set(_given(args, SAMPLING | STRUCTURED | ENGINE | OTHERS))
+    if not has & {"prompt", "prompts", "chat", "serve"}:
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
-            raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")
+            raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, "
+                             "or none")
     for name, others in EXCLUDES.items():
         if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")

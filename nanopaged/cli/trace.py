@@ -45,6 +45,7 @@ class State(NamedTuple):
     num_known: dict[engine.Sequence, int]  # running or waiting sequence -> the number of its known tokens
     host_tables: dict[engine.Sequence, list[int]]  # waiting sequence -> its blocks on the host
     num_allowed: dict[engine.Sequence, int]  # running sequence with a grammar -> the tokens that may come next
+    drafts: dict[engine.Sequence, list[int]]  # running sequence -> its drafts that are not decided yet
 
 
 class Trace:
@@ -79,9 +80,12 @@ class Trace:
         if first:
             return
         while len(self.pools) < len(schedulers):
-            Trace(llm, self.write, self)
+            type(self)(llm, self.write, self)
+        self._legend()
+
+    def _legend(self) -> None:
         num_host_blocks, window = (getattr(self.manager, name, 0) for name in ("num_host_blocks", "window"))
-        several = f"on each of {len(schedulers)} GPUs, " * (len(schedulers) > 1)
+        several = f"on each of {len(self.pools)} GPUs, " * (len(self.pools) > 1)
         self.write(f"{several}a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
                    + f", {num_host_blocks} more on the host" * (num_host_blocks > 0)
                    + f", attention sees {window} tokens" * (window > 0))
@@ -115,17 +119,22 @@ class Trace:
                            {seq: len(seq.token_ids) for seq in scheduler.running + self.llm.scheduler.waiting},
                            {seq: list(seq.host_table) for seq in self.llm.scheduler.waiting},
                            {seq: seq.sampling.grammar.num_allowed()
-                            for seq in scheduler.running if seq.sampling.grammar})
+                            for seq in scheduler.running if seq.sampling.grammar},
+                           {seq: list(seq.drafts) for seq in scheduler.running})
             self.is_inside = True
             try:
                 result = method(*args, **kwargs)
             finally:
                 self.is_inside = False
             show(before, result, *args)
+            self._note()
             return result
 
         self.originals.append((holder, name, vars(holder).get(name)))
         setattr(holder, name, watched)
+
+    def _note(self) -> None:
+        """The state after a call has been shown; nanopaged/cli/page.py wants to know it."""
 
     # ---- a step, when it is scheduled
 
@@ -151,19 +160,34 @@ class Trace:
                    f"for {len(step.seqs)} of {len(running)} running sequences")
         work = [self._work(seq, num_tokens[seq], step) if seq in num_tokens else self._pause(seq, spent == budget)
                 for seq in running]
-        column = max(map(len, work[:MOST]), default=0)
-        self._lines([(self._name(seq), f"{text:<{column}} {self._table(seq, step, WIDTH - LABEL - 1 - column)}")
-                     for seq, text in zip(running, work)])
+        self._rows(running, work, step)
         if waiting:
-            self._say(self._name(waiting[0]), self._why_not(waiting[0], step, spent == budget))
-            self._items("", [self._name(seq) for seq in waiting[1:]], "behind it: ", " ")
+            self._queue(waiting, self._why_not(waiting[0], step, spent == budget))
         self._placements()
         for trace in self.pools:
             trace._pool()
         self._moves(before, step)
+        self._items("draft", [self._drafts(seq) for seq in step.seqs if seq.drafts])
         self._attention(step)
         for seq in step.seqs:
-            self.num_computed[seq.order] = max(seq.num_computed_tokens, self.num_computed.get(seq.order, 0))
+            num_computed = seq.num_computed_tokens - len(seq.drafts)
+            self.num_computed[seq.order] = max(num_computed, self.num_computed.get(seq.order, 0))
+
+    def _drafts(self, seq: engine.Sequence) -> str:
+        """The tokens that were guessed, and where in the text they followed before."""
+        found = getattr(seq.drafter.proposer, "found", None)  # custom proposers have it or not
+        where = "" if found is None else f" from token {found + len(seq.token_ids) - seq.drafter.start}"
+        return f"{self._name(seq)} {self._text(seq.drafts)}{where}"
+
+    def _rows(self, running: list[engine.Sequence], work: list[str], step: engine.SchedulerOutput) -> None:
+        """The work and the block table of each running sequence."""
+        column = max(map(len, work[:MOST]), default=0)
+        self._lines([(self._name(seq), f"{text:<{column}} {self._table(seq, step, WIDTH - LABEL - 1 - column)}")
+                     for seq, text in zip(running, work)])
+
+    def _queue(self, waiting: list[engine.Sequence], why: str) -> None:
+        self._say(self._name(waiting[0]), why)
+        self._items("", [self._name(seq) for seq in waiting[1:]], "behind it: ", " ")
 
     def _placements(self) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
@@ -198,6 +222,8 @@ class Trace:
         start = end - num_tokens
         if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             text = f"token {start} again, for its logits"
+        elif seq.drafts:
+            text = f"decode {start} and {len(seq.drafts)} drafts"
         elif num_tokens == 1 and start >= num_prompt_tokens:
             text = f"decode {start}"
         elif start >= max(num_prompt_tokens, self.num_computed.get(seq.order, 0)):
@@ -286,12 +312,13 @@ class Trace:
         """
         runner = self.llm.runner
         is_triton = runner.kernels is kernel.TRITON
-        decodes = [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1]
-        size = len(decodes)
-        longest = max(seq.num_computed_tokens for seq in step.seqs)
+        batch = engine.StepInput.of(step, self.manager.block_size)
+        decodes = [seq for seq, count in zip(step.seqs, step.num_tokens) if count == 1 or seq.drafts]
+        size = batch.num_tokens.count(1)
+        longest = max(batch.seq_lens)
         shape = None
         if runner.fused:
-            shape = runner.graph_shape(step.num_tokens, [seq.num_computed_tokens for seq in step.seqs])
+            shape = runner.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape:  # a CUDA graph is recorded for sequences of any length
             size = shape.num_seqs
             longest = runner.max_model_len
@@ -319,7 +346,7 @@ class Trace:
     def _tokens(self, before: State, _: Any, step: engine.SchedulerOutput, *__: Any) -> None:
         number = self.numbers.pop(step, None)
         sampled: list[str] = []
-        for seq in step.sampled:
+        for seq in dict.fromkeys(step.sampled):
             new = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):]
             what = self._text(new) if new else "nothing" if seq in before.num_known else "dropped, it had ended"
             if candidates := self._candidates(seq):
@@ -327,11 +354,14 @@ class Trace:
             if new and seq in before.num_allowed:
                 what = f"{self._text(new[:1])} (one of {before.num_allowed[seq]} that its grammar allows)"
                 what += f", forced {self._text(new[1:])}" if len(new) > 1 else ""
+            if drafts := before.drafts.get(seq):
+                num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, new)))
+                what += f" ({num_right} of {len(drafts)} drafts came true)"
             sampled.append(f"{self._name(seq)} {what}")
         when = f"in step {number}, read only now: " if number != self.last else ""
         self._items("sampled", sampled, when or f"in step {number}: " * (len(self.pools) > 1))
         alive = {*self.scheduler.running, *self.llm.scheduler.waiting}
-        ended = [seq for seq in step.sampled if seq in before.num_known and seq not in alive]
+        ended = [seq for seq in dict.fromkeys(step.sampled) if seq in before.num_known and seq not in alive]
         self._lines([("finished", self._end(seq) + self._freed(seq, before, ended[i + 1:]))
                      for i, seq in enumerate(ended)])
         if ended:

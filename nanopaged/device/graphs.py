@@ -51,7 +51,8 @@ class GraphRunner(Runner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
-        self.masked: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # their sampling with masks
+        # Sampling with masks, by number of rows: graph, rows of the step, tokens.
+        self.masked: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         super().__init__(*args, **options)
 
     def _make_model(self, tensors: Any) -> None:
@@ -66,9 +67,9 @@ class GraphRunner(Runner):
 
     def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_seqs:
+        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
             split, last_rows = one_token_rows(batch, sampling_indices)
-            if len(split.seqs) <= self.max_num_seqs:
+            if len(split.seqs) <= self.max_num_samples:
                 batch, sampling_indices = split, last_rows
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape is None:
@@ -101,7 +102,7 @@ class GraphRunner(Runner):
     def shapes(self) -> list[Shape]:
         """The steps to record, the largest first: the others fit into its memory."""
         most_tokens = self.max_num_batched_tokens
-        most_seqs = min(self.max_num_seqs, most_tokens, MAX_DECODE_SIZE)
+        most_seqs = min(self.max_num_samples, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
         # A step with room for few sequences computes logits, and samples, for few rows.
         mixed = [Shape(size, seqs, size // self.query_tile + seqs)
@@ -117,14 +118,22 @@ class GraphRunner(Runner):
         most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
+        self.masked_input = torch.zeros(3 * self.max_num_samples, dtype=torch.int32, device=self.device)
+        self.graph_memory: Any = None  # of all recordings
         # Without a stream torch.cuda.graph would use one of the first device that it recorded on.
-        pool, stream = None, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         for shape in shapes:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits, tokens = self._static_step(shape)
-            pool = pool or graph.pool()
-            self.graphs[shape] = graph, logits, tokens
+            self.graphs[shape] = self._record(self._static_step, shape)
+
+    def _record(self, step: Callable[[Any], tuple[Tensor, Tensor]],
+                size: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """A graph of step(size), and the tensors that the step returns; each replay writes them again."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graph_memory, stream=self.graph_stream,
+                              capture_error_mode="thread_local"):
+            outputs = step(size)
+        self.graph_memory = self.graph_memory or graph.pool()
+        return graph, *outputs
 
     def _static_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens)."""
@@ -158,7 +167,7 @@ class GraphRunner(Runner):
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
         draws_again = needs.filters or needs.edits or needs.processors  # the graph drew from the plain logits
         if needs.grammars and not draws_again and needs.num_logprobs is None:
-            return partial(self._sample_masked, shape, rows[:num_seqs], sampling_indices, needs.grammars), logits
+            return partial(self._sample_masked, batch, sampling_indices, tokens, needs.grammars), logits
         if len(sampling_indices) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
@@ -171,33 +180,42 @@ class GraphRunner(Runner):
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
 
-    def _sample_masked(self, shape: Shape, rows: Tensor, sampling_indices: list[int],
+    def _sample_masked(self, batch: engine.StepInput, sampling_indices: list[int], tokens: Tensor,
                        seqs: list[tuple[int, engine.Sequence]]) -> Tensor:
-        """Sample a recorded step's tokens with the masks of grammars, by a graph that is recorded at its first use."""
-        self._send_masks([(sampling_indices[i], seq) for i, seq in seqs], len(rows))
-        if shape not in self.masked:
-            self._record_masked(shape)
-        graph, _, tokens = self.masked[shape]
-        graph.replay()
-        if len(sampling_indices) == len(rows):
-            return tokens[:len(rows)]
-        at = self._send([sampling_indices])[0]
-        tokens, rows = tokens.index_select(0, at), rows.index_select(0, at)
-        self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of its other rows
+        """The tokens of a replayed step, sampled again in the rows of sequences with a grammar."""
+        masked = {sampling_indices[i]: seq for i, seq in seqs if not seq.num_void_tokens}  # void: forced already
+        if masked:
+            at, drawn = self._replay_masked(batch, masked)
+            tokens.index_copy_(0, at, drawn)
+        if len(sampling_indices) == len(batch.seqs):
+            return tokens[:len(batch.seqs)]
+        indices, rows = self._send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
+        tokens = tokens.index_select(0, indices)
+        self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of the other rows of a sequence
         return tokens
 
-    @no_garbage_collection()
-    def _record_masked(self, shape: Shape) -> None:
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self.masked[shape] = graph, *self._masked_step(shape)
+    def _replay_masked(self, batch: engine.StepInput, masked: dict[int, engine.Sequence]) -> tuple[Tensor, Tensor]:
+        """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
+        at = list(masked)
+        self._send_masks(list(masked.values()))
+        size = min(1 << (len(at) - 1).bit_length(), self.max_num_samples)
+        padding = size - len(at)
+        message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [self.max_num_seqs] * padding,
+                            [batch.seq_lens[i] for i in at] + [0] * padding])
+        if self.device.type == "cuda":
+            message = message.pin_memory()
+        self.masked_input[:len(message)].copy_(message, non_blocking=True)
+        if size not in self.masked:
+            with no_garbage_collection():
+                self.masked[size] = self._record(self._masked_step, size)
+        graph, indices, tokens = self.masked[size]
+        graph.replay()
+        return indices[:len(at)], tokens[:len(at)]
 
-    def _masked_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        *parts, _ = self.graph_input[:sum(shape.layout)].split(shape.layout)
-        sent, logits = StepTensors(*parts), self.graph_logits[:shape.num_seqs]
-        masked = mask_logits(logits, self.masker.masks[:shape.num_seqs])
-        return logits, self._sample(masked, sent.rows, sent.seq_lens, SamplingNeeds())
+    def _masked_step(self, size: int) -> tuple[Tensor, Tensor]:
+        at, rows, lens = self.masked_input[:3 * size].view(3, size)
+        logits = mask_logits(self.graph_logits.index_select(0, at), self.masker.masks[:size])
+        return at.long(), self._sample(logits, rows, lens, SamplingNeeds())
 
 
 def one_token_rows(batch: engine.StepInput, sampling_indices: list[int]) -> tuple[engine.StepInput, list[int]]:

@@ -85,18 +85,18 @@ def as_list(tensor: Tensor) -> list:
     return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
 
 
-def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], sampled: list[engine.Sequence],
+def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], order: list[int],
                  parts: list[PromptPart]) -> engine.Sampled:
-    """The step's tokens, in the order of `sampled`, and their log probabilities, from the tensors of `logprob_tensors`,
-    whose order is that of `seqs`: (own, rank, ids of the best tokens, theirs) for each token."""
+    """The step's tokens and their log probabilities, from the tensors of `logprob_tensors`: (own, rank, ids of the best
+    tokens, theirs) for each token. The tensors' order is that of `seqs`, and the i-th token belongs to row order[i]."""
     lists = [as_list(tensor) for tensor in tensors]
-    wanting = [seq for seq in seqs if seq.sampling.num_logprobs is not None]
-    logprobs = {seq: only(seq.sampling.num_logprobs, *found) for seq, found in zip(wanting, zip(*lists[:4]))}
+    wanting = [row for row, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
+    logprobs = {row: only(seqs[row].sampling.num_logprobs, *found) for row, found in zip(wanting, zip(*lists[:4]))}
     of_prompts, prompts = zip(*lists[-4:]), []
     for part in parts:
         count = part.seq.sampling.num_prompt_logprobs
         prompts.append((part.seq, part.first, [only(count, *found) for found in islice(of_prompts, part.num_tokens)]))
-    return engine.Sampled(tokens, [logprobs.get(seq) for seq in sampled] if wanting else None, prompts)
+    return engine.Sampled(tokens, [logprobs.get(row) for row in order] if wanting else None, prompts)
 
 
 def only(count: int, own: float, rank: int, ids: Any, logprobs: Any) -> tuple:

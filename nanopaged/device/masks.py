@@ -1,8 +1,8 @@
 """The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows."""
 import ctypes
+from collections import Counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine
@@ -21,23 +21,23 @@ class Masker:
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
 
-    def send(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
-        """The masks [num_rows, num_bytes] on the device. seqs: (row, sequence) of those with a grammar; other rows
-        allow all tokens."""
-        start, sequences = self.host.data_ptr(), dict(seqs)
-        for row in range(num_rows):
-            seq, address = sequences.get(row), start + self.num_bytes * row
+    def send(self, seqs: list[engine.Sequence | None]) -> Tensor:
+        """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
+        sequence with drafts has several: that of its next token, then those after one draft, two .."""
+        start, num_rows = self.host.data_ptr(), Counter[engine.Sequence | None]()
+        for row, seq in enumerate(seqs):
+            address = start + self.num_bytes * row
             if seq is None or seq.num_void_tokens:  # void: the grammar has forced this token already
                 ctypes.memset(address, 0xFF, self.num_bytes)
             else:
-                size = seq.sampling.grammar.fill_mask(address)
+                size = seq.sampling.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])
                 ctypes.memset(address + size, 0, self.num_bytes - size)  # ids that the tokenizer lacks
-        return self.masks[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
+            num_rows[seq] += 1
+        return self.masks[:len(seqs)].copy_(self.host[:len(seqs)], non_blocking=True)
 
 
 def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
     """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; masks [R, num_bytes] uint8, a
-    bit for each token."""
-    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
-    allowed = F.pad(bits.flatten(1), (0, logits.shape[1] - 8 * masks.shape[1])).bool()  # cuts the bits past the end
-    return torch.where(allowed, logits, -torch.inf)
+    bit for each token, and unused bits at the end."""
+    bits = masks[:, :, None] & (1 << torch.arange(8, dtype=torch.uint8, device=masks.device))
+    return logits.masked_fill(bits.flatten(1)[:, :logits.shape[1]] == 0, -torch.inf)

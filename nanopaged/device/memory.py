@@ -44,7 +44,7 @@ def largest_steps(runner: "Runner") -> tuple[list[int], list[int]]:
     """Query lengths of the largest step with prompts, and of the largest decode step."""
     full, rest = divmod(runner.max_num_batched_tokens, runner.max_model_len)
     prompts = ([runner.max_model_len] * full + [rest] * (rest > 0))[:runner.max_num_seqs]
-    return prompts, [1] * min(runner.max_num_seqs, runner.max_num_batched_tokens)
+    return prompts, [1] * min(runner.max_num_samples, runner.max_num_batched_tokens)
 
 
 def peak_of(runner: "Runner", query_lens: list[int]) -> int:
@@ -60,7 +60,7 @@ def peak_of(runner: "Runner", query_lens: list[int]) -> int:
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
     sent = runner.send_step([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
-    sampled = torch.zeros(min(runner.max_num_seqs, num_tokens), dtype=torch.int32, device=runner.device)
+    sampled = torch.zeros(min(runner.max_num_samples, num_tokens), dtype=torch.int32, device=runner.device)
     batch = runner._model_batch(sent, sampled, max(query_lens), runner.max_model_len, query_lens.count(1),
                                 runner._to_device(runner._query_tiles(query_lens, query_lens)))
     try:

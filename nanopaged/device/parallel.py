@@ -129,7 +129,8 @@ class ParallelRunner(Runner):
 
     def _make_rows(self) -> None:
         super()._make_rows()
-        rows, width = max(self.max_num_batched_tokens, FEWEST_ROWS), padded_part(self.whole.vocab_size, self.peers.size)
+        rows = max(self.max_num_batched_tokens, self.max_num_samples, FEWEST_ROWS)
+        width = padded_part(self.whole.vocab_size, self.peers.size)
         self.sums = [self.peers.share(rows * self.config.hidden_size, self.dtype) for _ in range(2)]
         self.logits_buffer = self.peers.share(LOGITS_ROWS * width, self.dtype)
         self.tokens = self.peers.share(self.max_num_seqs + 1, torch.int32)

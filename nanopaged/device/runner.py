@@ -67,9 +67,10 @@ class Runner:
 
     def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
-                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str):
+                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, max_num_drafts: int = 0):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
         self._to_device, self._send = partial(_to_device, device), partial(_send, device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
@@ -302,7 +303,8 @@ class Runner:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
             from nanopaged.device.masks import mask_logits
-            logits = mask_logits(logits, self._send_masks(needs.grammars, len(logits)))
+            sequences = dict(needs.grammars)
+            logits = mask_logits(logits, self._send_masks([sequences.get(row) for row in range(len(logits))]))
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
@@ -310,11 +312,11 @@ class Runner:
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
-    def _send_masks(self, seqs: list[tuple[int, engine.Sequence]], num_rows: int) -> Tensor:
+    def _send_masks(self, seqs: list[engine.Sequence | None]) -> Tensor:
         if self.masker is None:
             from nanopaged.device.masks import Masker
-            self.masker = Masker(self.config.vocab_size, self.max_num_seqs, self.device)
-        return self.masker.send(seqs, num_rows)
+            self.masker = Masker(self.config.vocab_size, self.max_num_samples, self.device)
+        return self.masker.send(seqs)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
@@ -398,6 +400,8 @@ def as_sampled(seqs: list[engine.Sequence], sampled: list[engine.Sequence], part
                tensors: list[Tensor]) -> engine.Sampled:
     """seqs: the sequences that sampled, in the batch's order; sampled: in the scheduler's."""
     tensor, *more = tensors
-    token_of = dict(zip(seqs, tensor.tolist()))
-    tokens = [token_of[seq] for seq in sampled]
-    return logprobs.add_logprobs(tokens, more, seqs, sampled, parts) if more else engine.Sampled(tokens)
+    place = {seq: i for i, seq in enumerate(sampled)}
+    order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])  # those of a sequence with drafts stay in order
+    tokens = tensor.tolist()
+    tokens = [tokens[row] for row in order]
+    return logprobs.add_logprobs(tokens, more, seqs, order, parts) if more else engine.Sampled(tokens)

@@ -50,7 +50,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 def compile_kernels(runner: "Runner") -> None:
     """Call every variant of Triton's kernels that a step may need, on sequences without tokens."""
-    c, most = runner.config, min(runner.max_num_seqs, MAX_DECODE_SIZE)
+    c, most = runner.config, min(runner.max_num_samples, MAX_DECODE_SIZE)
     make = partial(torch.zeros, device=runner.device)
     ints: dict[str, Any] = dict(dtype=torch.int32, device=runner.device)
     rows, cache = max(2, most), memory.one_block(runner)
@@ -80,7 +80,7 @@ def finish(runner: "Runner") -> None:
         # The largest step comes first: at a kernel's first call torch tries a few configurations and keeps the fastest.
         # Steps of one row and of few rows have kernels of their own.
         for query_lens in (*memory.largest_steps(runner), [1, 1], [1]):
-            if len(query_lens) <= runner.max_num_seqs:
+            if len(query_lens) <= runner.max_num_samples:
                 memory.peak_of(runner, query_lens)
         runner.kernels = kernel.TRITON
     if runner.compiled is not None:

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from nanopaged import kernel, model
+from nanopaged.device.choices import pick_dtype
 from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.outputs import EngineDeadError
-from nanopaged.weights.checkpoint import read_config, read_tensors
-from nanopaged.weights.families import read_model_config
+from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.split import split_config
 
 ROOT = Path(__file__).parents[2]  # where Python finds this package
@@ -250,9 +250,11 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     if sys.platform == "win32":
         raise ValueError("tensor_parallel_size needs Linux or macOS")
     split_config(config, size)  # ValueError
+    options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
-        path=str(path.resolve()), is_dummy=tensors is None, base=base.__name__, device=device.type, pool=pool,
-        swap_space=swap_space, is_triton=kernels is kernel.TRITON, threads=torch.get_num_threads(), options=options))
+        config=vars(config) | dict(torch_dtype=None), path=None if tensors is None else str(path.resolve()),
+        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space, is_triton=kernels is kernel.TRITON,
+        threads=torch.get_num_threads(), options=options))
     with workers.explained():
         workers.wait()  # until Python has started
         workers.awaited.update(workers.processes)
@@ -261,8 +263,8 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
                                         **options)
 
 
-def make_follower(rank: int, size: int, folder: str, path: str, is_dummy: bool, base: str, device: str, pool: list,
-                  swap_space: float, is_triton: bool, threads: int, options: dict[str, Any]) -> Follower:
+def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
+                  pool: list, swap_space: float, is_triton: bool, threads: int, options: dict[str, Any]) -> Follower:
     """A worker's runner."""
     runner_class, own_device = Runner, torch.device(device)
     if base == "GraphRunner":
@@ -273,7 +275,7 @@ def make_follower(rank: int, size: int, folder: str, path: str, is_dummy: bool, 
     else:
         torch.set_num_threads(max(1, threads // size))
     runner = rank_class(Follower, runner_class)(
-        read_model_config(read_config(Path(path))), None if is_dummy else read_tensors(Path(path)),
+        model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
         peers=join_peers(rank, size, own_device, folder), device=own_device,
         kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
     runner.allocate_pool(*pool)

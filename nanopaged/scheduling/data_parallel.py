@@ -217,6 +217,10 @@ class Pools:
     def num_generated_tokens(self) -> int:
         return sum(pool.num_generated_tokens for pool in self.pools)
 
+    @property
+    def num_preemptions(self) -> int:
+        return sum(pool.num_preemptions for pool in self.pools)
+
     def add(self, seq: engine.Sequence) -> None:
         insort(self.pools[0].queue, seq, key=engine.by_order)
 
@@ -280,7 +284,7 @@ class Engines:
         return all(one.is_idle for one in self.engines) and not self.engines[0].scheduler.queue
 
     def step(self) -> None:
-        free = [one for one in self.engines if len(one.launched) <= one.lookahead]
+        free = [one for one in self.engines if one.has_room]
         if any([self._launch(one) for one in free]):
             return
         busy = [one for one in self.engines if one.launched]
@@ -303,7 +307,7 @@ class Engines:
             one.launch(step)
         else:
             one.scheduler.undo(step)
-        return bool(step.seqs) and len(one.launched) <= one.lookahead
+        return bool(step.seqs) and one.has_room
 
 
 def is_done(one: engine.Engine) -> bool:

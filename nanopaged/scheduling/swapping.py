@@ -35,7 +35,10 @@ class Swapping(SlidingWindow):
 
     def preempt(self, seq: engine.Sequence) -> engine.Status:
         """Move the sequence's blocks to the host, or free them if the host pool is too small."""
-        num_computed_tokens, table = seq.num_computed_tokens, seq.block_table
+        num_computed_tokens = seq.num_computed_tokens
+        if seq.drafts:  # not decided yet
+            num_computed_tokens = min(num_computed_tokens, len(seq.token_ids))
+        table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # the rest held drafts
         if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
             return super().preempt(seq)
         host_table = [engine.NULL if block == engine.NULL else self.free_host_blocks.pop() for block in table]

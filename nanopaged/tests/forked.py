@@ -55,10 +55,8 @@ class PretendedGraph:
         pass
 
     def replay(self):
-        logits, tokens = self.outputs
-        new_logits, new_tokens = self.step()
-        assert new_logits.data_ptr() == logits.data_ptr()
-        tokens.copy_(new_tokens)
+        for old, new in zip(self.outputs, self.step()):
+            old.copy_(new)
 
 
 class Recording:

@@ -1,10 +1,8 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
-import inspect
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,16 +26,17 @@ PROMPT = list(range(60, 75))
 
 
 if optional_triton.INTERPRETED:
-    # Triton's interpreter looks through the members of triton.language at every call of a function, which is a third of
-    # its time. The members that it looks for are the same every time.
+    # Half of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
+    # the members of triton.language, though the launch has replaced them, and checks for overflow are computed and
+    # thrown away.
     from triton.runtime import interpreter
 
-    @cache
-    def builtin_names(package) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+    def patch_lang_once(function, patch=interpreter._patch_lang):
+        lang = function.__globals__.get("tl") or function.__globals__.get("core")
+        return patch(function) if lang is None or interpreter.tl.core.is_builtin(lang.load) else None
 
-    interpreter.inspect = SimpleNamespace(**vars(inspect) | dict(
-        getmembers=lambda package: [(name, getattr(package, name)) for name in builtin_names(package)]))
+    interpreter._patch_lang = patch_lang_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:

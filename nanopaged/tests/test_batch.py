@@ -14,7 +14,7 @@ from nanopaged.cli import batch
 from nanopaged.cli.batch import PromptFile, run_all
 from nanopaged.cli.main import Progress
 from nanopaged.device.runner import Runner
-from nanopaged.progress import ProgressBar
+from nanopaged.progress import ProgressBar, plural
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, nothing_left, run, shared_llm
 
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]
@@ -70,7 +70,7 @@ def texts(path="out.jsonl") -> dict[int, list[str]]:
 def test_a_text_file(capsys, folder):
     assert run("--prompts", "in.txt", "--output", "out.jsonl", *GREEDY, *POOL) == 0
     captured = capsys.readouterr()
-    assert captured.out == "" and "3 lines" in captured.err and "15 new tokens" in captured.err
+    assert captured.out == "" and "3 lines" in captured.err and "15 new at" in captured.err
     assert "bad" not in captured.err and "\r" not in captured.err  # no terminal, no bar
     for line, prompt in enumerate((ROMEO, JULIET, "DUKE: So"), 1):
         expected, found = generate(prompt), results()[line]
@@ -288,7 +288,8 @@ def test_an_interrupted_run_goes_on(capsys, folder, monkeypatch, more):
             break
         numbers.append(len(found))
         last = captured.err.splitlines()[-1]
-        assert last == (f"interrupted: out.jsonl has results for {len(found)} lines, and the same command goes on from "
+        assert last == (f"interrupted: out.jsonl has results for {len(found)} {plural('line', len(found))}, "
+                        "and the same command goes on from "
                         "there")
         if len(numbers) > 2 and numbers[-1] == numbers[-2]:  # three steps are not enough for the longest
             code = run(*argv, "--output", "out.jsonl")
@@ -306,7 +307,7 @@ def test_a_run_that_was_killed_goes_on_from_any_byte(folder):
     assert run("--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL) == 0
     whole, content = comparable(results()), (folder / "out.jsonl").read_bytes()
     line_end = content.index(b"\n")
-    for cut in {0, 1, 8, 9, 10, len(content) - 1, *range(20, len(content), 61), line_end, line_end + 1}:
+    for cut in {0, 1, 8, 9, 10, len(content) - 1, *range(20, len(content), 151), line_end, line_end + 1}:
         (folder / "out.jsonl").write_bytes(content[:cut])
         assert run("--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL) == 0
         assert comparable(results()) == whole, cut
@@ -517,14 +518,14 @@ def test_the_progress_bar(folder, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sys, "stderr", terminal)
     write_lines(folder / "in.jsonl", *[{"prompt": ROMEO}] * 3, "{", {"prompt": JULIET, "max_tokens": 30})
-    argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL, "--max-num-seqs", "1"]
+    argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL, "--max-num-seqs", "1", "--device", "cpu"]
     assert run(*argv) == 1
     drawn = terminal.getvalue().split("\r")
     bars = [text.removesuffix("\x1b[K") for text in drawn if text.startswith("[")]
     assert re.fullmatch(r"\[\.{20}\] 0/5 lines, \d:\d\d, \d+ tokens/s, 1/128 blocks", bars[0])
     assert re.match(r"\[################\.{4}\] 4/5 lines, \d:\d\d, \d:\d\d left, \d+ tokens/s, 1 bad", bars[-1])
     assert all(len(text) < 80 for text in bars)
-    assert drawn[-1].startswith("\x1b[K5 lines, 1 bad, ") and drawn[-1].endswith("blocks in use\n")
+    assert drawn[-1].startswith("\x1b[K5 lines, 1 bad, ") and drawn[-1].endswith("/128 blocks\n")
     assert any(text.startswith("\x1b[Kline 4: this is not JSON") for text in drawn)
     for more, stream in ((["--trace"], Terminal()), ([], io.StringIO())):
         (folder / "out.jsonl").unlink()
@@ -538,7 +539,7 @@ def test_the_remaining_time(monkeypatch):
     terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", terminal)
-    bar = ProgressBar(30, unit="lines", num_before=10)
+    bar = ProgressBar(30, unit="line", num_before=10)
     bar.started -= 3600
     bar.update(14, 7200)
     assert terminal.getvalue() == "\r[#########...........] 14/30 lines, 1:00:00, 4:00:00 left, 2 tokens/s\x1b[K"

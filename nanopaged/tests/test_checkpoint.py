@@ -113,6 +113,28 @@ def test_a_gguf_file(tmp_path, name):
         find_on_disk(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name, words", [
+    ("https://huggingface.co/Qwen/Qwen3-0.6B", ["write the model's name, 'Qwen/Qwen3-0.6B'"]),
+    ("huggingface.co/Qwen/Qwen3-0.6B/tree/main", ["write the model's name, 'Qwen/Qwen3-0.6B'"]),
+    ("https://hf.co/Qwen/Qwen3-0.6B/tree/v1.2", ["'Qwen/Qwen3-0.6B' and the revision 'v1.2'"]),
+    ("https://example.org/model.safetensors", ["is an address", "Qwen/Qwen3-0.6B"]),
+    ("llama3:8b", ["ollama", "meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b"]),
+    ("library/qwen3:0.6b-q4_K_M", ["ollama", "Qwen/Qwen3-0.6B"])])
+def test_names_of_other_tools_are_told_what_to_write(name, words):
+    with pytest.raises(ValueError) as caught:
+        find_on_disk(name)
+    message = str(caught.value)
+    assert message.startswith(f"model {name!r}") and "\n" not in message and ". " not in message
+    assert all(word in message for word in words)
+
+
+def test_a_directory_may_have_a_colon_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3:8b").mkdir()
+    (tmp_path / "llama3:8b" / "config.json").write_text("{}")
+    assert find_on_disk("llama3:8b") == Path("llama3:8b")
+
+
 def test_reads_config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "name": "\u00e9"}', encoding="utf-8")
     assert read_config(tmp_path) == {"model_type": "gpt2", "name": "\u00e9"}

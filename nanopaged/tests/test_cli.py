@@ -12,19 +12,20 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 import nanopaged
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.api.request import Request
+from nanopaged.cli import chat as cli_chat
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
+from nanopaged.outputs import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POOL = ["--num-blocks", "128", "--block-size", "16"]  # small, so that many engines fit beside each other
 SMALL = dict(num_blocks=128, block_size=16)  # the same
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
@@ -35,9 +36,9 @@ loaded = functools.cache(LLM)
 
 def shared_llm(model: str = "shakespeare", **options) -> LLM:
     """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. The
-    engine's own seed is for requests without one, which the command line does not make, and without CUDA graphs an
-    engine is ready at once."""
-    return loaded(model, **options | dict(enforce_eager=True, seed=0))
+    engine's own seed is for requests without one, which the command line does not make. An engine on a CPU is ready at
+    once; test_package.py runs the program on a GPU."""
+    return loaded(model, **dict(device="cpu") | options | dict(enforce_eager=True, seed=0))
 
 
 def run(*argv: str, llm_class=shared_llm) -> int:
@@ -89,7 +90,7 @@ def test_one_prompt_prints_it_with_its_continuation(capsys):
 def test_the_status_goes_to_stderr(capsys):
     assert run("--prompt", ROMEO, "--max-tokens", "20", "--temperature", "0", *POOL) == 0
     captured = capsys.readouterr()
-    for word in ("shakespeare", DEVICE, "128 blocks", "20 new tokens", "tokens/s", "finished by length"):
+    for word in ("shakespeare", "on cpu", "128 blocks", "20 new at ", "/s, ", ", length"):
         assert word in captured.err and word not in captured.out
     assert ROMEO not in captured.err and "error" not in captured.err
 
@@ -130,8 +131,11 @@ def test_sampling_options_reach_the_sampler(capsys):
     ("--revision", "main", dict(revision="main")), ("--kv-cache-dtype", "fp8", dict(kv_cache_dtype="fp8")),
     ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
     ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
-    ("--generation-config", "vllm", dict(generation_config="vllm")),
-    ("--model", "my/model", dict(model="my/model"))])
+    ("--generation-config", "vllm", dict(generation_config="vllm")), ("--tokenizer", "my/t", dict(tokenizer="my/t")),
+    ("--skip-tokenizer-init", None, dict(skip_tokenizer_init=True)),
+    ("--num-gpu-blocks-override", "9", dict(num_gpu_blocks_override=9)),
+    ("--data-parallel-size", "2", dict(data_parallel_size=2)),
+    ("--model", "my/model", dict(model="my/model")), ("-m", "my/model", dict(model="my/model"))])
 def test_engine_options_reach_the_engine(name, value, received):
     class Asked(Exception):
         pass
@@ -177,7 +181,7 @@ def asked_params(monkeypatch, *argv, **options) -> SamplingParams:
 SAMPLING_OPTIONS = {
     "--max-tokens 7": dict(max_tokens=7), "--min-tokens 3": dict(min_tokens=3),
     "--temperature 1.5": dict(temperature=1.5), "--top-k 5": dict(top_k=5), "--top-p 0.5": dict(top_p=0.5),
-    "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2),
+    "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2), "-n 2": dict(n=2), "-n2": dict(n=2),
     "--seed -3": dict(seed=-3), "--presence-penalty -1": dict(presence_penalty=-1),
     "--frequency-penalty 0.5": dict(frequency_penalty=0.5), "--repetition-penalty 1.1": dict(repetition_penalty=1.1),
     "--stop ACT --stop ' SCENE'": dict(stop=["ACT", " SCENE"]), "--stop-token-ids 5,6": dict(stop_token_ids=[5, 6]),
@@ -233,14 +237,14 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
     for more in ([], [], ["--n", "2"]):
         assert run(*argv, *more) == 0
         statuses.append(capsys.readouterr().err.splitlines()[-1])
-    pattern = (r"(\d+) prompt tokens, (\d+) of them cached \((\d+)%(?:, \d+ blocks saved)?\), "
-               r"first token after \d+\.\d\d s, (\d+) new tokens at \d+\.\d tokens/s, "
-               r"at most (\d+) of 128 blocks in use")
+    pattern = (r"(\d+) (?:prompt )?tokens \((\d+) cached\), first token \d+\.\d\d s, "
+               r"(\d+) new at \d+/s, (\d+)/128 blocks")
+    assert statuses[2].startswith("1 prompt, ")
     first, second, third = (tuple(map(int, re.search(pattern, status).groups())) for status in statuses)
     num_prompt = first[0]
-    assert first[1:3] == (0, 0) and first[3] == 4 and first[4] >= num_prompt // 16
-    assert second[1] == num_prompt // 16 * 16 and second[2] == round(100 * second[1] / num_prompt)
-    assert third[0] == 2 * num_prompt and third[3] == 8
+    assert first[1:3] == (0, 4) and first[3] >= num_prompt // 16
+    assert second[1] == num_prompt // 16 * 16
+    assert third[0] == 2 * num_prompt and third[2] == 8
 
 
 @pytest.mark.parametrize("more", [[], ["--n", "2"]], ids=["streaming", "n = 2"])
@@ -256,20 +260,20 @@ def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
 
     monkeypatch.setattr(Request, "output", broken)
     assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 1
-    assert capsys.readouterr().err.count(": it is not a number") == (2 if more else 1)
+    assert capsys.readouterr().err.count("went wrong: it is not a number") == (2 if more else 1)
 
 
 def test_the_status_line_says_when_the_pool_ended_a_text(capsys):
-    limit = "finished by length: the pool of 2 blocks is the limit; raise --num-blocks"
+    limit = "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"
     argv = ["--prompt", ROMEO, "--ignore-eos", "--num-blocks", "2", "--block-size", "16"]
     assert run(*argv) == 0
-    assert f", {limit}" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == limit.format("the text")
     assert run(*argv, "--n", "2") == 0
-    assert f", 2 {limit}" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == limit.format("2 texts")
     for more in (["--max-tokens", "4"], ["--max-model-len", "24"]):  # these are the limit
         for n in ("1", "2"):
             assert run(*argv, *more, "--n", n) == 0
-            assert "the limit" not in capsys.readouterr().err
+            assert "the pool of 2 blocks ended" not in capsys.readouterr().err
 
 
 def test_underscores_in_the_names_of_options(monkeypatch):
@@ -310,7 +314,7 @@ def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
     assert_in_order(captured.out, [
         part for output in outputs for sample in output.outputs for part in (output.prompt, sample.text)])
     assert captured.out.count(ROMEO) == n * prompts.count(ROMEO)
-    assert f"{15 * n * len(prompts)} new tokens" in captured.err and "tokens/s" in captured.err
+    assert f"{15 * n * len(prompts)} new at " in captured.err
     assert not any(prompt in captured.err for prompt in prompts)
 
 
@@ -391,7 +395,7 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
 @pytest.mark.parametrize("argv, word", [
     ([], "--prompt"), (["--max-tokens", "8"], "--prompt"), (["--prompt"], "--prompt"),
     (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
-    (["--prompt", "x", "-n", "2"], "-n"),
+    (["--prompt", "x", "-p", "2"], "-p"),
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
     (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
@@ -402,10 +406,43 @@ def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
     assert_refused(capsys.readouterr(), word)
 
 
+@pytest.mark.parametrize("typed, meant", [
+    ("--max-tokes", "--max-tokens"), ("--max_tokes=8", "--max-tokens"), ("--tempature", "--temperature"),
+    ("--modle", "--model"), ("--no-prefix-caching", "--no-enable-prefix-caching"), ("--frobnicate", None),
+    ("-q", None)])
+def test_a_typo_gets_a_hint(capsys, typed, meant):
+    assert run("--prompt", "x", typed, "8") == 2
+    captured = capsys.readouterr()
+    assert_refused(captured, typed.replace("_", "-"), f"; did you mean {meant}?" if meant else "")
+    assert ("did you mean" in captured.err) == (meant is not None)
+
+
+def test_the_status_lines_fit_100_columns(capsys):
+    def report(num_prompt: int, num_new: int, drafting=None, **how) -> list[str]:
+        manager = SimpleNamespace(num_prompt_tokens=num_prompt, num_cached_tokens=num_prompt * 3 // 4, num_blocks=16384,
+                                  num_free_blocks=0, most_blocks_held=0)
+        llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new),
+                              drafting=drafting)
+        progress = cli.Progress(llm)
+        progress.tokens_before, progress.generated_before = (0, 0), 0
+        progress.started, progress.first, progress.num_cut = time.perf_counter() - 12.3, time.perf_counter(), 1
+        return progress.report(**how).splitlines()
+
+    assert len(report(1000, 2000, end="length")) == 2  # the second line is about the pool
+    for numbers in ((1, 1), (10**3, 10**3), (10**9, 10**9)):
+        for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
+            for drafting in (None, SimpleNamespace(metrics=RequestMetrics(*numbers))):
+                assert all(len(line) <= 100 for line in report(*numbers, drafting, **how))
+    assert run("--prompt", ROMEO, "--max-tokens", "2", "-n", "2", *POOL) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) <= 100 for line in lines) and lines[-1].startswith("1 prompt, 14 tokens (")
+
+
 @pytest.mark.parametrize("argv, words", [
     ("--chat --prompts FILE.txt", ["--chat", "--prompts"]),
     ("--prompt x --prompts FILE.txt", ["--prompt", "--prompts"]),
     ("--prompts FILE.txt --beam-width 2", ["--prompts", "--beam-width"]),
+    ("--prompts FILE.txt --no-history", ["--no-history", "--chat"]),
     ("--prompts FILE.txt --system S", ["--system", "--chat"]), ("--prompt x --system S", ["--system", "--chat"]),
     ("--prompt x --output OUT.jsonl", ["--output", "--prompts"]), ("--output OUT.jsonl", ["--prompts"]),
     ("--chat --output OUT.jsonl", ["--output", "--prompts"]),
@@ -568,8 +605,7 @@ def test_sampling_parameters_without_an_option():
     option."""
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
-    for_vllms_sake = {"tokenizer", "skip_tokenizer_init", "num_gpu_blocks_override"}
-    assert set(LLM.__init__.__kwdefaults__) - for_vllms_sake == set(cli.ENGINE)
+    assert set(LLM.__init__.__kwdefaults__) == set(cli.ENGINE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -590,7 +626,7 @@ def test_a_closed_stream_that_is_not_needed(capsys, monkeypatch, name):
     assert run("--prompt", ROMEO, "--max-tokens", "4", "--temperature", "0", *POOL) == 0
     captured, [expected] = capsys.readouterr(), generate(ROMEO, max_tokens=4, temperature=0)
     assert captured.out == ("" if name == "stdout" else f"{ROMEO}{expected.outputs[0].text}\n")
-    assert ("4 new tokens" in captured.err) == (name != "stderr") and "error" not in captured.err
+    assert ("4 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
 
 
 class Full(io.StringIO):
@@ -671,7 +707,7 @@ def test_beams_with_their_scores(capsys):
     assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
                                    for output in outputs for beam in output.outputs])
     assert captured.out.count("===") == 6
-    assert "36 new tokens" in captured.err and "prompt tokens" in captured.err
+    assert "36 new at" in captured.err and "2 prompts, " in captured.err
     assert run(*argv, *POOL) == 0
     assert capsys.readouterr().out != captured.out
 
@@ -713,7 +749,7 @@ def test_chat_answers_a_message(capsys, chat):
     assert run(*chat, "--prompt", "Who is there?", "--max-tokens", "12") == 0
     captured = capsys.readouterr()
     assert captured.out == answer_to("Who is there?") + "\n"
-    assert "12 new tokens" in captured.err and "Who" not in captured.err
+    assert "12 new at" in captured.err and "Who" not in captured.err
 
 
 def test_chat_with_a_system_message_and_variables(capsys, chat):
@@ -773,8 +809,15 @@ class Terminal:
         raise line
 
 
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch) -> Path:
+    """The history file of the tests' conversations."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "nanopaged" / "chat_history.jsonl"
+
+
 def cached_tokens(err: str) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) prompt tokens, (\d+) of them cached", err)]
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) prompt tokens \((\d+) cached", err)]
 
 
 def test_a_conversation(capsys, chat, monkeypatch):
@@ -789,6 +832,59 @@ def test_a_conversation(capsys, chat, monkeypatch):
     (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
     assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
     assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(shared_llm(**SMALL))
+
+
+def test_quotes_begin_and_end_a_message_of_several_lines(capsys, chat, monkeypatch):
+    Terminal(monkeypatch, '"""Who', "", 'is there?"""', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
+             KeyboardInterrupt, "Go on.", '"""', "no end")
+    assert run(*chat, "--max-tokens", "12") == 0
+    turns = []
+    for question in ("Who\n\nis there?", " Hi", "one line", "Go on."):
+        turns += [question, answer_to(*turns, question)]
+    assert capsys.readouterr().out == "".join(answer + "\n" for answer in turns[1::2])
+
+
+def test_commands_of_a_conversation(capsys, chat, monkeypatch):
+    """/clear forgets the turns and not the system message; other words after a slash are messages."""
+    asked, prompt_of = [], LLM.chat_prompt
+    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
+        asked.append([message["content"] for message in messages]) or prompt_of(llm, messages, **how)))
+    Terminal(monkeypatch, "Hi", "/clear", "/etc/hosts is what?", "/?", "/quit", "/bye ", AssertionError("asked again"))
+    assert run(*chat, "--max-tokens", "4", "--system", "Brief!") == 0
+    captured = capsys.readouterr()
+    assert asked[1:] == [["Brief!", "Hi"], ["Brief!", "/etc/hosts is what?"]]  # the first is a trial
+    assert "forgotten, but not the system message" in captured.err and "no command /quit" in captured.err
+    assert all(word in captured.err for word in ('"""', "/clear ", "/bye ", "/? "))
+
+
+def test_messages_are_kept_for_the_next_session(capsys, chat, monkeypatch, state):
+    """In a file of the user alone. An entry of several lines is one entry; commands are none."""
+    pytest.importorskip("readline")
+    monkeypatch.setattr(cli_chat, "readline", editor := SimpleNamespace(entries=[]))
+    editor.parse_and_bind = editor.set_auto_history = lambda _: None
+    editor.clear_history, editor.add_history = editor.entries.clear, editor.entries.append
+    Terminal(monkeypatch, "Hi", '"""two', 'lines\u2028"""', "/?", " ")
+    assert run(*chat, "--max-tokens", "1") == 0
+    assert state.stat().st_mode & 0o777 == 0o600 and state.parent.stat().st_mode & 0o777 == 0o700
+    state.chmod(0o644)
+    Terminal(monkeypatch, "And now?")
+    assert run(*chat, "--max-tokens", "1") == 0
+    assert editor.entries == ["Hi", "two\nlines\u2028", "And now?"] and state.stat().st_mode & 0o777 == 0o600
+    state.write_text('"a"\nbroken\n5\n' + "".join(f'"{i}"\n' for i in range(2500)))
+    kept = state.read_bytes()
+    Terminal(monkeypatch, "Secret")
+    assert run(*chat, "--max-tokens", "1", "--no-history") == 0
+    assert state.read_bytes() == kept and editor.entries == ["Secret"]
+    Terminal(monkeypatch)
+    assert run(*chat, "--max-tokens", "1") == 0
+    assert editor.entries == [str(i) for i in range(1500, 2500)] and state.read_text().count("\n") == 1000
+
+
+def test_a_history_that_cannot_be_kept_is_no_error(capsys, chat, monkeypatch, state):
+    state.parent.parent.write_text("a file where a directory should be")
+    Terminal(monkeypatch, "Hi", "Hi")
+    assert run(*chat, "--max-tokens", "1") == 0
+    assert capsys.readouterr().err.count("no history of messages is kept") == 1
 
 
 def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch):
@@ -874,7 +970,8 @@ def test_lines_that_are_pasted_together_are_one_message():
     """A terminal sends the marks of a paste around the lines, and carriage returns between them."""
     pytest.importorskip("readline")
     pty = pytest.importorskip("pty")
-    code = "from nanopaged.cli import main as cli; cli._load_line_editor(); print(repr(cli._ask()), repr(cli._ask()))"
+    code = ("from nanopaged.cli.chat import Keyboard; keyboard = Keyboard(None); "
+            "print(repr(keyboard.read_message()), repr(keyboard.read_message()))")
     master, slave = pty.openpty()
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
                              env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
@@ -928,6 +1025,7 @@ def test_a_conversation_in_a_terminal(chat):
         start = len(shown)
         while shown.count("\n", start) < 4:
             read_until("\n", len(shown))
+            os.write(master, b"typed meanwhile ")  # Ctrl-C drops it
         os.write(master, b"\x03")
         read_until("stopped")
         read_until("> ", shown.index("stopped"))
@@ -943,7 +1041,57 @@ def test_a_conversation_in_a_terminal(chat):
         child.kill()
         child.wait()
         os.close(master)
-    assert "Traceback" not in shown and "error" not in shown
+    assert "Traceback" not in shown and "error" not in shown and "typed" not in shown
+
+
+def test_an_arrow_key_brings_back_a_message_of_several_lines(state):
+    """With the real line editor: the entry of an earlier session comes back whole, and is kept as one entry again."""
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps("two\nlines") + "\n")
+    code = ("from nanopaged.cli.chat import Keyboard, history_file; keyboard = Keyboard(history_file()); "
+            "print(repr(keyboard.read_message()))")
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull})
+    os.close(slave)
+    shown = ""
+    try:
+        while "> " not in shown:
+            shown += os.read(master, 10_000).decode()
+        os.write(master, b"\x1b[A\r")  # the key up
+        while r"'two\nlines'" not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert state.read_text().splitlines() == [json.dumps("two\nlines")] * 2
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_next_question():
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    code = ("import time; from nanopaged.cli.chat import Keyboard; keyboard = Keyboard(None)\n"
+            "with keyboard.silent():\n  print('an', flush=True); time.sleep(0.5); print('swer', flush=True)\n"
+            "print(repr(keyboard.read_message()))")
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": "dumb", "INPUTRC": os.devnull})
+    os.close(slave)
+    shown = ""
+    try:
+        while "an" not in shown:
+            shown += os.read(master, 10_000).decode()
+        os.write(master, b"next\n")
+        while "'next'" not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    assert re.match(r"an\s+swer\s+(\x1b\S*)?> next\s+(\x1b\S*\s*)?'next'", shown), shown
 
 
 # --------------------------------------------------------------------------------------------------
@@ -968,14 +1116,9 @@ def test_a_benchmark_that_there_is_not(capsys, monkeypatch, words):
 
 
 def test_nobody_complains_where_there_is_no_numpy():
-    statements = ["import engine", "import bench"]  # bench takes LLM from nanopaged
-    children = [  # side by side
-        subprocess.Popen([sys.executable, "-c", f"import sys; sys.modules['numpy'] = None; {statement}"], cwd=ROOT,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for statement in statements]
-    for statement, child in zip(statements, children):
-        output, _ = child.communicate()
-        assert (statement, child.returncode, output) == (statement, 0, b"")
+    code = "import sys; sys.modules['numpy'] = None; import engine, bench"  # bench takes LLM from nanopaged
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert (done.returncode, done.stdout) == (0, b"")
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours():

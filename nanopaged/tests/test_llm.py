@@ -222,3 +222,13 @@ def test_a_priority_is_an_integer():
 def test_bad_engine_options_get_a_sentence(options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         LLM(**dict(block_size=16, enforce_eager=True) | options)
+
+
+def test_hf_overrides_replace_entries_of_the_config():
+    window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}
+    llm = LLM(hf_overrides=window, device="cpu", num_blocks=20)
+    assert llm.config.window == 24 and LLM(device="cpu", num_blocks=20).config.window == 0
+    with pytest.raises(ValueError, match="hf_overrides must be a dict of entries of config.json, not 5"):
+        LLM(hf_overrides=5)
+    with pytest.raises(ValueError, match="num_attention_heads|num_heads|heads"):
+        LLM(hf_overrides={"num_attention_heads": "many"}, device="cpu")

@@ -60,7 +60,7 @@ def test_two_ranks_compute_what_transformers_computes(variant):
 
 
 @pytest.mark.parametrize("options", [
-    dict(num_blocks=14), dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
+    dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
     dict(lookahead=1, enable_prefix_caching=False), dict(size=4)], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds. With four
@@ -100,7 +100,18 @@ def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
         assert logprobs[0] == [pytest.approx(position, abs=1e-3) for position in logprobs[1]]
 
 
-def test_grammars(monkeypatch):
+def test_drafts():
+    """Also with log probabilities, penalties and several samples."""
+    prompts = [PROMPT[:5] * 6, [7, 8, 9] * 10, PROMPT]
+    for settings in (dict(temperature=0), dict(temperature=0.8, seed=3, n=2, logprobs=2, repetition_penalty=1.2)):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **settings)
+        llm = split(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, block_size=16)
+        found = [[sample.token_ids for sample in output.outputs] for output in llm.generate(prompts, params)]
+        expected = shared("qwen3").generate(prompts, params)
+        assert found == [[sample.token_ids for sample in output.outputs] for output in expected]
+
+
+def test_grammars():
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40,
                             structured_outputs=StructuredOutputsParams(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
@@ -155,8 +166,7 @@ def test_a_part_of_a_tensor_is_a_view_of_the_file():
     for name, tensor in read_tensors(path):
         shape, cut = cuts[name.removeprefix("model.")]
         part = cut(tensor)
-        assert tensor.shape == shape and part.numel() <= tensor.numel()
-        assert part.shape != shape or "proj" not in name or "down" in name or "k_" in name or "v_" in name
+        assert tensor.shape == shape
         if "mlp" not in name:  # padded: 40 becomes 64
             assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 # Commands and traces
 # --------------------------------------------------------------------------------------------------
 
-FIRST, LONGER = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
+PAGE, FIRST, LONGER = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def test_a_preempted_sequence_ends_with_the_same_text_as_on_a_larger_pool():
 
 
 def test_the_python_example_runs(capsys):
-    code, on_ray = (text for language, text in FENCED if language == "python")
+    code, _, on_ray = (text for language, text in FENCED if language == "python")  # test_server.py runs the second one
     exec(code.replace("LLM()", "LLM(device='cpu')"), {})
     assert len(capsys.readouterr().out) > 100
     # Ray takes half a gigabyte to install, so only the part that runs in each of its actors is run here.
@@ -81,7 +81,9 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
 
 
 def test_every_option_exists():
-    of_bench, of_others = (ROOT / "bench.py").read_text(), {"--help", "--ignore-missing-imports", "--follow-imports"}
+    of_bench, of_others = (ROOT / "bench.py").read_text(), {
+        "--help", "--ignore-missing-imports", "--follow-imports", "--headless", "--hide-scrollbars", "--screenshot",
+        "--window-size"}
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
 

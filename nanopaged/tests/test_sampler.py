@@ -37,9 +37,9 @@ def settings_batch(rows: list[dict], seeds, positions, **flags) -> SamplingBatch
     floats = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32, device=DEVICE)
               for name in ("temperature", "top_p", "min_p")}
     any_filter = any(row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0 for row in rows)
-    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows), seed=integers(map(mix, seeds)),
-                         position=integers(positions), **dict(all_greedy=all(row["temperature"] == 0 for row in rows),
-                                                              any_filter=any_filter) | flags)
+    flags = dict(all_greedy=all(row["temperature"] == 0 for row in rows), any_filter=any_filter) | flags
+    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows),
+                         seed=integers(map(lru_cache(mix), seeds)), position=integers(positions), **flags)
 
 
 def draws(logits, count: int, seed: int = 0, **settings) -> list[int]:
@@ -458,13 +458,13 @@ def test_large_half_precision_logits_do_not_overflow():
 
 @pytest.mark.parametrize("settings", [{}, dict(top_p=0.99999), dict(top_k=149_999)], ids=str)
 def test_a_large_vocabulary_is_drawn_from_its_whole_range(settings):
-    vocab_size, count = 150_000, 64
+    vocab_size, count = 150_000, 24
     tokens = draws(torch.zeros(vocab_size), count, **settings)
     numbers = uniform_of([0] * count, range(count)).tolist()
     ends = settings_batch([settings] * 2, *zip(LOWEST, HIGHEST))
     tokens += sample(torch.zeros(2, vocab_size, device=DEVICE), ends).tolist()
     numbers += [0, 1]
-    assert {token * 20 // vocab_size for token in tokens} == set(range(20))
+    assert {token * 8 // vocab_size for token in tokens} == set(range(8))
     assert all(abs(token / vocab_size - u) < 1e-3 for token, u in zip(tokens, numbers))
 
 

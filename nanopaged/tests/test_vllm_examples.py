@@ -3,10 +3,14 @@
 The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded.
 They are tiny: models of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
 """
+import ast
 import io
 import json
+import os
 import re
+import runpy
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanopaged.api import llm as api
 from nanopaged.weights.checkpoint import read_safetensors
 
 torch.set_num_threads(1)
@@ -500,7 +505,7 @@ def test_engine_options_of_vllm(options):
 @pytest.mark.parametrize("option, value", [
     ("tensor_parallel_size", 3), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
     ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"),
-    ("runner", "pooling"), ("hf_overrides", {"num_hidden_layers": 1}),
+    ("runner", "pooling"),
 ])
 def test_what_nanopaged_lacks_gets_a_sentence(option, value):
     with pytest.raises(ValueError, match=option) as error:
@@ -652,3 +657,83 @@ def test_tokens_alone():
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     (output,) = LLM(model="facebook/opt-125m").generate([{"prompt_token_ids": prompt}], params)
     assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's own files
+# --------------------------------------------------------------------------------------------------
+
+def test_modules_have_the_names_that_scripts_import():
+    from nanopaged.inputs import PromptType, TextPrompt, TokensPrompt  # noqa: F401
+    from nanopaged.outputs import CompletionOutput, Logprob  # noqa: F401
+    from nanopaged.sampling_params import StructuredOutputsParams as Params
+    assert Params is StructuredOutputsParams
+    for module, names in (("sampling_params", "SamplingParams BeamSearchParams"), ("outputs", "RequestOutput"),
+                          ("inputs", "TokensPrompt TextPrompt PromptType")):
+        for name in names.split():
+            assert getattr(import_module(f"nanopaged.{module}"), name) is getattr(import_module("nanopaged"), name)
+
+
+def missing_import(source: str) -> str | None:
+    """The first import from vllm of a script that nanopaged cannot serve under its own name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "vllm" for alias in node.names):
+            return ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+            try:
+                module = import_module(node.module.replace("vllm", "nanopaged", 1))
+            except ImportError:
+                return ast.unparse(node)
+            if not all(hasattr(module, alias.name) for alias in node.names):
+                return ast.unparse(node)
+    return None
+
+
+# A name that has another home than vllm's: what the README says to import.
+ELSEWHERE = {"from vllm.distributed import cleanup_dist_env_and_memory":
+             "from gc import collect as cleanup_dist_env_and_memory"}
+
+
+def reason_not_to_run(file: Path, folder: Path) -> str | None:
+    """Run an example with its import statements changed. None, or the reason why it does not run."""
+    source = file.read_text(encoding="utf-8")
+    for theirs, ours in ELSEWHERE.items():
+        source = source.replace(theirs, ours)
+    if missing := missing_import(source):
+        return missing
+    changed = folder / file.name
+    changed.write_text(re.sub(r"^(\s*from )vllm(?=[. ])", r"\1nanopaged", source, flags=re.M))
+    try:
+        runpy.run_path(str(changed), run_name="__main__")
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error!s:.100}"
+    return None
+
+
+@pytest.mark.skipif("NANOPAGED_VLLM_EXAMPLES" not in os.environ, reason="NANOPAGED_VLLM_EXAMPLES, the directory "
+                    "`examples` of vLLM's source, is not set")
+def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
+    """Prints which of vLLM's offline examples run with their imports changed only; the README names them. The bundled
+    model stands in for theirs, with a chat template and as many positions as the prompts want: the calls are tried."""
+    root = Path(os.environ["NANOPAGED_VLLM_EXAMPLES"])
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (PACKAGE / "shakespeare").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").unlink()
+    config = json.loads((PACKAGE / "shakespeare" / "config.json").read_text()) | {"max_position_embeddings": 32768}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    monkeypatch.setattr(api, "find_checkpoint", lambda *args, **options: model)
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    monkeypatch.chdir(tmp_path)
+    files = [file for file in sorted(root.rglob("*.py")) if "offline" in str(file)
+             and re.search(r"^\s*from vllm\b", file.read_text(encoding="utf-8"), re.M)]
+    reasons = {str(file.relative_to(root)): reason_not_to_run(file, tmp_path) for file in files}
+    runs = {name for name, reason in reasons.items() if reason is None}
+    capfd.readouterr()
+    with capfd.disabled():
+        print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
+              sep="\n")
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    assert {name for name in reasons if f"\n{name}\n" in readme} == runs

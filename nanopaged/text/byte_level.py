@@ -54,7 +54,7 @@ class Tokenizer:
     """A byte-level BPE tokenizer; `load_tokenizer` in nanopaged/text/tokenizer.py makes it from a checkpoint.
 
     spec, config: the contents of tokenizer.json and of tokenizer_config.json
-    vocab_size: all ids are below it, those of added tokens too
+    tokens: every token's id, with those of added tokens; vocab_size: all ids are below it
     bos_token_id, eos_token_id: None if the tokenizer has no such token
     """
 
@@ -68,7 +68,7 @@ class Tokenizer:
         added = spec.get("added_tokens", [])
         self._added_passes = [_AddedTokens({t["content"]: t for t in added if not t["normalized"]}),
                               _AddedTokens({self._normalize(t["content"]): t for t in added if t["normalized"]})]
-        self._token_bytes = {i: bytes_of(token) for token, i in self._tokens.items()}
+        self._token_bytes = {i: bytes_of(token) for token, i in self.tokens.items()}
         self._token_bytes |= {t["id"]: bytes_of(self._normalize(t["content"])) for t in added if t["normalized"]}
         special = {token["id"] for token in added if token["special"]}
         self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
@@ -78,14 +78,14 @@ class Tokenizer:
         vocab = spec["model"]["vocab"]
         if not isinstance(vocab, dict):
             vocab = {token: i for i, (token, _) in enumerate(vocab)}
-        self._tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
-        self.vocab_size = max(self._tokens.values(), default=-1) + 1
+        self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
         default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES else None
         bos: Any = config.get("bos_token", default)
         eos: Any = config.get("eos_token", default)
-        self.bos_token_id = self._tokens.get(bos)
-        self.eos_token_id = self._tokens.get(eos)
+        self.bos_token_id = self.tokens.get(bos)
+        self.eos_token_id = self.tokens.get(eos)
 
     def _prepare_bpe(self, model: dict[str, Any]) -> None:
         self._vocab: dict[str, int] = model["vocab"]

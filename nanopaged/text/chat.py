@@ -48,7 +48,7 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     for found in (source, {name: file.read_text("utf-8") for name, file in files.items()} or None,
                   config.get("chat_template"), _read_json(path / "chat_template.json").get("chat_template")):
         if found is not None:
-            return ChatTemplate(found, _special_tokens(path, config))
+            return ChatTemplate(found, read_special_tokens(path))
     return None
 
 
@@ -231,11 +231,12 @@ def _compiler() -> Callable[[str], Any]:
     return lru_cache(maxsize=16)(environment.from_string)
 
 
-def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
+def read_special_tokens(path: Path) -> dict[str, str]:
     """Name of a special token -> its text.
 
     As in transformers, a tokenizer_config.json with added_tokens_decoder is complete without special_tokens_map.json.
     """
+    config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config = config | _read_json(path / "special_tokens_map.json")
     tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}

@@ -143,13 +143,23 @@ class Grammar:
 
     def num_allowed(self) -> int:
         words = torch.empty(self.compiler.num_words, dtype=torch.int32)
-        self.fill_mask(words.data_ptr())
+        self.fill_mask(words.data_ptr(), [])
         return sum((word & 0xFFFFFFFF).bit_count() for word in words.tolist())
 
-    def fill_mask(self, address: int) -> int:
-        """Write the tokens that may come next to compiler.num_words int32 on the host, and return their size in bytes:
-        token i is bit i % 32 of word i // 32. None may if the matcher has failed, or fails here at a limit of
-        llguidance."""
+    def num_fitting(self, token_ids: list[int]) -> int:
+        """How many of these tokens may come next, one after the other. (None that ends the text.)"""
+        end = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids), len(token_ids))
+        return self.matcher.validate_tokens(token_ids[:end])
+
+    def fill_mask(self, address: int, drafts: list[int]) -> int:
+        """Write the tokens that may come after these drafts to compiler.num_words int32 on the host, and return their
+        size in bytes: token i is bit i % 32 of word i // 32. None may if the matcher has failed, or fails here at a
+        limit of llguidance."""
+        if drafts:
+            self.matcher.consume_tokens(drafts)
+            size = self.fill_mask(address, [])
+            self.matcher.rollback(len(drafts))
+            return size
         size = 4 * self.compiler.num_words
         if not self.matcher.is_stopped():
             self.matcher.unsafe_compute_mask_ptr(address, size)

@@ -38,7 +38,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_bytes(self) -> list[bytes]:
         tokens = [b""] * self.vocab_size
-        for name, token in self._tokens.items():  # SentencePiece writes a space as U+2581, and a byte as <0x0A>
+        for name, token in self.tokens.items():  # SentencePiece writes a space as U+2581, and a byte as <0x0A>
             byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
             tokens[token] = bytes.fromhex(byte[1]) if byte else name.replace("\u2581", " ").encode()
         return tokens

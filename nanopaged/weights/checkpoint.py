@@ -43,7 +43,7 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
     ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name.
 
     Raises FileNotFoundError if no such directory exists or if the directory lacks config.json. Raises ValueError for a
-    directory with a revision, for an adapter, and for a model in GGUF format.
+    directory with a revision, for an adapter, for a model in GGUF format, for a URL and for a name of ollama.
     """
     bundled = BUNDLED.get(model) if isinstance(model, str) else None
     path = bundled or Path(os.path.expanduser(model))
@@ -52,6 +52,7 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
     if not path.is_dir():
         if not isinstance(model, str) or not HUB_NAME.fullmatch(model):
+            _refuse_other_names(str(model))
             raise FileNotFoundError(
                 f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
                 "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
@@ -63,6 +64,21 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
         refuse_other_formats(str(path), [file.name for file in path.iterdir()])
         raise FileNotFoundError(f"{path} holds no config.json, so it is not a checkpoint in Hugging Face layout")
     return path
+
+
+def _refuse_other_names(model: str) -> None:
+    """Raise ValueError, with the name to write instead, for a URL and for a name of ollama."""
+    page = re.match(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/\w+/([\w.-]+))?", model)
+    if page:
+        revision = f" and the revision {page[2]!r}" if page[2] not in (None, "main") else ""
+        raise ValueError(f"model {model!r} is the address of a page; write the model's name, {page[1]!r}{revision}")
+    if "://" in model:
+        raise ValueError(f"model {model!r} is an address, and nanopaged downloads from the Hugging Face Hub only; "
+                         "write a name there, as Qwen/Qwen3-0.6B, or the directory of a downloaded checkpoint")
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)*:[\w.-]+", model):
+        raise ValueError(f"model {model!r} has a tag, as the names of ollama have, whose files nanopaged does not "
+                         "read; write the model's name on the Hugging Face Hub: Qwen/Qwen3-0.6B for qwen3:0.6b, "
+                         "meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b")
 
 
 def refuse_other_formats(model: str, names: Iterable[str]) -> None:

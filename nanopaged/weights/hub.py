@@ -353,8 +353,9 @@ class _Hub:
         if code == "RevisionNotFound":
             return FileNotFoundError(f"{model} has no revision {self.revision!r}; pass one that {page} lists")
         if code == "RepoNotFound" or (code is None and status in (401, 404) and "Invalid credentials" not in message):
-            return FileNotFoundError(f"{model} is neither a directory here nor at {self.endpoint}; check the name, or, "
-                                     "for a private model, set HF_TOKEN to a token with access")
+            form = "" if "/" in self.repo_id else ", which has the form org/name, as Qwen/Qwen3-0.6B"
+            return FileNotFoundError(f"{model} is neither a directory here nor at {self.endpoint}; check the name{form}"
+                                     ", or, for a private model, set HF_TOKEN to a token with access")
         return PermissionError(f"{response.url} was refused ({status} {message}); check HF_TOKEN and the page {page}")
 
 

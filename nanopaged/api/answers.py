@@ -1,0 +1,177 @@
+"""OpenAI's API without HTTP: outputs as JSON. nanopaged/api/openai.py reads the requests.
+
+    Call.response    outputs, all finished   ->  {"id": .., "choices": [{"index": 0, "text": " But soft", ..}], ..}
+    Call.events      an output so far        ->  data: {"id": .., "choices": [{"index": 0, "text": " But", ..}]}
+                     the same, a step later  ->  data: {"id": .., "choices": [{"index": 0, "text": " soft", ..}]}
+
+A choice has the index (number of its prompt) * n + (number of its sample).
+"""
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
+from nanopaged.sampling_params import SamplingParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's
+
+
+class ApiError(ValueError):
+    """What a client is told in place of an answer: a sentence and an HTTP status."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+    @classmethod
+    def of(cls, error: BaseException, status: int = 400) -> "ApiError":
+        return error if isinstance(error, cls) else cls(str(error), status)
+
+
+@dataclass(slots=True)
+class Sent:
+    """How much of a choice was written so far."""
+    num_chars: int = 0
+    num_tokens: int = 0  # with log probabilities
+    offset: int = 0  # characters of these tokens
+    ended: bool = False
+
+
+@dataclass
+class Call:
+    """A client's request, and how its outputs are written."""
+    path: str
+    model: str
+    prompts: list[dict]  # as LLM.add_request takes them
+    params: SamplingParams
+    priority: int
+    stream: bool
+    include_usage: bool
+    echo: bool
+    tokenizer: Any
+    created: int = field(default_factory=lambda: int(time.time()))
+    sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
+
+    def __post_init__(self) -> None:
+        self.is_chat = self.path == CHAT
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.kind = "chat.completion" if self.is_chat else "text_completion"
+        self.head = (f'data: {{"id":{quote(self.id)},"object":"{self.kind}{".chunk" * self.is_chat}",'
+                     f'"created":{self.created},"model":{quote(self.model)}')
+        self.tail = ',"usage":null}\n\n' if self.include_usage else "}\n\n"
+
+    def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""
+        choices = [self._choice(number, output, sample) for number, output in enumerate(outputs)
+                   for sample in output.outputs]
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices,
+                "usage": usage(outputs)}
+
+    def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        text, logprobs = self._write(output, sample, Sent())
+        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        return {"index": number * self.params.n + sample.index, **content, "logprobs": logprobs,
+                "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+
+    def events(self, number: int, output: RequestOutput) -> str:
+        """What is new of prompt `number`, as a stream's events, which are written by hand: there are some 25,000 a
+        second. Raises ApiError if a sample has gone wrong."""
+        events = []
+        for sample in output.outputs:
+            index = number * self.params.n + sample.index
+            sent = self.sent.get(index)
+            if sent is None:
+                sent = self.sent[index] = Sent()
+                if self.is_chat:
+                    events.append(self._event(index, '"delta":{"role":"assistant","content":""}', None, None))
+            if sent.ended:
+                continue
+            text, logprobs = self._write(output, sample, sent)
+            if text or logprobs or sent.ended:
+                content = f'"delta":{{"content":{quote(text)}}}' if self.is_chat else f'"text":{quote(text)}'
+                events.append(self._event(index, content, logprobs, sample))
+        return "".join(events)
+
+    def _event(self, index: int, content: str, logprobs: dict | None, sample: CompletionOutput | None) -> str:
+        logprobs_json = "null" if logprobs is None else json.dumps(logprobs)
+        end = '"finish_reason":null'
+        if sample is not None and sample.finish_reason:
+            end = f'"finish_reason":"{sample.finish_reason}","stop_reason":{json.dumps(sample.stop_reason)}'
+        return f'{self.head},"choices":[{{"index":{index},{content},"logprobs":{logprobs_json},{end}}}]{self.tail}'
+
+    def end(self, outputs: list[RequestOutput]) -> str:
+        """The last events of a stream."""
+        counts = f'{self.head},"choices":[],"usage":{json.dumps(usage(outputs))}}}\n\n' if self.include_usage else ""
+        return counts + "data: [DONE]\n\n"
+
+    def _write(self, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> tuple[str, dict | None]:
+        """The text and the log probabilities of a sample that were not sent yet."""
+        if sample.finish_reason in ("error", "abort"):
+            raise ApiError(str(sample.stop_reason or "the server has stopped the request"), 500)
+        text, begins = sample.text[sent.num_chars:], self.echo and not (sent.num_chars or sent.num_tokens)
+        sent.num_chars, sent.ended = len(sample.text), sample.finish_reason is not None
+        if begins:
+            decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
+            text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
+        if sample.logprobs is None:
+            return text, None
+        found: list[tuple[int, Any]] = [*zip(sample.token_ids, sample.logprobs)][sent.num_tokens:]
+        if begins:
+            found = [*zip(output.prompt_token_ids, output.prompt_logprobs or ()), *found]
+        sent.num_tokens = len(sample.logprobs)
+        if self.is_chat:
+            return text, {"content": [self._chat_logprobs(*entry) for entry in found]} if found else None
+        return text, self._completion_logprobs(found, sent) if found else None
+
+    def _completion_logprobs(self, found: list[tuple[int, Any]], sent: Sent) -> dict[str, list]:
+        """The first token of a prompt has none. Of tokens with one text, halves of characters, the likeliest counts."""
+        result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprobs in found:
+            top: dict[str, float] = {}
+            for other, logprob in (logprobs or {}).items():
+                text = self._text_of(other, logprob)
+                top[text] = max(_finite(logprob), top.get(text, SMALLEST_LOGPROB))
+            text = self._text_of(token, logprobs and logprobs[token])
+            own = logprobs and _finite(logprobs[token])
+            for values, value in zip(result.values(), (text, own, logprobs and top, sent.offset)):
+                values.append(value)
+            sent.offset += len(text)
+        return result
+
+    def _chat_logprobs(self, token: int, logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
+        def entry(other: int) -> dict[str, Any]:
+            text = self._text_of(other, logprobs[other])
+            return {"token": text, "logprob": _finite(logprobs[other]), "bytes": list(text.encode("utf-8", "replace"))}
+
+        best = [other for other in logprobs if (logprobs[other].rank or 0) <= (self.params.logprobs or 0)]
+        return entry(token) | {"top_logprobs": [entry(other) for other in best]}
+
+    def _text_of(self, token: int, logprob: Logprob | None) -> str:
+        if logprob is not None and logprob.decoded_token is not None:
+            return logprob.decoded_token
+        return self.tokenizer.decode([token]) if self.tokenizer else f"token_id:{token}"
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, SMALLEST_LOGPROB)
+
+
+def usage(outputs: list[RequestOutput]) -> dict[str, Any]:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}}
+
+
+def batch_result(body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+    """The result of a line in OpenAI's batch format, without its custom_id; body: an answer, or ApiError.body."""
+    call_id = body.get("id") or f"failed-{uuid.uuid4().hex}"
+    return {"id": f"batch_req_{call_id}", "error": body.get("error"),
+            "response": {"status_code": status, "request_id": call_id, "body": body}}

@@ -1,0 +1,205 @@
+"""The conversation of `--chat` in a terminal: questions from the keyboard, answers to stdout, the rest to stderr.
+
+The prompt of an answer is the whole conversation, but only its end has to be computed: the blocks of the rest are in
+the pool. Ctrl-C stops an answer, and the conversation keeps the part that was printed.
+"""
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+try:
+    import readline  # input() is a line editor with it
+except ImportError:  # on Windows
+    readline = None  # type: ignore[assignment]
+try:
+    import termios
+except ImportError:
+    termios = None  # type: ignore[assignment]
+
+HELP = '''\
+"""      begins a message of several lines, and ends it
+/clear   forgets the conversation
+/bye     leaves, and so does Ctrl-D
+/?       prints this list
+Ctrl-C stops an answer; the arrow keys bring earlier messages back'''
+QUOTES = '"""'
+COMMAND = re.compile(r"/(\?|[a-z]+)")
+MOST_ENTRIES = 1000  # of the history file
+
+
+class Conversation:
+    """Asks for questions and prints answers until the user leaves.
+
+    messages: those that are always kept, a system message
+    render: makes a prompt of messages
+    answer: prints the answer to a prompt, and appends its pieces to a list as they come
+    """
+
+    def __init__(self, messages: list[dict], render: Callable[[list[dict]], dict],
+                 answer: Callable[[dict, list[str]], object], max_model_len: int, keyboard: "Keyboard"):
+        self.messages, self.num_fixed = messages, len(messages)
+        self.render, self.answer, self.max_model_len, self.keyboard = render, answer, max_model_len, keyboard
+        render(messages + [_user("Hello")])  # without a chat template say so now
+
+    def run(self) -> int:
+        _say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
+        while True:
+            try:
+                text = self.keyboard.read_message()
+            except EOFError:
+                _say("")
+                return 0
+            except KeyboardInterrupt:
+                _say("\nCtrl-D leaves")
+                continue
+            if text.strip() == "/bye":
+                return 0
+            if COMMAND.fullmatch(text.strip()):
+                self._obey(text.strip())
+            elif text.strip():
+                self._converse(text)
+
+    def _obey(self, command: str) -> None:
+        if command == "/clear":
+            del self.messages[self.num_fixed:]
+            _say("the conversation is forgotten" + ", but not the system message" * (self.num_fixed > 0))
+        else:
+            _say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
+
+    def _converse(self, text: str) -> None:
+        said: list[str] = []
+        asked = self.messages + [_user(text)]
+        try:
+            prompt = self._fit(asked)
+            with self.keyboard.silent():
+                self.answer(prompt, said)
+        except ValueError as error:
+            _say(f"error: {error}")
+        except KeyboardInterrupt:
+            _say("stopped")
+        if any(said):
+            self.messages = asked + [{"role": "assistant", "content": "".join(said)}]
+
+    def _fit(self, asked: list[dict]) -> dict:
+        """The prompt of the conversation, whose oldest part is removed where it would leave no room for an answer."""
+        num_before = len(asked)
+        room = self.max_model_len // 4  # at least, for the answer
+        prompt = self.render(asked)
+        while len(prompt["prompt_token_ids"]) > self.max_model_len - room and len(asked) > self.num_fixed + 1:
+            del asked[self.num_fixed:self.num_fixed + 2]
+            prompt = self.render(asked)
+        if len(asked) < num_before and len(prompt["prompt_token_ids"]) < self.max_model_len:
+            _say("the conversation is too long, its oldest questions and answers are forgotten")
+            self.messages = asked[:-1]
+        return prompt
+
+
+class Keyboard:
+    """Reads messages with a line editor. history: the file that keeps them between sessions; None: none does."""
+
+    def __init__(self, history: Path | None):
+        self.history = history
+        if readline:
+            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one message
+            readline.set_auto_history(False)  # a message of several lines is one entry
+            readline.clear_history()
+            for entry in self._load():
+                readline.add_history(entry)
+
+    def read_message(self) -> str:
+        """A line, or the lines between two marks of three quotes."""
+        text = self._ask("> ")
+        if text.lstrip().startswith(QUOTES):
+            text = text.lstrip().removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + self._ask("... ")
+            text = text.rstrip().removesuffix(QUOTES).strip("\n")
+        if text.strip() and not COMMAND.fullmatch(text.strip()):
+            self._remember(text)
+        return text
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Meanwhile the terminal does not show what is typed. The next question begins with it."""
+        if not (termios and sys.stdin.isatty() and hasattr(sys.stdin, "fileno")):
+            yield
+            return
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        quiet = before[:3] + [before[3] & ~termios.ECHO] + before[4:]
+        termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+    def _ask(self, prompt: str) -> str:
+        if sys.stdout.isatty():
+            return input(prompt)  # the line editor has to know where the line begins
+        print(prompt, end="", file=sys.stderr, flush=True)
+        return input()
+
+    # ---- the history file: a JSON string per line, since an entry may have several lines
+
+    def _load(self) -> list[str]:
+        if self.history is None or not self.history.exists():
+            return []
+        try:
+            lines = self.history.read_text(encoding="utf-8").splitlines()
+            if len(lines) > 2 * MOST_ENTRIES:
+                lines = lines[-MOST_ENTRIES:]
+                self._write(lines, os.O_TRUNC)
+            return [entry for entry in map(_read_entry, lines) if entry]
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+            return []
+
+    def _remember(self, text: str) -> None:
+        if readline:
+            readline.add_history(text)
+        if self.history is not None:
+            try:
+                self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._write([json.dumps(text)], os.O_APPEND)
+            except OSError as error:
+                self._give_up(error)
+
+    def _write(self, lines: list[str], mode: int) -> None:
+        """Write lines to the file, which only its owner may read."""
+        assert self.history is not None
+        file = os.open(self.history, os.O_WRONLY | os.O_CREAT | mode, 0o600)
+        try:
+            os.chmod(self.history, 0o600)  # it may have been there with another mode
+            os.write(file, "".join(line + "\n" for line in lines).encode())
+        finally:
+            os.close(file)
+
+    def _give_up(self, error: Exception) -> None:
+        _say(f"no history of messages is kept: {error}")
+        self.history = None
+
+
+def history_file() -> Path:
+    """In the user's directory for state: XDG_STATE_HOME, by default ~/.local/state, on Windows %LOCALAPPDATA%."""
+    home = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".local" / "state"
+    return Path(home) / "nanopaged" / "chat_history.jsonl"
+
+
+def _read_entry(line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return ""
+    return entry if isinstance(entry, str) else ""
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+"""Drafts: several tokens of a sequence in one step (speculative decoding; Leviathan et al. 2023). An addition to
+chapter 3.
+
+A decode step reads all weights for one token of each sequence. Computing a few tokens more takes hardly longer while
+the batch is small. So the next tokens are guessed, and the step computes the guesses along, each in a row of its own.
+Every row samples a token: the first row the one after the known text, the others those after the guesses.
+
+    known text          to be or not            guessed     to be ,       (found earlier in the text: "not to be ,")
+
+    row     input       samples
+    0       not         to          the guess was right, so row 1 has computed the text
+    1       to          be          right again
+    2       be          or          guessed was ",": the text goes on with "or"
+    3       ,           ...         void, because its input is not the text
+
+This step has appended three tokens, "to be or". **The text is the same as without drafts**: a token's random number
+depends on seed and position alone (nanopaged/device/sampler.py), so each row samples what a later step would have
+sampled, and no rejection sampler is needed. (In float32. In bfloat16 steps of different sizes round differently, with
+drafts or without.) The K and V of wrong guesses lie behind the text's end: no row attends there, later steps write
+these slots again, and the prefix cache never gets them, because only known tokens are part of a key.
+
+The rows of a sequence share its block table, and each attends to one token more than the row before it. That is right
+because every layer writes all K and V before it attends. Each row reads the context's K and V, which a chunk of the
+same tokens would read once, and still takes less time. On an H200 attention of 6 rows and of a chunk of 6 takes 7 us
+and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens
+(`bench.py --only drafts`).
+
+**Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, engine.Engine), because its guesses
+begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
+too, and compares the guesses with the tokens that come. With many running sequences all rest.
+"""
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from nanopaged import engine
+from nanopaged.inputs import check_kind, check_number
+from nanopaged.outputs import RequestMetrics
+from nanopaged.sampling_params import SamplingParams
+
+DEFAULTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+MOST_TOKENS = 64  # of a draft
+MOST_DRAFTING = 16  # running sequences; with more all rest
+WEIGHT = 1 / 4  # of the last guess in the mean number of guessed tokens that came true
+PAYS = 0.5  # a sequence drafts from this mean on
+READ_AT_ONCE = 1024  # tokens of a long prompt that one call of `propose` takes in
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of one sequence."""
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        """At most k tokens that may follow; none without a good guess. token_ids: the sequence so far, the same list at
+        each call."""
+
+
+class Ngram:
+    """Guesses that the text repeats itself (prompt lookup; Saxena 2023). The last tokens, at most `longest` and at
+    least `shortest`, are looked up in the text before, and the guess is what followed them."""
+
+    def __init__(self, longest: int = 4, shortest: int = 2):
+        self.longest, self.shortest = longest, shortest
+        self.places: dict[tuple[int, ...], int] = {}  # some tokens -> the position after their last occurrence
+        self.num_read = 0  # positions that are in `places`
+        self.found: int | None = None  # where the last guess begins
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        end = min(len(token_ids), self.num_read + READ_AT_ONCE)
+        for place in range(self.num_read, end):
+            for n in range(self.shortest, min(self.longest, place) + 1):
+                self.places[tuple(token_ids[place - n:place])] = place
+        self.num_read = end
+        for n in range(self.longest, self.shortest - 1, -1):
+            self.found = self.places.get(tuple(token_ids[-n:]))
+            if self.found is not None:
+                followed = token_ids[self.found:self.found + k]
+                return (followed * k)[:k]  # what ends too soon is the period of a text that repeats itself now
+        return []
+
+
+class Silent:
+    """Never has a guess."""
+
+    def propose(self, token_ids: list[int], k: int) -> list[int]:
+        return []
+
+
+class Drafter:
+    """The drafts of one sequence: what its proposer guesses, while that pays."""
+
+    def __init__(self, drafting: "Drafting"):
+        self.drafting, self.proposer = drafting, drafting.make_proposer()
+        self.guess: list[int] = []
+        self.start = 0  # the position of the guess
+        self.mean_right = 0.0  # tokens of a guess that came true
+        self.metrics = RequestMetrics()
+
+    def draft(self, seq: engine.Sequence, scheduler: engine.Scheduler, most: int) -> list[int]:
+        """At most `most` tokens to compute after the sequence's last one, in the step that is being scheduled. Their
+        blocks are allocated: free ones, and none is taken from another sequence."""
+        drafts = self._drafts(seq, len(scheduler.running))[:max(0, min(most, seq.max_len - len(seq.token_ids) - 1))]
+        while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
+            drafts.pop()
+        if drafts:
+            for metrics in (self.metrics, self.drafting.metrics):
+                metrics.num_draft_steps += 1
+                metrics.num_draft_tokens += len(drafts)
+        return drafts
+
+    def accepted(self) -> None:
+        """A draft came true."""
+        for metrics in (self.metrics, self.drafting.metrics):
+            metrics.num_accepted_tokens += 1
+
+    def _drafts(self, seq: engine.Sequence, num_running: int) -> list[int]:
+        if num_running > self.drafting.most_drafting:
+            seq.lookahead = True
+            return []
+        self._guess(seq.token_ids)
+        seq.lookahead = self.mean_right < self.drafting.pays
+        # The last token must be known. One whose K and V were found is computed for its logits alone, and a sibling may
+        # be computing the block behind it in this very step (engine.BlockManager._num_shareable).
+        is_known = seq.num_new_tokens == 1 and not seq.num_pending_tokens
+        if seq.lookahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
+            return []
+        drafts = self.guess[len(seq.token_ids) - self.start:]
+        if seq.sampling.grammar:
+            drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
+        return drafts
+
+    def _guess(self, token_ids: list[int]) -> None:
+        """Guess anew if the tokens that came have decided the last guess: one was wrong, or all were right."""
+        came = token_ids[self.start:self.start + len(self.guess)]
+        num_right = next((i for i, token in enumerate(came) if token != self.guess[i]), len(came))
+        if num_right == len(came) < len(self.guess) or len(token_ids) == self.start:
+            return
+        self.mean_right += WEIGHT * (num_right - self.mean_right)
+        self.start, most = len(token_ids), self.drafting.num_tokens
+        try:
+            self.guess = self.proposer.propose(token_ids, most)[:most]
+            if not all(0 <= token < self.drafting.vocab_size for token in self.guess):
+                raise ValueError(f"the model does not have all token ids of {self.guess}")
+        except Exception as error:
+            warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
+            self.guess, self.proposer = [], Silent()
+
+
+class Drafting:
+    """The drafts of an engine: their settings, and the sums of all sequences' metrics.
+
+    config: vLLM's speculative_config, with the keys of DEFAULTS. The method may also be a function that returns a
+        Proposer for a new sequence. ValueError for settings that cannot be.
+    """
+
+    def __init__(self, config: Any, vocab_size: int):
+        check_kind("speculative_config", config, dict, f"a dict such as {DEFAULTS}")
+        if unknown := [key for key in config if key not in DEFAULTS]:
+            raise ValueError(f"speculative_config has the keys {', '.join(DEFAULTS)}, not {unknown[0]!r:.80}")
+        method, *numbers = (DEFAULTS | config).values()
+        for name, number in zip(list(DEFAULTS)[1:], numbers):
+            check_number(f"{name} in speculative_config", number, int, lambda x: 1 <= x <= MOST_TOKENS,
+                         f"an integer from 1 to {MOST_TOKENS}")
+        self.num_tokens, longest, shortest = numbers
+        if shortest > longest:
+            raise ValueError(f"in speculative_config prompt_lookup_min {shortest} is more than prompt_lookup_max "
+                             f"{longest}")
+        if method != "ngram" and not callable(method):
+            raise ValueError("the method in speculative_config must be 'ngram', or a function that returns a Proposer "
+                             f"(nanopaged/scheduling/drafts.py), not {method!r:.80}")
+        self.make_proposer: Callable[[], Proposer] = method if callable(method) else partial(Ngram, longest, shortest)
+        self.vocab_size, self.metrics = vocab_size, RequestMetrics()
+        self.most_drafting, self.pays = MOST_DRAFTING, PAYS
+
+    def most_in_step(self, max_num_seqs: int) -> int:
+        """The number of drafts that a step may compute."""
+        return min(max_num_seqs, self.most_drafting) * self.num_tokens
+
+    def drafter(self, params: SamplingParams) -> Drafter | None:
+        """None: penalties, bans and logits processors look at the tokens before each token, and drafts are not among
+        these yet."""
+        return None if params.edits_logits or params.logits_processors else Drafter(self)

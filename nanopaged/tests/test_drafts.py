@@ -1,0 +1,322 @@
+"""Drafts: the text is the same as without them, whatever is guessed, and the books stay right.
+
+Sequences draft at every step here (`pays` is 0), unless a test is about when drafts rest."""
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.cli.main import main
+from nanopaged.scheduling.drafts import Drafting, Ngram
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, tokens_of
+from nanopaged.tests.test_graphs import record_graphs
+
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15)] + [PROMPT * 2, [7]]
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
+
+
+class Oracle:
+    """Knows how texts go on, and is right with probability p per token. It guesses for one sequence."""
+
+    def __init__(self, texts, p=1.0, seed=0):
+        self.texts, self.p, self.rng = texts, p, random.Random(seed)
+
+    def propose(self, token_ids, k):
+        text = next((text for text in self.texts if text[:len(token_ids)] == token_ids), [])
+        return [token if self.rng.random() < self.p else (token + 1) % 90 for token in text[len(token_ids):][:k]]
+
+
+class Liar:
+    def propose(self, token_ids, k):
+        return [(sum(token_ids) + i) % 90 for i in range(k)]
+
+
+def drafting(model="qwen3", method="ngram", num_tokens=5, pays=0, **options):
+    llm = load(model, speculative_config={"method": method, "num_speculative_tokens": num_tokens}, **options)
+    llm.drafting.pays = pays
+    return llm
+
+
+def knowing(outputs, p=1.0):
+    """A method for `drafting`: an Oracle of these outputs."""
+    texts = [output.prompt_token_ids + sample.token_ids for output in outputs for sample in output.outputs]
+    return lambda: Oracle(texts, p)
+
+
+def samples(outputs):
+    return [[(sample.token_ids, sample.finish_reason, sample.stop_reason) for sample in output.outputs]
+            for output in outputs]
+
+
+def run(llm, prompts, params):
+    """Outputs, with the books checked after each step."""
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [llm.add_request(*pair) for pair in zip(prompts, params)]
+    done = {}
+    while llm.has_unfinished_requests():
+        done.update((output.request_id, output) for output in llm.step())
+        check_books(llm.scheduler)
+    llm.scheduler.block_manager.check_idle()
+    return [done[request] for request in requests]
+
+
+# --------------------------------------------------------------------------------------------------
+# The same text
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_generates_what_transformers_does(variant):
+    prompts, continuations, _ = expectations(variant)
+    prompts = [prompt.tolist() for prompt in prompts]
+    texts = [prompt + continuation.tolist() for prompt, continuation in zip(prompts, continuations)]
+    llm = drafting(variant, lambda: Oracle(texts, p=0.7), block_size=4)
+    assert tokens_of(run(llm, prompts, GREEDY)) == [continuation.tolist()[:24] for continuation in continuations]
+    metrics = llm.drafting.metrics
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+
+
+SHORTAGES = [dict(block_size=1), dict(block_size=3, max_num_batched_tokens=4), dict(block_size=4, num_blocks=16),
+             dict(block_size=4, num_blocks=16, swap_space=0.01), dict(enable_prefix_caching=False), dict(lookahead=1),
+             dict(max_num_seqs=2), dict(block_size=4, num_blocks=30, data_parallel_size=2, lookahead=1, device="cpu")]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [load("qwen3").generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, SAMPLED)]
+
+
+@pytest.mark.parametrize("options", SHORTAGES, ids=str)
+def test_outputs_do_not_depend_on_drafts(options, expected):
+    for params, outputs in zip((GREEDY, SAMPLED), expected):
+        for method in (knowing(outputs), knowing(outputs, 0.8), Liar, "ngram"):
+            llm = drafting(method=method, **options)
+            if "data_parallel_size" in options:
+                assert tokens_of(llm.generate(PROMPTS, params, use_tqdm=False)) == tokens_of(outputs)
+            else:
+                assert tokens_of(run(llm, PROMPTS, params)) == tokens_of(outputs)
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=30, block_size=4, lookahead=1)], ids=str)
+def test_mixed_requests(options):
+    """Samples of one prompt, filters, stop strings and tokens, log probabilities, penalties, ends within a draft."""
+    settings = [SamplingParams(n=4, seed=1, max_tokens=25, ignore_eos=True),
+                SamplingParams(seed=2, max_tokens=40, top_k=9, top_p=0.9, min_p=0.01),
+                SamplingParams(temperature=0, max_tokens=60, stop=["the", "and "]),
+                SamplingParams(seed=4, max_tokens=60, stop_token_ids=[11, 14], include_stop_str_in_output=True),
+                SamplingParams(seed=5, max_tokens=22, logprobs=2, prompt_logprobs=1),
+                SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2, min_tokens=3),
+                SamplingParams(temperature=0, max_tokens=20, logits_processors=[lambda tokens, logits: -logits]),
+                SamplingParams(temperature=0, max_tokens=1)]
+    prompts = ["ROMEO: ", "JULIET: ", "ROMEO: O", "First", "ROMEO: ", "A", "B", "C"]
+    small = dict(model=str(BUNDLED), device="cpu", max_model_len=80)
+    outputs = load(**small).generate(prompts, settings, use_tqdm=False)
+    for method in (knowing(outputs, 0.8), Liar):
+        llm = drafting(method=method, **small, **options)
+        found = run(llm, prompts, settings)
+        assert samples(found) == samples(outputs)
+        assert [sample.text for output in found for sample in output.outputs] == [
+            sample.text for output in outputs for sample in output.outputs]
+        for ours, theirs in zip(found[4].outputs[0].logprobs, outputs[4].outputs[0].logprobs):
+            assert [(token, one.rank) for token, one in ours.items()] == [(token, one.rank) for token, one in
+                                                                          theirs.items()]
+            assert [one.logprob for one in ours.values()] == pytest.approx([one.logprob for one in theirs.values()],
+                                                                           abs=1e-5)
+        assert llm.drafting.metrics.num_draft_tokens > 0
+
+
+def test_a_text_that_reaches_the_longest_length_within_a_draft():
+    for max_model_len in range(20, 27):
+        outputs = load("qwen3", max_model_len=max_model_len).generate([PROMPT], SamplingParams(
+            temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False)
+        assert len(outputs[0].outputs[0].token_ids) == max_model_len - len(PROMPT)
+        llm = drafting(method=knowing(outputs), max_model_len=max_model_len, block_size=4, num_blocks=7)
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        assert samples(run(llm, [PROMPT], params)) == samples(outputs)
+
+
+def test_an_fp8_cache():
+    """Its numbers are rounded, and drafts read the same numbers as other steps do."""
+    outputs = load("qwen3", kv_cache_dtype="fp8").generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm = drafting(method=knowing(outputs, 0.7), kv_cache_dtype="fp8")
+    assert samples(run(llm, PROMPTS, GREEDY)) == samples(outputs)
+
+
+def test_wrong_drafts_are_found_by_nobody():
+    """All blocks that the prefix cache finds hold the K and V of known texts."""
+    llm = drafting(method=Liar, block_size=2)
+    outputs = run(llm, PROMPTS, GREEDY)
+    texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    manager = llm.scheduler.block_manager
+    keys = {prefix_key: key for key, (_, prefix_key) in manager.prefix_cache.items()}
+    assert len(keys) > 50
+    for prefix_key, tokens in list(keys.values()):
+        while prefix_key in keys:
+            prefix_key, before = keys[prefix_key]
+            tokens = before + tokens
+        assert any(list(tokens) == text[:len(tokens)] for text in texts)
+    again = run(llm, texts, SamplingParams(temperature=0, max_tokens=1))  # every text, from the cache
+    assert all(output.num_cached_tokens >= len(text) - 2 for output, text in zip(again, texts))
+    fresh = load("qwen3").generate(texts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert tokens_of(again) == tokens_of(fresh)
+
+
+def test_an_abort_within_a_draft_and_beams_beside_drafts(expected):
+    llm = drafting(method=knowing(expected[0]), lookahead=1)
+    beams = load("qwen3").beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
+    first, second = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    while True:
+        llm.engine.launch(step := llm.scheduler.schedule())
+        if step.num_drafts:
+            break
+        llm.engine.update()
+    llm.abort_request(first)
+    check_books(llm.scheduler)
+    found = llm.beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
+    assert [beam.tokens for beam in found[0].sequences] == [beam.tokens for beam in beams[0].sequences]
+    done = [output for _ in range(99) if llm.has_unfinished_requests() for output in llm.step()]
+    assert done[-1].outputs[0].token_ids == tokens_of(expected[0])[1] and not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
+def test_replayed_steps(monkeypatch, options, expected):
+    """Drafts are rows of recorded decode steps."""
+    llm = drafting(method=knowing(expected[1], 0.8), graphs=True, max_num_seqs=8, **options)
+    replayed = record_graphs(llm, monkeypatch)
+    assert tokens_of(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == tokens_of(expected[1])
+    assert any(shape.num_tiles == 0 and shape.num_seqs > 8 for shape in replayed)  # more rows than sequences
+
+
+def test_grammars():
+    """A draft is cut to what the grammar allows, and each row has the mask after the drafts before it."""
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    regex = dict(regex=r"(the (king|queen) of [a-z]{3,9}[,;] )+")
+    settings = [SamplingParams(seed=seed, max_tokens=40, structured_outputs=regex) for seed in range(3)]
+    settings += [SamplingParams(seed=5, max_tokens=40, structured_outputs=dict(json={
+        "type": "array", "items": {"enum": ["a rose", "a road"]}, "minItems": 4, "maxItems": 6}))]
+    settings += [SamplingParams(seed=6, max_tokens=30)]
+    outputs = load(device="cpu").generate(["A"] * 5, settings, use_tqdm=False)
+    for method, options in ((knowing(outputs, 0.7), dict(block_size=4, num_blocks=40)), (Liar, {}),
+                            ("ngram", dict(lookahead=1))):
+        llm = drafting("shakespeare", method, device="cpu", **options)
+        assert samples(run(llm, ["A"] * 5, settings)) == samples(outputs)
+        assert method is Liar or llm.drafting.metrics.num_accepted_tokens > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Guesses, and when they are made
+# --------------------------------------------------------------------------------------------------
+
+def test_the_text_is_looked_up():
+    ngram = Ngram(longest=3, shortest=2)
+    text = [1, 2, 3, 4, 5, 9, 2, 3]
+    assert ngram.propose(text, 3) == [4, 5, 9] and ngram.found == 3
+    text += [4]
+    assert ngram.propose(text, 3) == [5, 9, 2]  # after 2 3 4
+    text += [7]
+    assert ngram.propose(text, 3) == []
+    text += [4, 7]
+    assert ngram.propose(text, 5) == [4, 7, 4, 7, 4]  # a period of two
+    text += [2, 3]
+    assert ngram.propose(text, 2) == [4, 7]  # the last occurrence
+    assert Ngram().propose([1], 5) == [] and Ngram().propose([1, 1, 1], 4) == [1, 1, 1, 1]
+    text, ngram = [5, 6, 7, 8, *range(100, 5000), 6, 7], Ngram()
+    assert [ngram.propose(text, 2) for _ in range(6)][-1] == [8, 100]  # a long text is read bit by bit
+
+
+def test_guesses_agree_with_a_search_through_the_text():
+    rng = random.Random(0)
+    for _ in range(200):
+        text, ngram = [], Ngram(longest=rng.randint(2, 5), shortest=rng.randint(1, 2))
+        for _ in range(60):
+            text.append(rng.randint(0, 3))
+            expected = []
+            for n in range(ngram.longest, ngram.shortest - 1, -1):
+                ends = [i for i in range(n, len(text)) if len(text) >= n and text[i - n:i] == text[-n:]]
+                if ends:
+                    expected = [text[ends[-1] + i % (len(text) - ends[-1])] for i in range(4)]
+                    break
+            assert ngram.propose(text, 4) == expected
+
+
+def test_drafts_rest_until_they_pay(expected):
+    """A sequence whose guesses come true drafts, one whose guesses do not is planned ahead as without drafts."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = load("qwen3").generate([PROMPT], params, use_tqdm=False)
+    llm = drafting(method=Liar, pays=0.5, lookahead=1)
+    assert tokens_of(llm.generate([PROMPT], params, use_tqdm=False)) == tokens_of(outputs)
+    assert llm.drafting.metrics.num_draft_steps == 0
+    llm = drafting(method=knowing(outputs), pays=0.5, lookahead=1)
+    assert tokens_of(llm.generate([PROMPT], params, use_tqdm=False)) == tokens_of(outputs)
+    metrics = llm.drafting.metrics
+    assert 7 <= metrics.num_draft_steps <= 9 and metrics.num_accepted_tokens == metrics.num_draft_tokens >= 40
+    llm = drafting(method=knowing(outputs), pays=0.5, lookahead=1)
+    llm.drafting.most_drafting = 1
+    assert tokens_of(llm.generate([PROMPT] * 2, params, use_tqdm=False)) == tokens_of(outputs) * 2
+    assert llm.drafting.metrics.num_draft_steps == 0
+
+
+@pytest.mark.parametrize("method, reason", [
+    (lambda: SimpleNamespace(propose=lambda token_ids, k: [10**6]), "does not have all token ids"),
+    (lambda: SimpleNamespace(propose=lambda token_ids, k: 1 / 0), "ZeroDivisionError"),
+    (lambda: SimpleNamespace(propose=lambda token_ids, k: None), "TypeError")], ids=str)
+def test_a_proposer_that_fails(method, reason, expected):
+    llm = drafting(method=method)
+    with pytest.warns(UserWarning, match=f"without drafts.*{reason}"):
+        assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
+
+
+@pytest.mark.parametrize("config, sentence", [
+    (5, "speculative_config must be a dict such as"), ({"model": "x"}, "has the keys .*, not 'model'"),
+    ({"method": "eagle"}, "must be 'ngram', or a function"), ({"num_speculative_tokens": 0}, "from 1 to 64, not 0"),
+    ({"prompt_lookup_max": 1}, "prompt_lookup_min 2 is more"), ({"prompt_lookup_min": "2"}, "integer from 1")])
+def test_settings_that_cannot_be(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LLM(str(GOLDEN / "qwen3"), device="cpu", speculative_config=config)
+    with pytest.raises(ValueError, match="speculative_config"):
+        Drafting(config, 10)
+
+
+# --------------------------------------------------------------------------------------------------
+# What users see
+# --------------------------------------------------------------------------------------------------
+
+def test_metrics_of_requests(expected):
+    llm = drafting(method=knowing(expected[0]))
+    both = SamplingParams(temperature=0, max_tokens=13, n=2, ignore_eos=True)
+    one, two = run(llm, PROMPTS[:2], [GREEDY, both])
+    assert one.metrics.num_accepted_tokens == one.metrics.num_draft_tokens == 24 - 1 - one.metrics.num_draft_steps
+    assert one.metrics.mean_acceptance_length > 4
+    assert two.metrics.num_draft_steps >= 4 and one.metrics + two.metrics == llm.drafting.metrics
+    assert load("qwen3").generate([PROMPT], GREEDY, use_tqdm=False)[0].metrics is None
+
+
+def test_the_command_line_and_the_trace(capsys):
+    argv = ["--prompt", "ROMEO:\nI love thee. I love", "--temperature", "0", "--max-tokens", "60", "--device", "cpu"]
+    assert main(argv) == 0
+    plain = capsys.readouterr()
+    assert main([*argv, "--speculate", "4", "--trace"]) == 0
+    out, err = capsys.readouterr()
+    assert plain.out.removeprefix(argv[1]).strip() in out
+    assert re.search(r"\d\.\d\d tokens per step with drafts", " ".join(err.split())) and "drafts" not in plain.err
+    guess = re.search(r"decode (\d+) and 4 drafts -> (\d+) \[.*\n(?:.*\n)*?  draft       A '.*' from token \d+\n"
+                      r"  sampled     A '.*' \((\d) of 4 drafts came true\)", err)
+    assert int(guess[2]) == int(guess[1]) + 5 and int(guess[3]) <= 4
+    for more, sentence in ((["--speculate", "0"], "num_speculative_tokens in speculative_config must be"),
+                           (["--speculate", "2", "--speculative-config", "{}"], "does not go with"),
+                           (["--speculative-config", '{"method": "eagle"}'], "must be 'ngram'")):
+        assert main([*argv, *more]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_the_readmes_trace(capsys):
+    readme = (GOLDEN.parent.parent / "README.md").read_text(encoding="utf-8")
+    text, excerpt = readme.partition("### Drafts")[2].split("```")[:2]
+    prompt = " ".join(re.search(r'`--prompt\s"(.*?)"', text, re.S)[1].split())
+    assert main(["--prompt", prompt, "--temperature", "0", "--max-tokens", "40", "--speculate", "4", "--trace",
+                 "--device", "cpu"]) == 0
+    printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())
+    for line in filter(None, excerpt.splitlines()):
+        assert line in printed, line

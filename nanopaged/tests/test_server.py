@@ -1,0 +1,650 @@
+"""The server over HTTP: OpenAI's client, and raw sockets for what clients do wrong."""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+import bench
+from nanopaged import SamplingParams
+from nanopaged.api.openai import Serving
+from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.test_cli import TEMPLATE, assert_refused
+from nanopaged.tests.test_cli import run as run_cli
+
+REASON = "the server's packages are optional; .ci/run installs them for its last part"
+uvicorn = pytest.importorskip("uvicorn", reason=REASON)
+pytest.importorskip("starlette", reason=REASON)
+openai = pytest.importorskip("openai", reason=REASON)
+
+from nanopaged.api import async_llm  # noqa: E402
+from nanopaged.api import server as http  # noqa: E402  it needs these packages
+
+KEY = "sesame"
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, api_key=None, host="127.0.0.1", **options):
+        self.llm = load(device="cpu", max_model_len=512, num_blocks=256, max_num_seqs=64, **options)
+
+        def render(messages, tools=None, variables=None, **more):
+            return self.llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=variables, tools=tools,
+                                        **more)
+
+        self.api = http.Api(Serving(self.llm, "bard", render))
+        self.listener = socket.create_server((host, 0), backlog=512)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # of each connection: soon full
+        self.address = self.listener.getsockname()
+        self.server = self.api.server(host, api_key)
+        self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listener]))
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.address[1]}/v1", api_key=api_key or "none",
+                                    max_retries=0, timeout=30)
+
+    def stop(self):
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.api.engine.stop()
+        assert not self.thread.is_alive()
+
+    def send(self, *parts: bytes, **options) -> socket.socket:
+        connection = socket.create_connection(self.address, timeout=20)
+        for part in parts:
+            connection.sendall(part)
+        return connection
+
+    def exchange(self, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
+        with self.send(*parts) as connection:
+            return read_response(connection)
+
+    def post(self, body, path="/v1/completions", **headers) -> tuple[int, dict]:
+        status, _, content = self.exchange(request(body, path, **headers))
+        return status, json.loads(content)
+
+    def is_idle(self) -> bool:
+        pool = self.llm.scheduler.block_manager
+        return not self.llm.requests and pool.num_free_blocks == pool.num_blocks
+
+    def metric(self, name: str) -> float:
+        _, _, content = self.exchange(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return float(re.search(rf"^nanopaged:{re.escape(name)} (.*)$", content.decode(), re.M)[1])
+
+
+def request(body, path="/v1/completions", method="POST", **headers) -> bytes:
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))} | {
+        name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}" for name, value in headers.items() if value is not None]
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode() + body
+
+
+def read_response(connection) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and content of a response with a length, or with an end of the connection."""
+    with connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        lines = iter(lambda: file.readline().strip().decode(), "")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        length = headers.get("content-length")
+        return status, headers, file.read() if length is None else file.read(int(length))
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except (ConnectionRefusedError, ConnectionResetError):
+        return True
+    return False
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Running()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def locked():
+    running = Running(KEY)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    yield
+    for name in {"server", "locked"} & set(request.fixturenames):
+        wait_until(request.getfixturevalue(name).is_idle)
+
+
+GREEDY = dict(model="bard", temperature=0, max_tokens=8)
+LONG = dict(prompt="ROMEO:", max_tokens=500, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def expected(server, prompt, **params) -> str:
+    return server.llm.generate(prompt, SamplingParams(**dict(temperature=0, max_tokens=8) | params))[0].outputs[0].text
+
+
+# --------------------------------------------------------------------------------------------------
+# OpenAI's client
+# --------------------------------------------------------------------------------------------------
+
+def test_completions(server):
+    prompt = server.llm.tokenizer.encode("ROMEO:")
+    for given in ("ROMEO:", prompt):
+        found = server.client.completions.create(prompt=given, **GREEDY)
+        assert found.choices[0].text == expected(server, "ROMEO:") and found.choices[0].finish_reason == "length"
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (2, 8)
+    for given in (["ROMEO:", "JULIET:"], [prompt, server.llm.tokenizer.encode("JULIET:")]):
+        found = server.client.completions.create(prompt=given, n=2, logprobs=1, **GREEDY)
+        texts = [expected(server, text) for text in ("ROMEO:", "JULIET:")]
+        assert [choice.text for choice in found.choices] == [texts[0]] * 2 + [texts[1]] * 2
+        assert all(len(choice.logprobs.token_logprobs) == 8 for choice in found.choices)
+
+
+def test_the_example_of_the_readme(server, capsys, monkeypatch):
+    code = next(text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+                if "OpenAI(" in text)
+    clients = []  # a new one would load certificates for a second
+    monkeypatch.setattr(openai, "OpenAI", lambda **options: clients.append(options) or server.client)
+    exec(code.replace('"shakespeare"', '"bard"'), {})
+    assert len(capsys.readouterr().out) > 50
+    assert clients == [dict(base_url="http://127.0.0.1:8000/v1", api_key="none")]
+
+
+def test_completions_stream(server):
+    options = {"include_usage": True}
+    parts = list(server.client.completions.create(prompt="ROMEO:", stream=True, stream_options=options, **GREEDY))
+    assert "".join(part.choices[0].text for part in parts[:-1]) == expected(server, "ROMEO:")
+    assert parts[-1].usage.completion_tokens == 8 and parts[-2].choices[0].finish_reason == "length"
+
+
+def test_chat(server):
+    prompt = server.llm.chat_prompt(MESSAGES, chat_template=TEMPLATE)
+    found = server.client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    assert found.choices[0].message.content == expected(server, prompt) and found.choices[0].message.role == "assistant"
+    assert len(found.choices[0].logprobs.content[0].top_logprobs) == 2
+    parts = list(server.client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected(server, prompt)
+    assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == "length"
+    prompt = server.llm.chat_prompt(MESSAGES, chat_template=TEMPLATE, chat_template_kwargs={"speaker": "BARD"})
+    found = server.client.chat.completions.create(
+        messages=MESSAGES, extra_body=dict(top_k=1, chat_template_kwargs={"speaker": "BARD"}), model="bard",
+        max_completion_tokens=8)
+    assert found.choices[0].message.content == expected(server, prompt)
+
+
+def test_a_schema(server):
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    schema = {"type": "object", "properties": {"age": {"enum": [7, 77]}}, "required": ["age"],
+              "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    found = server.client.chat.completions.create(messages=MESSAGES, response_format=form, model="bard")
+    assert json.loads(found.choices[0].message.content)["age"] in (7, 77)
+    found = server.client.completions.create(prompt="x", model="bard",
+                                             extra_body={"structured_outputs": {"choice": ["yes"]}})
+    assert found.choices[0].text == "yes" and found.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+        server.client.completions.create(prompt="x", model="bard", extra_body={"structured_outputs": {"regex": "("}})
+
+
+def test_models(server):
+    assert [model.id for model in server.client.models.list()] == ["bard"]
+    assert server.client.models.retrieve("bard").max_model_len == 512
+    with pytest.raises(openai.NotFoundError, match="gpt-4.*bard"):
+        server.client.models.retrieve("gpt-4")
+
+
+def test_errors_of_the_client(server, locked):
+    completions = server.client.completions
+    for fields, kind, words in (
+            (dict(prompt="x", model="gpt-4"), openai.NotFoundError, "gpt-4.*bard"),
+            (dict(prompt="x" * 2000, model="bard"), openai.BadRequestError, "max_model_len 512"),
+            (dict(prompt="x", model="bard", temperature=-1), openai.BadRequestError, "temperature"),
+            (dict(prompt="x", model="bard", extra_body={"priority": 1}), openai.BadRequestError, "priority"),
+            (dict(prompt="x", model="bard", extra_body={"frobnicate": 1}), openai.BadRequestError, "frobnicate")):
+        for stream in (False, True):
+            with pytest.raises(kind, match=words):
+                completions.create(stream=stream, **fields)
+    with pytest.raises(openai.AuthenticationError, match="Authorization"):
+        locked.client.with_options(api_key="wrong").completions.create(prompt="x", **GREEDY)
+    assert locked.client.completions.create(prompt="ROMEO:", **GREEDY).choices[0].text == expected(server, "ROMEO:")
+
+
+def test_lm_evaluation_harness(server):
+    """Its form for the likelihood of a text: ids of several texts, and the log probabilities of these ids."""
+    llm, context = server.llm, 3
+    ids = [llm.tokenizer.encode(text) for text in ("ROMEO: But soft", "JULIET: Ay me, what now")]
+    status, found = server.post(dict(model="bard", prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0,
+                                     seed=1234))
+    outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+    assert status == 200
+    for choice, tokens, output in zip(found["choices"], ids, outputs):
+        logprobs = choice["logprobs"]
+        assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(tokens) + 1
+        wanted = [output.prompt_logprobs[i][tokens[i]].logprob for i in range(context, len(tokens))]
+        assert logprobs["token_logprobs"][context:-1] == pytest.approx(wanted, abs=1e-4)
+        is_greedy = [own == max(top.values()) for own, top in
+                     zip(logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1])]
+        assert is_greedy == [output.prompt_logprobs[i][tokens[i]].rank == 1 for i in range(context, len(tokens))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Many clients, and clients that leave or are slow
+# --------------------------------------------------------------------------------------------------
+
+def test_200_connections_at_once(server):
+    prompts = [f"ROMEO {i}:" for i in range(200)]
+    connections = [server.send(request(dict(GREEDY, prompt=prompt, stream=i % 2 == 0, max_tokens=3)))
+                   for i, prompt in enumerate(prompts)]
+    texts = []
+    for i, connection in enumerate(connections):
+        with connection, connection.makefile("rb") as file:
+            if i % 2:
+                connection_status, _, content = read_response(connection)
+                texts.append(json.loads(content)["choices"][0]["text"])
+            else:
+                events = []
+                for line in file:
+                    if line.startswith(b"data: [DONE]"):
+                        break
+                    if line.startswith(b"data: "):
+                        events.append(json.loads(line[6:])["choices"][0]["text"])
+                texts.append("".join(events))
+    outputs = server.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
+    assert texts == [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_blocks_of_a_client_that_leaves_are_free_within_two_steps(server, stream, monkeypatch):
+    steps, step = [], server.llm._step
+    monkeypatch.setattr(server.llm, "_step", lambda: (step(), steps.append(time.monotonic())))
+    with server.send(request(dict(LONG, stream=stream, n=3))) as connection:
+        wait_until(lambda: len(steps) > 3)
+        assert len(server.llm.scheduler.running) == 3
+        if stream:
+            connection.recv(100)
+        left = time.monotonic()
+    wait_until(server.is_idle)
+    assert len([moment for moment in steps if moment > left]) < 50  # of 500: noticing takes the event loop's time
+
+
+def test_the_abort_of_a_client_that_left_comes_before_the_next_step(server):
+    """Once the event loop has noticed it."""
+    engine, steps, step = server.api.engine, [], server.llm._step
+    aborts, abort = [], engine._abort
+    engine._abort = lambda stream: (aborts.append(len(steps)), abort(stream))
+    close = engine.close
+    engine.close = lambda stream: (aborts.append(len(steps)), close(stream))
+    server.llm._step = lambda: (step(), steps.append(1))
+    try:
+        with server.send(request(dict(LONG, stream=True))):
+            wait_until(lambda: len(steps) > 3)
+        wait_until(server.is_idle)
+    finally:
+        del engine._abort, engine.close, server.llm._step
+    noticed, done = aborts
+    assert done - noticed <= 2 and len(steps) - noticed <= 2
+
+
+def test_a_client_that_does_not_read_holds_nobody_up_and_gets_one_event_for_many_steps(server):
+    """The socket's buffers are full long before the texts end: each event has log probabilities of 20 tokens."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(server.address)
+    with slow:
+        slow.sendall(request(dict(LONG, stream=True, n=16, logprobs=20, max_tokens=50)))
+        for _ in range(3):
+            assert server.client.completions.create(prompt="ROMEO:", **GREEDY).choices[0].text
+        wait_until(lambda: not server.llm.requests)  # it has finished, unread
+        slow.settimeout(20)
+        content = b""
+        while b"[DONE]" not in content[-100:]:
+            content += slow.recv(1 << 20)
+    tokens, events = 0, 0
+    for line in content.decode().splitlines():
+        if line.startswith("data: {"):
+            events += 1
+            tokens += len(json.loads(line[6:])["choices"][0]["logprobs"]["tokens"])
+    assert tokens == 800 and events < 400
+
+
+def test_a_slow_reader_that_leaves(server):
+    with server.send(request(dict(LONG, stream=True, n=64, logprobs=20))):
+        wait_until(lambda: server.llm.scheduler.running)
+    wait_until(server.is_idle)
+
+
+@pytest.mark.parametrize("slow", ["render", "response"])
+def test_slow_templates_and_long_answers_do_not_stop_the_event_loop(server, monkeypatch, slow):
+    begun, may_end = threading.Event(), threading.Event()
+    owner = server.api.serving if slow == "render" else http.Call
+
+    def wait(*arguments, do=getattr(owner, slow), **options):
+        begun.set()
+        assert may_end.wait(20)
+        return do(*arguments, **options)
+
+    monkeypatch.setattr(owner, slow, wait)
+    with server.send(request(dict(GREEDY, messages=MESSAGES), "/v1/chat/completions")) as connection:
+        assert begun.wait(20)
+        assert server.exchange(request(b"", "/health", "GET"))[0] == 200
+        may_end.set()
+        assert read_response(connection)[0] == 200
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request(server, monkeypatch):
+    class Broken:
+        def add(self, ids):
+            raise RuntimeError("no such token")
+
+    monkeypatch.setattr(server.llm.tokenizer, "detokenizer", lambda *_: Broken())
+    for stream in (False, True):
+        content = server.exchange(request(dict(GREEDY, prompt="ROMEO:", stream=stream), Connection="close"))[2]
+        assert b"server_error" in content
+    monkeypatch.undo()
+    assert server.post(dict(GREEDY, prompt="ROMEO:"))[0] == 200
+
+
+def test_the_engine_sleeps_when_idle(server):
+    wait_until(server.is_idle)
+    thread, used = server.api.engine, time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - used < 0.1 and thread.is_alive()
+
+
+def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
+    """And all of them in turn."""
+    monkeypatch.setattr(async_llm, "LOOP_SHARE", 0.0)
+    engine, served = server.api.engine, []
+    monkeypatch.setattr(engine, "_deliver", lambda news: (served.append((len(news), len(server.llm.requests))),
+                                                          type(engine)._deliver(news)))
+    calls = [request(dict(GREEDY, prompt=f"ROMEO {i}:", stream=True, max_tokens=24), Connection="close")
+             for i in range(40)]
+    connections = [server.send(call) for call in calls]
+    contents = [read_response(connection)[2].decode() for connection in connections]
+    for connection in connections:
+        connection.close()
+    assert all(content.endswith("data: [DONE]\n\n") or "[DONE]" in content for content in contents)
+    assert max(count for count, num_requests in served if num_requests) == 16
+    counts = [content.count("data: {") for content in contents]
+    assert max(counts) < 24 and min(counts) > max(counts) / 2
+
+
+def test_the_event_loop_is_woken_once_per_step(server, monkeypatch):
+    engine, steps, wakes = server.api.engine, [], []
+    step, wake = server.llm._step, engine.loop.call_soon_threadsafe
+    monkeypatch.setattr(server.llm, "_step", lambda: (steps.append(1), step()))
+    monkeypatch.setattr(engine, "_deliver", lambda news: (wakes.append(len(news)), type(engine)._deliver(news)))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: server.post(dict(GREEDY, prompt=f"ROMEO {i}:")), range(8)))
+    assert wake and len(wakes) <= len(steps) and sum(wakes) == 8
+
+
+# --------------------------------------------------------------------------------------------------
+# What clients do wrong
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("content, status, word", [
+    (request(b"{"), 400, "JSON"), (request(b"\xff\xfe"), 400, "JSON"), (request(b"[" * 100_000), 400, "JSON"),
+    (request([1]), 400, "object"), (request({}), 400, "prompt"),
+    (request(b'{"prompt": ' + b"9" * 10_000 + b"}"), 400, ""),
+    (request({"prompt": "\ud800"}), 400, "surrogate"),
+    (request({"prompt": "x"}, Content_Type="text/plain"), 400, "Content-Type"),
+    (request({"prompt": "x"}, Content_Type="application/x-www-form-urlencoded"), 400, "Content-Type"),
+    (request({"prompt": "x"}, Content_Type=None), 400, "Content-Type"),
+    (request({"prompt": "x"}, Host="evil.example"), 400, "Host"),
+    (request({"prompt": "x"}, Host="localhost.evil.example:80"), 400, "Host"),
+    (request({"prompt": ["x"] * 4097}), 400, "4096"), (request({"prompt": ["x"] * 40, "n": 128}), 400, "4096"),
+    (request({}, "/v1/embeddings"), 404, "path"), (request({}, "/"), 404, "path"),
+    (request(b"", method="GET"), 405, "method")])
+def test_requests_that_are_refused(server, content, status, word):
+    found_status, headers, body = server.exchange(content)
+    error = json.loads(body)["error"]
+    assert found_status == status == error["code"] and word in error["message"]
+    assert headers["content-type"] == "application/json" and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "LOCALHOST", "127.0.0.1:99", "[::1]:8000", "10.0.0.7"])
+def test_hosts_that_are_ours(server, host):
+    assert server.exchange(request(b"", "/health", "GET", Host=host))[0] == 200
+
+
+def test_a_browsers_preflight_gets_no_permission(server):
+    status, headers, _ = server.exchange(request(b"", method="OPTIONS", Origin="http://evil.example",
+                                                 Access_Control_Request_Method="POST"))
+    assert status == 405 and not [name for name in headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", "Bearer sesam\u00e9", KEY, "Basic sesame"])
+def test_the_key(locked, authorization):
+    headers = {} if authorization is None else {"Authorization": authorization}
+    status, found, content = locked.exchange(request(dict(GREEDY, prompt="x"), **headers))
+    assert status == 401 and found["www-authenticate"] == "Bearer" and KEY not in content.decode()
+    assert locked.exchange(request(b"", "/v1/models", "GET", **headers))[0] == 401
+    assert locked.exchange(request(b"", "/health", "GET"))[0] == 200
+    assert locked.post(dict(GREEDY, prompt="x"), Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_beyond_localhost_a_key_does_instead_of_the_host_check():
+    for host, key, is_checked in (("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", KEY, True),
+                                  ("localhost", KEY, True), ("::1", KEY, True), ("::", KEY, False)):
+        assert http.Guard(None, host, key).checks_host is is_checked, host
+    assert http.Guard(None, "my.example", None)._may_be_ours("My.Example:8000")
+
+
+def test_huge_bodies(server, monkeypatch):
+    status, found = server.post(b" " * (http.MOST_BODY_BYTES + 1))
+    assert status == 413 and str(http.MOST_BODY_BYTES) in found["error"]["message"]
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    chunked = request(b"", Content_Length=None, Transfer_Encoding="chunked")
+    status, _, content = server.exchange(chunked, *[chunk] * 9)
+    assert status == 413
+    declared = request(b"", Content_Length=str(10**12))
+    assert server.exchange(declared)[0] == 413  # without waiting for it
+
+
+@pytest.mark.parametrize("garbage", [
+    b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000], ids=range(5))
+def test_what_is_no_http_costs_its_own_connection(server, garbage):
+    with server.send(request(dict(GREEDY, prompt="ROMEO:"))) as other:
+        with socket.create_connection(server.address, timeout=20) as connection:
+            try:
+                connection.sendall(garbage)
+                answer = connection.recv(1000)
+            except (ConnectionResetError, BrokenPipeError):
+                answer = b""
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        assert read_response(other)[0] == 200
+
+
+def test_a_body_that_never_ends(server, monkeypatch):
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
+    with server.send(request(b"{", Content_Length="100")) as slow:
+        assert server.post(dict(GREEDY, prompt="ROMEO:"))[0] == 200
+        assert read_response(slow)[0] == 408
+    server.send(request(b"{", Content_Length="100")).close()  # leaves in the middle
+    assert server.post(dict(GREEDY, prompt="ROMEO:"))[0] == 200
+
+
+def test_a_full_queue(server, monkeypatch):
+    monkeypatch.setattr(http, "MOST_SEQUENCES", 4)
+    with server.send(request(dict(LONG, stream=True, n=3))) as connection:
+        wait_until(lambda: server.llm.requests)
+        status, headers, content = server.exchange(request(dict(GREEDY, prompt="x", n=2)))
+        assert status == 503 and "3 samples" in content.decode() and headers["retry-after"] == "1"
+        assert server.post(dict(GREEDY, prompt="x"))[0] == 200
+        connection.close()
+    wait_until(server.is_idle)
+    assert server.post(dict(GREEDY, prompt="x", n=4))[0] == 200
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics, failures
+# --------------------------------------------------------------------------------------------------
+
+def test_metrics(server):
+    names = ["prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+             "num_preemptions_total", 'request_success_total{finished_reason="length"}']
+    prompt = list(range(300, 340))
+    server.post(dict(GREEDY, prompt=prompt))
+    before = [server.metric(name) for name in names]
+    server.post(dict(GREEDY, prompt=prompt, n=2))
+    after = [server.metric(name) for name in names]
+    assert [new - old for old, new in zip(before, after)] == [80, 16, 80, 72, 0, 2]
+    with server.send(request(dict(LONG, n=3))):
+        wait_until(lambda: len(server.llm.scheduler.running) == 3)
+        assert server.metric("num_requests_running") == 3 and server.metric("num_requests_waiting") == 0
+        assert server.metric('num_blocks{state="held"}') > 0 and 0 < server.metric("kv_cache_usage_perc") < 1
+        assert server.metric('num_blocks{state="cached"}') >= 2
+    wait_until(server.is_idle)
+    assert server.metric('num_blocks{state="held"}') == 0 and server.metric('num_blocks{state="free"}') == 256
+
+
+def test_a_failing_step_ends_the_requests_under_way_and_no_other(server, monkeypatch, capsys):
+    launch, broken = server.llm.runner.launch, threading.Event()
+
+    def fail(step):
+        if broken.is_set():
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return launch(step)
+
+    monkeypatch.setattr(server.llm.runner, "launch", fail)
+    with server.send(request(dict(LONG, stream=True))) as stream, server.send(request(LONG)) as whole:
+        wait_until(lambda: len(server.llm.scheduler.running) == 2)
+        broken.set()
+        status, _, content = read_response(whole)
+        assert status == 500 and "launch failure" in content.decode()
+        events = b""
+        while b"[DONE]" not in events:
+            events += stream.recv(10_000)
+        assert b'data: {"error":' in events and b"launch failure" in events
+        assert server.exchange(request(b"", "/health", "GET"))[0] == 503
+    broken.clear()
+    assert server.post(dict(GREEDY, prompt="ROMEO:"))[0] == 200
+    assert server.exchange(request(b"", "/health", "GET"))[0] == 200
+    assert "launch failure" in capsys.readouterr().err
+
+
+def test_priorities():
+    running = Running(scheduling_policy="priority")
+    try:
+        assert running.post(dict(GREEDY, prompt="ROMEO:", priority=-3))[0] == 200
+        assert running.post(dict(GREEDY, prompt="ROMEO:", priority="high"))[0] == 400
+    finally:
+        running.stop()
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+# --------------------------------------------------------------------------------------------------
+
+TWO_SERVERS = """
+import sys
+from nanopaged.cli.main import main
+argv = ["--serve", "--port", "0", "--device", "cpu", "--num-blocks", "64"]
+sys.exit(10 * main(argv) + main(argv))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process():
+    """A server, and when that has ended another one. It starts while the first tests run."""
+    started = subprocess.Popen([sys.executable, "-c", TWO_SERVERS], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               stdout=subprocess.PIPE, env=os.environ | {"NANOPAGED_API_KEY": KEY})
+    yield started
+    started.kill()
+    started.communicate()
+
+
+def test_signals_let_requests_under_way_finish(process):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        line = next(line for line in process.stderr if line.startswith("serving"))
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)[1])
+        body = request(LONG | dict(max_tokens=120, stream=True), Authorization=f"Bearer {KEY}")
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(body)
+            content = connection.recv(10_000)
+            assert content.startswith(b"HTTP/1.1 200")
+            process.send_signal(number)
+            wait_until(lambda: is_refused(port))
+            while data := connection.recv(100_000):
+                content += data
+        assert b'"finish_reason":"length"' in content and b"[DONE]" in content
+    assert process.wait(20) == 0
+    assert process.stdout.read() == "" and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("host, key, warns", [("0.0.0.0", None, True), ("0.0.0.0", KEY, False),
+                                              ("127.0.0.1", None, False)])
+def test_another_address_without_a_key_gets_a_warning(monkeypatch, capsys, host, key, warns):
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    monkeypatch.setattr(http.Api, "engine", SimpleNamespace(stop=lambda: None), raising=False)
+    try:
+        with http.bind(host, 0) as listener:
+            assert http.serve(Serving(None, "bard", None), host, listener, key) == 0
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    assert ("--api-key" in capsys.readouterr().err) is warns
+
+
+def test_requests_that_outlast_the_limit_are_stopped(monkeypatch):
+    running = Running()
+    running.server.config.timeout_graceful_shutdown = 0.1
+    with running.send(request(dict(LONG, stream=True))) as connection:
+        wait_until(lambda: running.llm.requests)
+        running.llm.runner.launch = lambda step, launch=running.llm.runner.launch: (time.sleep(0.01), launch(step))[1]
+        running.stop()
+        connection.settimeout(10)
+        while connection.recv(100_000):
+            pass
+    assert running.is_idle()
+
+
+def test_options_that_are_refused(capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run_cli("--serve", "--port", str(taken.getsockname()[1]), "--num-blocks", "64", llm_class=None) == 2
+        assert_refused(capsys.readouterr(), "--port", "in use")
+    for options, words in (
+            (["--port", "1"], "--serve"), (["--serve", "--prompt", "x"], "--prompt"),
+            (["--serve", "--port", "99999"], "--port"), (["--serve", "--temperature", "1"], "--temperature"),
+            (["--serve", "--chat"], "--chat")):
+        assert run_cli(*options) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_bench_streams_from_a_server():
+    llm = load(device="cpu", max_model_len=64)
+    with bench.serving(llm) as port:
+        seconds, times = bench.stream_all(port, [[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(times) == 3 and all(0 < len(events) <= 4 and 0 < events[0] <= seconds for events in times)
+
+
+def test_metrics_of_several_pools():
+    llm = load(device="cpu", data_parallel_size=2, num_blocks=32, max_model_len=64)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=2, ignore_eos=True))
+    lines = async_llm.AsyncLLM(llm, None).metrics().splitlines()
+    assert {'nanopaged:num_blocks{state="free"} 64', "nanopaged:generation_tokens_total 4"} <= set(lines)
