@@ -526,7 +526,7 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
     """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which
     cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
     runners: list[Runner] = []
-    for picked in pick_devices(device, count, "data_parallel_size"):
+    for picked in pick_devices(device, count):
         runner, kernels = _pick_runner(attention, picked, enforce_eager)
         weights = runners[0].model if runners else tensors
         runners.append(runner(config, weights, device=picked, kernels=kernels, **options))

@@ -38,7 +38,7 @@ def pick_device(device: str) -> torch.device:
     return picked
 
 
-def pick_devices(device: str, count: int, option: str) -> list[torch.device]:
+def pick_devices(device: str, count: int, option: str = "data_parallel_size") -> list[torch.device]:
     """The device; with a count above 1 the first GPUs, or that many times the CPU. option: where the count is from."""
     first = pick_device(device)
     if count == 1 or first.type == "cpu":
