@@ -194,7 +194,7 @@ def test_a_worker_without_memory_says_so(monkeypatch):
 
 
 def test_the_command_line(capsys, monkeypatch):
-    assert main(["--prompt", "a", "--tensor-parallel-size", "3"]) == 2
+    assert main(["--prompt", "a", "--tensor-parallel-size", "3", "--device", "cpu"]) == 2
     assert "cannot split" in capsys.readouterr().err
     monkeypatch.setattr(forked, "FAULT", "refuse_steps")
     assert main(["--prompt", "a", "--tensor-parallel-size", "2", "--device", "cpu"]) == 1
