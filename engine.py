@@ -37,7 +37,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
 NULL = -1  # in a block table: a block freed when it left the sliding window; only window.py's manager puts it there
-NO_TOKEN = "the model's output is not a number or infinite, or no token is allowed"  # goes with finish_reason "error"
+NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -73,6 +73,16 @@ class Sequence:
         num_computed_tokens   7          8                   8               9
         num_pending_tokens    0          1                   0               1
         num_tokens            8          9                   9               10
+
+    With a lookahead of one step (see Engine) token 8 is scheduled before it is known:
+
+                              admitted   token 7 scheduled   token 8 scheduled   token 8 known   token 9 scheduled
+        num_computed_tokens   7          8                   9                   9               10
+        num_pending_tokens    0          1                   2                   1               2
+        num_tokens            8          9                   10                  10              11
+
+    A listener may pause a sequence: no step computes it until a token is appended from outside. Then `resume` queues it
+    again, if its blocks were taken meanwhile.
     """
     token_ids: list[int]  # prompt and generated tokens
     order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
@@ -81,8 +91,9 @@ class Sequence:
     request_id: str = ""
     sampling: Any = None  # what the runner wants to know about sampling (nanopaged/device); opaque here
     listener: Listener | None = None
-    siblings: "dict[Sequence, None]" = field(default_factory=dict)  # running sequences with the same prompt (n > 1)
-    max_chunk: int | None = None  # tokens of it that one step computes at most; None: the token budget
+    # The running samples of its prompt, itself included: one dict for all of them (n > 1).
+    siblings: "dict[Sequence, None]" = field(default_factory=dict)
+    max_chunk: int | None = None  # the most tokens of it that a step may compute; None: the token budget
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses that a launched step computes, until they are decided
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
@@ -91,10 +102,10 @@ class Sequence:
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
-    num_hit_tokens: int = 0  # tokens whose K and V were there on admission: it never writes their slots
+    num_hit_tokens: int = 0  # tokens that it shares since its admission: it never writes their slots
     num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
-    num_pending_tokens: int = 0  # tokens that a launched step samples and that are not known on the host yet
-    num_void_tokens: int = 0  # of the samples under way, those to drop: a grammar or a wrong draft made them void
+    num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
+    num_void_tokens: int = 0  # the next samples to arrive that are dropped: a grammar or a wrong draft made them void
     block_table: list[int] = field(default_factory=list)
     pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -116,8 +127,8 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never
-        needed."""
+        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never needed.
+        With drafts under way the next input is not known: it is whatever follows the last right draft."""
         known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
@@ -154,8 +165,9 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
-    """What one step computes: for each scheduled sequence the number of its tokens, and which sequences sample a token.
-    Before that the runner moves blocks: out to the host, copies, and in from the host, in this order."""
+    """What one step computes: for each scheduled sequence the number of its tokens, and the sequence of each token that
+    is sampled (with drafts it is listed several times). Before that the runner moves blocks: out to the host, copies,
+    and in from the host, in this order."""
     seqs: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
@@ -171,8 +183,8 @@ class PrefixHit(NamedTuple):
     """The beginning of a sequence whose K and V are in the pool already."""
     blocks: list[int]
     num_tokens: int
-    prefix_key: int | str | None  # of these blocks; None: unknown, so they are looked up block by block later
-    missing_key: tuple | None  # the first block key that the prefix cache lacks; None: it has all
+    prefix_key: int | str | None  # of these blocks; None: unknown, so `cache_full_blocks` begins at the first block
+    missing_key: tuple | None  # the first block key that the prefix cache lacks; None: none was missing or looked up
     sibling: Sequence | None  # a running sequence with the same prompt
 
 
@@ -221,7 +233,7 @@ class BlockManager:
         return len(self.free_queue)
 
     def largest_chunk(self, max_num_batched_tokens: int) -> int:
-        """Tokens of one sequence that one step computes at most."""
+        """The most tokens of one sequence that a step may compute."""
         return max_num_batched_tokens
 
     def begin_step(self) -> SchedulerOutput:
@@ -232,8 +244,8 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Extend the block table to cover num_tokens tokens; False if the pool has too few free blocks. A block that
-        others hold is copied before it is written. Only the block of the first token to write can be such a block:
-        those before it are not written, and those after it are the sequence's own."""
+        others hold is copied before it is written. Only the block of the first token to write can be such a block: the
+        blocks before it are not written, and those after it have tokens that nobody shares."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
@@ -253,7 +265,7 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer the blocks that the scheduled step fills for sharing. Their K and V are not computed yet, but a
+        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet, but a
         sequence that shares them attends after they are written, in the same forward pass or a later one."""
         if not self.enable_prefix_caching:
             return
@@ -265,8 +277,9 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # A block has at most one key. A block shared with a sibling may have one already. That key differs if
-                # an earlier block was evicted and got another prefix key since; then nothing finds the old one.
+                # The block may have another key already. Say that its tokens efgh follow abcd, and were offered as
+                # (1, efgh). The block of abcd was evicted; other K and V of abcd were cached and got the number 7. Now
+                # a sibling that shares this block offers it as (7, efgh), and nothing can find (1, efgh) any more.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -305,7 +318,8 @@ class BlockManager:
 
     def admit(self, seq: Sequence) -> bool:
         """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
-        step computes their tokens. False, and no block is taken, if too few are free for all its tokens."""
+        step computes their tokens. False, and no block is taken, if too few are free for all its tokens. The others
+        are not reserved: if they are gone when a later chunk needs them, sequences are preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -377,10 +391,14 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. A new sequence shares all of them, the partly full last block too: it
-        first writes there in the next step and gets its copy then, when the sibling's K and V are in it. One that
-        returns after a preemption would write in this step. Its copy would be made before the forward pass, perhaps of
-        a block that the sibling fills only in this pass. So it shares full blocks only."""
+        """Prompt tokens that a sibling can give: all to a new sequence, with the partly full last block; only full
+        blocks to one that returns after a preemption.
+
+            new         step s      shares the last block and writes nothing; the sibling's K and V are written
+                        step s + 1  gets a copy, and writes its first token there
+            returning   step s      would write there at once: its copy would be made before the forward pass, perhaps
+                                    of a block that gets the sibling's K and V only in this pass
+        """
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
@@ -485,7 +503,7 @@ class Scheduler:
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
-                    break  # all later ones are preempted already: it was the last itself, and the step is complete
+                    break  # it was itself the last of all, and was preempted: no sequence is left to schedule
                 if seq.drafter is not None:
                     seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
                     num_tokens += len(seq.drafts)
@@ -543,7 +561,15 @@ class Scheduler:
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
-        sequence here. For a stop string, an abort or another error the caller calls `finish`."""
+        sequence here. For a stop string, an abort or another error the caller calls `finish`.
+
+        Drafts (nanopaged/scheduling/drafts.py) are right as long as they equal what is sampled in their places. So the
+        text is the one without drafts. After token t of a sequence, whose draft was x y z:
+
+            input       t   x   y   z
+            sampled     x   y   q   r       x, y and q are appended; r is void, because it follows z
+            computed    t, x and y stay computed, z does not
+        """
         for i, (seq, sample) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
@@ -558,8 +584,8 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1 or not is_right:  # the samples after it are known already, or follow another text
-                seq.drop_pending(num_known + is_right)
+            if len(new) > 1 or not is_right:  # later samples are useless: these tokens are known, or follow a wrong one
+                seq.drop_pending(num_known + 1 if is_right else num_known)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -623,8 +649,8 @@ class StepInput:
     """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
 
     Sequences with one new token come first, the longest context at the front: attention computes these and the
-    others in two launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C (table
-    [2, 6]) decode and the prompt of B (table [5]) comes in:
+    others in two kernel launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
+    (table [2, 6]) decode and the prompt of B (table [5]) comes in:
 
         seqs              A     C     B
         input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: known only on the device, see Engine
@@ -727,8 +753,9 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next step may be planned before any is read. Drafts must be decided first, or else sequences with
-        drafts would fall into two groups that compute in turns."""
+        """Whether the next step may be planned before any is read. Not with drafts under way: a sequence whose drafts
+        are undecided would sit the next step out. Then half of the sequences would compute in even steps and half in
+        odd ones, and a step of half the sequences takes hardly less time."""
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
@@ -752,7 +779,8 @@ class Engine:
 
     def unblock(self, step: SchedulerOutput) -> None:
         """The step computes nothing. It is undone, because it may have planned moves to the host. If no launched step
-        is left, all running sequences are paused (beams), and they give up their blocks."""
+        is left either, all running sequences are paused (beams), for the first one in the order could go on otherwise.
+        They give up their blocks, so that others can."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):
@@ -766,7 +794,7 @@ class Engine:
         try:
             while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
                 self.update()
-        except BaseException:  # with grammars a step is sampled late, when it is read: that failed
+        except BaseException:  # with grammars a step is sampled late, at the latest when it is read: that failed
             while self.launched:
                 self._undo(self.launched.popleft()[0])
         if not self.may_retry(error):

@@ -36,7 +36,8 @@ A prompt may therefore come in any chunks. Decode is the last row alone: it sees
 **Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
 here reads the context in **tiles**, the K and V of 64 tokens say, each of them once. It keeps a maximum m of the scores
 and two running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc
-by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022):
+by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so
+nothing overflows:
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
@@ -89,8 +90,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
              v_scale: float = 1.0) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: do not write (padding, or K and V that a shared block has already). A cache must be viewable as one row of
-    slots. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need scales of 1.
+    Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
+    num_kv_heads, head_dim]. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need
+    scales of 1.
     """
     if not len(slot_mapping):
         return
@@ -98,7 +100,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
     if may_skip:
         # index_copy_ writes every row. To drop the rows with slot -1, the host would have to wait for a GPU to count
-        # them. Instead, each of them repeats the write of a row that has a slot: the same values to the same slot.
+        # them. Instead, each of them repeats the write of a row that has a slot, the same values to the same slot:
+        # slots [5, -1, 9] become [5, 9, 9], and the second row gets the third one's values.
         largest_slot, valid_row = slots.max(0)
         source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
         k, v, slots = k[source], v[source], slots[source].clamp(min=0)
@@ -147,7 +150,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary position embedding, "rope" (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1,
     head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates it
-    by the angle of (position, i). The product of a query and a key then depends on their distance only."""
+    by the angle of (position, i). The product of a query and a key then depends on their positions only through the
+    distance."""
     cos, sin = rotation.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
@@ -157,17 +161,17 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
                               query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
                               out: Tensor | None = None, rectangles: dict | None = None, k_scale: float = 1.0,
                               v_scale: float = 1.0, **_) -> Tensor:
-    """Causal attention of every sequence's new tokens over its whole context in the paged cache; here for a CPU.
+    """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1, others any (even, if fp8)
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1, others any; fp8: even
     block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
     scale            factor of the scores, usually head_dim ** -0.5
     k_scale, v_scale factors of the K and V in the cache (fp8)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
-    rectangles       a dict that all layers of a step share: the first layer puts its `_rectangles` there
+    rectangles       a dict that all layers of a step share: the first one with its window puts `_rectangles` there
     Returns out, like q; nothing is written for padding. Other arguments of `paged_attention` (below) are ignored.
     """
     out = torch.empty_like(q) if out is None else out

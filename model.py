@@ -21,9 +21,9 @@ per step: the last sampled one, whose K and V are not in the cache yet. It fills
 
 Both are the same computation, but their cost differs. A step reads every weight once, two bytes in bfloat16. T tokens
 need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 180 FLOPs
-(measured). A step of more tokens than that is therefore bound by compute: prefill. One of fewer tokens is bound by
-memory: decode, which also reads the K and V of a whole sequence for one token. Sequences that decode in the same step
-share the reading of the weights, which is why an engine batches them.
+(measured). A step of more tokens than that, as with long prompts, is therefore bound by compute. One of fewer tokens is
+bound by memory, above all decode, which also reads the K and V of a whole sequence for one token. Sequences that decode
+in the same step share the reading of the weights, which is why an engine batches them.
 
 On a GPU, `nanopaged/device/fused.py` replaces some modules by faster ones; `enforce_eager=True` leaves them as here.
 
@@ -65,11 +65,11 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # [num_samples] the tokens that need logits, as rows of the T; None: all
-    max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query, and 2 in a CUDA graph
+    max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query (a CUDA graph passes 2)
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # the sequences with one new token are among the first num_decodes; in a CUDA graph: all sequences
+    num_decodes: int  # the first sequences, those with one new token (a CUDA graph passes the number of all)
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
-    sampling_indices: Tensor | None = None  # of the sequences that sample: logits_indices begins with their last tokens
+    sampling_indices: Tensor | None = None  # the sequences that sample; their last tokens come first in logits_indices
     rectangles: dict[Any, Any] = field(default_factory=dict)  # torch attention's problems, shared by all layers
 
     def decode_only(self, seq_indices: Tensor) -> "Batch":
@@ -224,7 +224,8 @@ class Layer(nn.Module):
 
 class LastLayer(Layer):
     """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Other
-    rows of a prompt neither attend nor pass the MLP. A decodes, B brings a whole prompt, and C a first chunk:
+    rows of a prompt neither attend nor pass the MLP, unless their log probabilities are wanted. A decodes, B brings a
+    whole prompt, and C a first chunk:
 
         token             a6  b0  b1  b2  b3  c0  c1  c2
         K and V           x   x   x   x   x   x   x   x
@@ -240,8 +241,8 @@ class LastLayer(Layer):
         if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
             o = self.attend(q, batch, cache, kernels)  # one token each, or all rows are wanted, or nothing samples
         else:
-            # Prompts and samples. Only the last rows are needed, so each attends as a decode of one token. This also
-            # fixes the order of additions here. (In earlier layers it depends on how the prompt was cut into chunks.)
+            # Prompts and samples. Only the last rows are needed, so each attends as a decode of one token. (The order
+            # of additions is then always the same here. In earlier layers it depends on the chunks of the prompt.)
             last_rows = rows[:len(seq_indices)]
             o_last = self.attend(q.index_select(0, last_rows), batch.decode_only(seq_indices), cache, kernels)
             if len(last_rows) == len(rows):

@@ -133,6 +133,11 @@ class AsyncLLM(threading.Thread):
             ("counter", "generation_tokens_total", {"": scheduler.num_generated_tokens}),
             ("counter", "num_preemptions_total", {"": scheduler.num_preemptions}),
             ("counter", "request_success_total", finished)]
+        if self.llm.drafting:
+            drafts = self.llm.drafting.metrics
+            values += [("counter", "spec_decode_num_drafts_total", {"": drafts.num_draft_steps}),
+                       ("counter", "spec_decode_num_draft_tokens_total", {"": drafts.num_draft_tokens}),
+                       ("counter", "spec_decode_num_accepted_tokens_total", {"": drafts.num_accepted_tokens})]
         lines = []
         for kind, name, counts in values:
             lines.append(f"# TYPE nanopaged:{name} {kind}")

@@ -1,8 +1,8 @@
 """The server: OpenAI's API over HTTP, on starlette and uvicorn (`python engine.py --serve`).
 
-    event loop        headers, body                                                events
-    four threads                     JSON, template, tokenizer, grammar                    an answer that is no stream
-    engine's thread                                                      steps     (nanopaged/api/async_llm.py)
+    event loop        headers, body                                              events
+    four threads                     JSON, template, tokenizer, grammar                  an answer that is no stream
+    engine's thread                                                      steps   (nanopaged/api/async_llm.py)
 
 **Security.** A web page can make a browser post to this machine. So a body must be declared as JSON, which a browser
 does not send to another site without asking, and Host must be an address, "localhost" or the name in --host: a page
@@ -129,7 +129,6 @@ class Api:
 
         async def refuse(request: HttpRequest, error: Exception) -> Response:
             return error_response(error)
-
         routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         routes += [Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
                    Route("/health", self.health), Route("/metrics", self.metrics)]
@@ -137,8 +136,7 @@ class Api:
                          exception_handlers={kind: refuse for kind in (ApiError, HTTPException, Exception)})
 
     def server(self, host: str, api_key: str | None) -> uvicorn.Server:
-        # Not "httptools", which is faster: it keeps headers of any size.
-        return uvicorn.Server(uvicorn.Config(
+        return uvicorn.Server(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
             self.app(host, api_key), http="h11", ws="none", lifespan="on", log_level="warning", access_log=False,
             server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
 

@@ -172,8 +172,10 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
         """Start computing a step. Calling the result waits for it."""
-        if self.unsampled is not None:  # the previous step has a grammar, and the engine has read the tokens before it
-            unsampled, self.unsampled = self.unsampled, None  # first: if it fails, the engine undoes that step
+        # Which tokens a grammar allows depends on the token before, which the host knows once it has read the step
+        # before. So the sampling of a step with grammars waits until the next launch, or until the step is read.
+        if self.unsampled is not None:
+            unsampled, self.unsampled = self.unsampled, None  # before it may fail: the engine undoes that step
             unsampled.sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)

@@ -648,3 +648,13 @@ def test_metrics_of_several_pools():
     llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=2, ignore_eos=True))
     lines = async_llm.AsyncLLM(llm, None).metrics().splitlines()
     assert {'nanopaged:num_blocks{state="free"} 64', "nanopaged:generation_tokens_total 4"} <= set(lines)
+
+
+def test_metrics_of_drafts():
+    llm = load(device="cpu", num_blocks=32, max_model_len=128,
+               speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    llm.generate([[1, 2, 3, 4] * 8], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    text = async_llm.AsyncLLM(llm, None).metrics()
+    drafts, proposed, accepted = (int(re.search(rf"^nanopaged:spec_decode_num_{name}_total (\d+)$", text, re.M)[1])
+                                  for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    assert 0 < drafts <= proposed and accepted <= proposed
