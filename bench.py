@@ -556,6 +556,44 @@ def data_parallel(limits: Limits, quick: bool) -> None:
         note=f"on each GPU {', '.join(map(str, computed))}")
 
 
+# Qwen3-8B on two GPUs against one: the figure's name, whether less is better, and what vLLM 0.26 reached on two.
+ON_TWO = {"decode, batch 1": (True, "0.71, 3.73 ms"), "decode, batch 256": (True, "0.65, 9.53 ms"),
+          "prefill 32 x 8,000": (False, "1.69, 63,525"), "workload 256": (False, "1.55, 14,154"),
+          "single stream": (False, "1.40, 266"), "process start to first token, caches cold": (True, "68 s")}
+
+
+def tensor_parallel(limits: Limits, quick: bool) -> None:
+    """Qwen3-8B's shape on two GPUs, beside one in the same run."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise CardTooSmall(f"two GPUs are needed, and torch sees {count}")
+    found = []
+    for size in (1, 2):
+        figures = figures_of_8b(random_llm("8B", max_model_len=9000, tensor_parallel_size=size))
+        gc.collect()
+        torch.cuda.empty_cache()
+        with tempfile.TemporaryDirectory() as folder:
+            for caches in ("first", "second"):  # the first start makes Python's byte code
+                seconds = first_token_after(folder, caches, "8B", f"tensor_parallel_size={size}")
+        found.append([*figures, seconds])
+    for (name, (less, peer)), one, two in zip(ON_TWO.items(), *found):
+        unit = "s" if "start" in name else "ms/step" if less else "tokens/s"
+        row(f"8B on two GPUs, {name}", two, unit, note=f"one GPU {_number(one)}, ratio {two / one:.2f}; vLLM {peer}")
+
+
+def figures_of_8b(llm: LLM) -> list[float]:
+    """The figures that ON_TWO names, but for the last."""
+    prefill_rate(llm, 2, 8000)  # warm up
+    figures = [decode_ms(llm, batch, 512) for batch in (1, 256)]
+    figures.append(max(prefill_rate(llm, 32, 8000) for _ in range(2)))
+    warm_up(llm, workload_256(seed=1)[0])
+    prompts, params = workload_256()
+    figures.append(rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params))))
+    stream, long = random_prompts(random.Random(2), [128]), SamplingParams(ignore_eos=True, max_tokens=512)
+    figures.append(max(rate(lambda: llm.generate(stream, long), 512) for _ in range(2)))
+    return figures
+
+
 def rate_and_host_ms(llm: LLM, count: int) -> tuple[float, float]:
     """Tokens/s of `count` times workload 256, and ms of CPU time per step."""
     prompts: list[list[int]] = []
@@ -847,7 +885,7 @@ START = """
 import sys, time; sys.path.insert(0, {root!r})
 import bench
 from nanopaged import SamplingParams
-llm = bench.random_llm("0.6B", max_model_len=4096)
+llm = bench.random_llm({shape!r}, max_model_len=4096, {options})
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
 print(time.time())
 """
@@ -868,13 +906,13 @@ def start(limits: Limits, quick: bool) -> None:
         row(f"0.6B process start to first token, caches {label}", min(times), "s", note=note)
 
 
-def first_token_after(folder: str, caches: str) -> float:
+def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
     """Seconds to the first token of a new process that keeps its compile caches under this name."""
     environment = os.environ | dict(
         PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton",
         TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    program = START.format(root=str(Path(__file__).parent))
+    program = START.format(root=str(Path(__file__).parent), shape=shape, options=options)
     started = time.time()
     argv = [sys.executable, "-c", program]
     done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -900,7 +938,7 @@ def _version(package: str) -> str:
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
 ON_CUDA: list[Callable[..., None]] = [
     start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
-    data_parallel]
+    data_parallel, tensor_parallel]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
 
 

@@ -144,6 +144,9 @@ class Transformer(nn.Module):
         for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
             x, residual = layer(x, residual, rope, batch, cache, kernels)
         x, _ = self.norm(x, residual)  # [num_samples, D]
+        return self.logits(x, out)
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.matmul(x, self.lm_head.weight.T, out=out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -158,6 +161,11 @@ class Transformer(nn.Module):
         if not self.config.learned_positions:
             angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What this model needs of a checkpoint's tensor: all of it, unless it is split over GPUs (parallel.py)."""
+        return tensor
 
 
 class Layer(nn.Module):
@@ -325,12 +333,13 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | None, dtype: torch.dtype,
-                device: torch.device | str, num_positions: int) -> Transformer:
+                device: torch.device | str, num_positions: int, make: Callable[..., Transformer] = Transformer,
+                ) -> Transformer:
     """A Transformer with a checkpoint's (name, tensor) pairs, or with the weights of another Transformer, or with
     random weights if `tensors` is None. Tensors are copied one at a time, so one copy of the weights is in memory.
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
-        model = Transformer(config)
+        model = make(config)
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
     try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
@@ -344,11 +353,15 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
             parameter.data.copy_(source.data)
     elif tensors is None:
         for name, parameter in model.named_parameters():
-            nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
+            init_randomly(name, parameter)
     else:
         load_weights(model, tensors)
     model.make_rope_table(device, num_positions)
     return model.eval().requires_grad_(False)
+
+
+def init_randomly(name: str, parameter: Tensor) -> None:
+    nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
 
 
 @torch.no_grad()
@@ -369,6 +382,7 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
         target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
             tensor = tensor.T
+        tensor = model.part(bare, tensor)
         if tensor.shape != target.shape:
             raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")
         target.copy_(tensor)

@@ -23,7 +23,7 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
-    tensor_parallel_size=(1,), pipeline_parallel_size=(1,), quantization=(None,),
+    pipeline_parallel_size=(1,), quantization=(None,),
     enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
     tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
@@ -36,7 +36,7 @@ def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, m
                   num_gpu_blocks_override: Any, load_format: Any, generation_config: Any, kv_cache_dtype: Any,
                   scheduling_policy: Any, gpu_memory_utilization: Any, swap_space: Any, seed: Any,
                   enable_prefix_caching: Any, enforce_eager: Any, skip_tokenizer_init: Any,
-                  data_parallel_size: Any, hf_overrides: Any) -> None:
+                  data_parallel_size: Any, tensor_parallel_size: Any, hf_overrides: Any) -> None:
     """Raise ValueError for an option of LLM with an unusable value."""
     check_vllm_options(vllm_options)
     check_kind("model", model, (str, Path), "a directory or a name on the Hub")
@@ -49,9 +49,12 @@ def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, m
                  num_gpu_blocks_override=num_gpu_blocks_override)  # None: LLM chooses the size
     sizes = {name: size for name, size in sizes.items() if size is not None}
     sizes |= dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                  data_parallel_size=data_parallel_size)
+                  data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
     for name, size in sizes.items():
         check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
+    if data_parallel_size > 1 < tensor_parallel_size:
+        raise ValueError(f"data_parallel_size {data_parallel_size} and tensor_parallel_size {tensor_parallel_size} do "
+                         "not go together; use one of them")
     check_choice("load_format", load_format, ("auto", "dummy"))
     check_choice("generation_config", generation_config, ("auto", "vllm"))
     check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))

@@ -72,6 +72,10 @@ class RequestOutput:
     metrics: RequestMetrics | None = None  # None: without drafts
 
 
+class EngineDeadError(RuntimeError):
+    """A worker process of an engine on several GPUs has ended or hangs; the engine can do nothing more."""
+
+
 class RequestError(RuntimeError):
     """A streamed request ended with finish_reason "error". output: as far as it got."""
 

@@ -2,7 +2,8 @@
 import itertools
 import random
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Callable, Generator, Iterator
@@ -71,6 +72,8 @@ class LLM:
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
         swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
+    tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
+        (nanopaged/device/parallel.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
@@ -90,9 +93,9 @@ class LLM:
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
-                 data_parallel_size: int = 1, speculative_config: dict | None = None, tokenizer: str | None = None,
-                 skip_tokenizer_init: bool = False, num_gpu_blocks_override: int | None = None,
-                 hf_overrides: dict | None = None, **vllm_options: Any):
+                 data_parallel_size: int = 1, tensor_parallel_size: int = 1, speculative_config: dict | None = None,
+                 tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+                 num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None, **vllm_options: Any):
         check_options(
             vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
@@ -100,7 +103,8 @@ class LLM:
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, data_parallel_size=data_parallel_size, hf_overrides=hf_overrides)
+            swap_space=swap_space, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size,
+            hf_overrides=hf_overrides)
         self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init,
                               hf_overrides or {})
         self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
@@ -109,12 +113,17 @@ class LLM:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
                              "made for")
         tensors = None if load_format == "dummy" else read_tensors(self.path)
-        self.runners = _make_runners(
+        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
+        self.tensor_parallel_size = tensor_parallel_size
+        make: Callable[..., list[Runner]] = _make_runners
+        if tensor_parallel_size > 1:
+            pool = num_blocks, gpu_memory_utilization
+            make = partial(_split_model, tensor_parallel_size, self.path, pool, swap_space)
+        self.runners = make(
             device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
             block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
-        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
         num_blocks, block_size = min(pools), self.runners[0].block_size
         # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
@@ -167,7 +176,8 @@ class LLM:
             runners = [weakref.proxy(runner) for runner in self.runners]
             schedulers = data_parallel.make_schedulers(managers, runners, *limits)
         self.budgets = [TokenBudget(*pair) for pair in zip(schedulers, self.runners)]
-        interruptible = self.lock.interrupts.let_through
+        # With several processes a step that stops half-way would leave the others waiting.
+        interruptible = self.lock.interrupts.let_through if self.tensor_parallel_size == 1 else nullcontext
         engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, budget.shrink)
                    for scheduler, runner, budget in zip(schedulers, self.runners, self.budgets)]
         self.runner: Runner = self.runners[0]
@@ -517,12 +527,27 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
     cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
     runners: list[Runner] = []
     for picked in pick_devices(device, count):
-        kernels, runner = pick_kernels(attention, picked), Runner
-        if picked.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
-            from nanopaged.device.graphs import GraphRunner as runner
+        runner, kernels = _pick_runner(attention, picked, enforce_eager)
         weights = runners[0].model if runners else tensors
         runners.append(runner(config, weights, device=picked, kernels=kernels, **options))
     return runners
+
+
+def _split_model(size: int, path: Path, pool: tuple, swap_space: float, device: str, _: int, attention: str,
+                 enforce_eager: bool, config: model.ModelConfig, tensors: Any, **options: Any) -> list[Runner]:
+    """The runner of the first GPU, with a worker process for each other one. pool: the arguments of allocate_pool."""
+    from nanopaged.device.workers import make_driver
+    picked = pick_devices(device, size, "tensor_parallel_size")[0]
+    runner, kernels = _pick_runner(attention, picked, enforce_eager)
+    return [make_driver(runner, size, config, tensors, path, pool, swap_space, device=picked, kernels=kernels,
+                        **options)]
+
+
+def _pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
+    kernels, runner = pick_kernels(attention, device), Runner
+    if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
+        from nanopaged.device.graphs import GraphRunner as runner
+    return runner, kernels
 
 
 def _make_drafting(speculative_config: Any, vocab_size: int) -> Any:

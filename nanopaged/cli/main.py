@@ -25,7 +25,7 @@ from typing import Any, Callable
 
 from nanopaged import __version__
 from nanopaged.cli.batch import PromptFile, open_file, run_all
-from nanopaged.outputs import CompletionOutput, RequestError, RequestOutput
+from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -75,6 +75,7 @@ ENGINE
   --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
+  --tensor-parallel-size N     GPUs that share one model and one pool [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace [FILE.html]          print what each step computes, in which blocks; or write a page
@@ -95,6 +96,9 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
         return 2
+    except EngineDeadError as error:
+        _say(f"error: {error}")
+        return 1
     except KeyboardInterrupt as error:
         _say(": ".join(["interrupted", *map(str, error.args)]))
         return 130
@@ -440,8 +444,8 @@ ENGINE = dict(
     revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True, num_gpu_blocks_override=int,
-    hf_overrides=_object, speculative_config=_object)
+    data_parallel_size=int, tensor_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True,
+    num_gpu_blocks_override=int, hf_overrides=_object, speculative_config=_object)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,

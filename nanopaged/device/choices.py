@@ -38,16 +38,16 @@ def pick_device(device: str) -> torch.device:
     return picked
 
 
-def pick_devices(device: str, count: int) -> list[torch.device]:
-    """The device; with a count above 1 the first GPUs, or that many times the CPU."""
+def pick_devices(device: str, count: int, option: str = "data_parallel_size") -> list[torch.device]:
+    """The device; with a count above 1 the first GPUs, or that many times the CPU. option: where the count is from."""
     first = pick_device(device)
     if count == 1 or first.type == "cpu":
         return [first] * count
     if str(device) not in ("auto", "cuda"):
-        raise ValueError(f"data_parallel_size {count} takes the first {count} GPUs, so device must be 'auto' or "
+        raise ValueError(f"{option} {count} takes the first {count} GPUs, so device must be 'auto' or "
                          f"'cuda', not {device!r}; CUDA_VISIBLE_DEVICES chooses others")
     if count > torch.cuda.device_count():
-        raise ValueError(f"data_parallel_size is {count}, and torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(f"{option} is {count}, and torch sees {torch.cuda.device_count()} CUDA device(s)")
     return [torch.device("cuda", index) for index in range(count)]
 
 

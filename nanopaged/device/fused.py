@@ -10,6 +10,7 @@ Three kinds of work get faster:
 
 `enforce_eager=True` leaves all of this off. The modules keep their names and weights; only their classes change.
 """
+from itertools import chain
 from typing import Any, Callable
 
 import torch
@@ -38,6 +39,7 @@ def fuse(transformer: model.Transformer) -> None:
     raise_compilation_limit()
     compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
     compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
+    compiled_row_into = torch.compile(one_row_linear_into, **COMPILER)
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return (compiled_row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
@@ -47,17 +49,34 @@ def fuse(transformer: model.Transformer) -> None:
             return linear(x, self.weight, self.bias)
 
     class LinearBeforeNorm(model.Linear):
-        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands."""
+        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands.
 
-        def forward(self, x: Tensor) -> Tensor:
+        buffer: with several GPUs (parallel.py), where the partial products of all of them are
+        """
+        buffer: Any = None
+
+        def forward(self, x: Tensor) -> Any:
             weight, bias = self.weight, self.bias
             count = num_partial_products(x, weight) if bias is None else 1
-            return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
+            if self.buffer is None:
+                return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
+            shape = count, len(x), len(weight)
+            out = self.buffer.own(*shape)
+            if is_one_row_product(x, weight):
+                compiled_row_into(x, weight, bias, out[0])
+            elif count > 1:
+                partial_products(x, weight, count, out)
+            elif bias is None:
+                torch.mm(x, weight.T, out=out[0])
+            else:
+                torch.addmm(bias, x, weight.T, out=out[0])
+            return PeerProducts(self.buffer.all(*shape))
 
     class FusedNorm(model.Norm):
         def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             if not len(residual):  # no row needs logits, and torch would compile the function again for no rows
                 return residual, residual
+            x = tuple(x) if isinstance(x, PeerProducts) else x
             return compiled_norm(x, residual, self.weight, self.bias, self.eps)
 
     class FusedLayer(model.Layer):
@@ -88,7 +107,7 @@ def raise_compilation_limit() -> None:
 
 def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
     """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors
-    arguments may change.
+    arguments may change. An argument may be a tuple of tensors.
 
     All other sizes become constants of the generated kernel, which moves memory about twice as fast as a kernel that
     takes them as arguments (on an H200).
@@ -96,18 +115,26 @@ def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[...
     compiled = torch.compile(function, **COMPILER)
 
     def call(*arguments: Any) -> Any:
-        for tensor in arguments[:num_tensors]:
+        for tensor in chain(*(a if isinstance(a, tuple) else (a,) for a in arguments[:num_tensors])):
             torch._dynamo.maybe_mark_dynamic(tensor, max(0, tensor.dim() - 2))
         return compiled(*arguments)
 
     return call
 
 
-def add_partials_and_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
+class PeerProducts(tuple):
+    """The partial products [count, T, D] of all GPUs, in the order of ranks."""
+
+    def index_select(self, dim: int, rows: Tensor) -> "PeerProducts":
+        return PeerProducts(part.index_select(dim, rows) for part in self)
+
+
+def add_partials_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
                           eps: float) -> tuple[Tensor, Tensor]:
-    """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D]."""
-    for partial in (x if x.dim() == 3 else [x]):  # one by one: these additions fuse with the norm, .sum(0) does not
-        residual = partial + residual
+    """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D], of one GPU or of several."""
+    for part in (x if isinstance(x, tuple) else (x,)):
+        for partial in (part if part.dim() == 3 else [part]):  # one by one: these additions fuse with the norm
+            residual = partial + residual  # and .sum(0) does not
     return model.normalize(residual, weight, bias, eps), residual
 
 
@@ -128,6 +155,10 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     sums: Any = sum([parts[:, i].float() * x[i] for i in range(count)])  # [out, in / count]
     row = sums.sum(-1)  # [out]
     return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
+
+
+def one_row_linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(one_row_linear(x, weight, bias))
 
 
 def one_row_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
@@ -152,7 +183,7 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
     return count if is_small and can_split and not is_one_row_product(x, weight) else 1
 
 
-def partial_products(x: Tensor, weight: Tensor, count: int) -> Tensor:
+def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product. (The
     model's last layer selects rows by dimension -2, so that it works for both.)
 
@@ -161,4 +192,4 @@ def partial_products(x: Tensor, weight: Tensor, count: int) -> Tensor:
     on an H200. In bfloat16 each partial product is rounded, instead of the whole product once.
     """
     x, weight = x.view(len(x), count, -1), weight.view(len(weight), count, -1)
-    return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0))
+    return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0), out=out)

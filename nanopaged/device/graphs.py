@@ -129,7 +129,8 @@ class GraphRunner(Runner):
                 size: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """A graph of step(size), and the tensors that the step returns; each replay writes them again."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_memory, stream=self.graph_stream):
+        with torch.cuda.graph(graph, pool=self.graph_memory, stream=self.graph_stream,
+                              capture_error_mode="thread_local"):
             outputs = step(size)
         self.graph_memory = self.graph_memory or graph.pool()
         return graph, *outputs
@@ -160,7 +161,7 @@ class GraphRunner(Runner):
             message = message.pin_memory()
         self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
-        graph.replay()
+        self._run(graph)
         *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_indices:
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
@@ -175,6 +176,9 @@ class GraphRunner(Runner):
         if needs.grammars or draws_again:
             return partial(self._sample, logits, rows, lens, needs), logits
         return lambda: tokens, logits
+
+    def _run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
 
     def _sample_masked(self, batch: engine.StepInput, sampling_indices: list[int], tokens: Tensor,
                        seqs: list[tuple[int, engine.Sequence]]) -> Tensor:

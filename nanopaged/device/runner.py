@@ -110,11 +110,14 @@ class Runner:
         self.owners: list[Callable] = [NOBODY] * num_rows  # weakly, the sequence whose settings these are
 
     def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
-        self.model = model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
+        self.model = self._build_model(tensors)
         self.sampler = Sampler(self.fused)
         self.masker: Any = None  # until a sequence has a grammar
         self.unsampled: Result | None = None  # of a step whose sampling waits for grammars
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
+
+    def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
+        return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
 
     # ---- memory
 
@@ -129,14 +132,19 @@ class Runner:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
         if self.compiled is not None:
             warmup.finish(self)
-        if num_blocks is None and self.device.type == "cuda":
-            num_blocks = memory.choose_num_blocks(self, gpu_memory_utilization)
-        elif num_blocks is None:
-            num_blocks = choices.choose_num_blocks(self)
+        num_blocks = num_blocks or self._choose_num_blocks(gpu_memory_utilization)
         pool = choices.allocate(self, num_blocks)
-        self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, choices.choose_scales(self))]
+        self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, self._choose_scales())]
         self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks of any type
         return num_blocks
+
+    def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
+        if self.device.type == "cuda":
+            return memory.choose_num_blocks(self, gpu_memory_utilization)
+        return choices.choose_num_blocks(self)
+
+    def _choose_scales(self) -> list[tuple[float, float]]:
+        return choices.choose_scales(self)
 
     @on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
@@ -180,12 +188,16 @@ class Runner:
         parts = logprobs.prompt_parts(batch) if wants_prompts else []
         sample, logits = self._compute(batch, sampling_indices, [row for part in parts for row in part.rows], needs)
         result = Result(partial(self._results, sample, logits, seqs, parts, needs),
-                        partial(as_sampled, seqs, step.sampled, parts))
+                        partial(as_sampled, seqs, step.sampled, parts), self._wait)
         if needs.grammars:
             self.unsampled = result
         else:
             result.sample()
         return result
+
+    @staticmethod
+    def _wait(event: torch.cuda.Event) -> None:
+        event.synchronize()
 
     @on_its_device
     @torch.inference_mode()
@@ -208,9 +220,9 @@ class Runner:
         if step.swaps_in:
             swapping.move_in(self, step.swaps_in)
 
-    def _send_rows(self, seqs: list[engine.Sequence]) -> None:
+    def _send_rows(self, seqs: list[engine.Sequence]) -> tuple[list[int], list[int]]:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row."""
+        settings of sequences that are new in their row. Returns the entries (cells and their blocks)."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
@@ -235,6 +247,7 @@ class Runner:
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
+        return cells, blocks
 
     def forget_free_rows(self) -> list[int]:
         """Rows that their sequence has left. If it comes back, its settings are sent again."""
@@ -350,11 +363,13 @@ class Result:
 
     compute: samples, and returns the tensors that the host wants
     convert: makes of them, on the host, what the engine wants
+    wait: for an event on the device
     """
 
-    def __init__(self, compute: Callable[[], list[Tensor]], convert: Callable[[list[Tensor]], engine.Sampled]):
+    def __init__(self, compute: Callable[[], list[Tensor]], convert: Callable[[list[Tensor]], engine.Sampled],
+                 wait: Callable[[torch.cuda.Event], None]):
         self.compute: Callable[[], list[Tensor]] | None = compute
-        self.convert = convert
+        self.convert, self.wait = convert, wait
         self.copies: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
 
@@ -379,7 +394,7 @@ class Result:
     def __call__(self) -> engine.Sampled:
         self.sample()
         if self.done is not None:
-            self.done.synchronize()
+            self.wait(self.done)
         return self.convert(self.copies)
 
 

@@ -66,7 +66,7 @@ MISTRAL = {
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "attention_dropout": 0.0,
     "initializer_range": 0.02, "hidden_size": 56, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 7, "num_key_value_heads": 1, "max_position_embeddings": 128, "max_window_layers": 2,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 128, "max_window_layers": 2,
     "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 128, "use_sliding_window": False,
     "vocab_size": 200, "bos_token_id": 198, "eos_token_id": 199, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True,
@@ -99,14 +99,15 @@ VARIANTS = {
                  "rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "float16"},
         torch.float16, [{"rope_scaling": None}]),
     "smollm2": (
-        LLAMA | {"hidden_size": 72, "intermediate_size": 32, "num_attention_heads": 9, "num_key_value_heads": 3,
+        LLAMA | {"hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 6, "num_key_value_heads": 2,
                  "head_dim": 8, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
                  "tie_word_embeddings": True, "dtype": "bfloat16"},
         torch.bfloat16, [{"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}]),
     "mistral": (MISTRAL, torch.bfloat16, [{"sliding_window": None}, {"sliding_window": 9}]),
     "qwen2": (QWEN2, torch.bfloat16, [{"rope_theta": 10000.0}]),
     "qwen2-window": (
-        QWEN2 | {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "max_window_layers": 1,
+        QWEN2 | {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
+                 "max_window_layers": 1,
                  "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
                  "rope_theta": 10000.0, "sliding_window": 8, "use_sliding_window": True},
         torch.bfloat16,

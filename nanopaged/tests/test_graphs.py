@@ -30,7 +30,7 @@ class PretendedGraph:
 
     @classmethod
     @contextmanager
-    def record(cls, graph, pool=None, stream=None):
+    def record(cls, graph, **options):
         cls.recording = graph
         yield
         cls.recording = None

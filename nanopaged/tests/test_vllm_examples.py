@@ -503,7 +503,7 @@ def test_engine_options_of_vllm(options):
 
 
 @pytest.mark.parametrize("option, value", [
-    ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
+    ("tensor_parallel_size", 3), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
     ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"),
     ("runner", "pooling"),
 ])

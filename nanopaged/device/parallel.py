@@ -1,0 +1,257 @@
+"""One model on several GPUs: tensor parallelism (Shoeybi et al. 2019, Megatron-LM). Read it after runner.py.
+
+N processes, the **ranks**, have a GPU each, and each has a part of every layer and of the pool. All ranks compute the
+same step at the same time:
+
+                     each rank has                      and then
+    embed_tokens     a range of the vocabulary          the ranks' outputs are added up: other ranks' tokens give 0
+    qkv_proj         a range of the heads               (a kv head is repeated where there are fewer than ranks)
+    attention        these heads, and their K and V
+    o_proj           the columns for these heads        the ranks' outputs, **partial products**, are added up
+    gate_up_proj     a range of the intermediate size
+    down_proj        the columns for this range         the ranks' outputs are added up
+    lm_head          a range of the vocabulary          rank 0 puts the logits together
+
+Norms and the residual stream are the same on all ranks. **Rank 0** is the process of the engine. It has the scheduler,
+the block manager and the sampler. The other ranks are **workers** (workers.py): they get each step as integers through
+a pipe, and read the sampled tokens, which are inputs of the next step, in the memory of rank 0.
+
+**Adding up.** Each rank writes its partial product into a buffer that the others can read (peers.py). After a barrier
+each rank adds the partial products in the order of ranks, so all have the same bits. With fused.py the norm that
+follows adds them while it reads them. There are two buffers, in turn: a rank writes one again only after the barrier of
+the other, which all ranks reach after they have read the first.
+"""
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanopaged import engine, model
+from nanopaged.device.peers import Peers, SharedBuffer
+from nanopaged.device.runner import Runner, on_its_device
+from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.outputs import EngineDeadError
+from nanopaged.tiles import cdiv
+from nanopaged.weights.split import find_cuts, padded_part, random_tensors, split_config
+
+if TYPE_CHECKING:
+    from nanopaged.device.workers import Workers
+
+LOGITS_ROWS = 256  # rows of logits that are put together at once
+FEWEST_ROWS = 1024  # of the buffers: fp8 calibration, warm-up and fused.py's split products take up to so many
+POLL_SECONDS = 20e-6
+
+
+# --------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------
+
+class RowParallelLinear(model.Linear):
+    """A rank's columns of the matrix. fused.py has its own form."""
+    buffer: SharedBuffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = len(x), len(self.weight)
+        own = torch.matmul(x, self.weight.T, out=self.buffer.own(*shape))
+        if self.bias is not None:
+            own += self.bias
+        return self.buffer.sum(*shape)
+
+
+class VocabParallelEmbedding(model.Embedding):
+    """A rank's rows of the table."""
+    buffer: SharedBuffer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        size, shape = len(self.weight), (len(ids), self.weight.shape[1])
+        local = ids - self.buffer.peers.rank * size
+        is_elsewhere = (local < 0) | (local >= size)
+        found = F.embedding(local.clamp(0, size - 1), self.weight)
+        self.buffer.own(*shape).copy_(found.masked_fill_(is_elsewhere[:, None], 0))
+        return self.buffer.sum(*shape)
+
+
+class ParallelTransformer(model.Transformer):
+    """A rank's part of the decoder. whole: the settings of all of it; sums: buffers for o_proj and down_proj."""
+
+    def __init__(self, config: model.ModelConfig, whole: model.ModelConfig, sums: list[SharedBuffer],
+                 logits_buffer: SharedBuffer):
+        super().__init__(config)
+        self.whole, self.logits_buffer, self.peers = whole, logits_buffer, logits_buffer.peers
+        for layer in self.layers:
+            for module, buffer in zip((layer.o_proj, layer.down_proj), sums):
+                module.__class__, module.buffer = RowParallelLinear, buffer
+        embedding: Any = self.embed_tokens
+        embedding.__class__, embedding.buffer = VocabParallelEmbedding, sums[1]
+        self.cuts = find_cuts(whole, config, self.peers.rank, self.peers.size)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        shape, cut = self.cuts[name]
+        if tensor.shape != shape:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
+        return cut(tensor)
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, D] -> [R, vocab_size] on rank 0, and no columns on the others."""
+        weight, size = self.lm_head.weight, self.whole.vocab_size
+        if self.peers.rank:
+            out = x.new_empty(len(x), 0)
+        elif out is None:
+            out = x.new_empty(len(x), size)
+        for start in range(0, len(x), LOGITS_ROWS):
+            rows = x[start:start + LOGITS_ROWS]
+            if start:
+                self.logits_buffer.all(1)  # rank 0 has read the rows before
+            torch.matmul(rows, weight.T, out=self.logits_buffer.own(len(rows), len(weight)))
+            parts = self.logits_buffer.all(len(rows), len(weight))
+            if self.peers.rank == 0:
+                ends = [min(size, len(weight) * (rank + 1)) - len(weight) * rank for rank in range(self.peers.size)]
+                torch.cat([part[:, :max(0, end)] for part, end in zip(parts, ends)], 1,
+                          out=out[start:start + len(rows)])
+        return out
+
+
+# --------------------------------------------------------------------------------------------------
+# The runner
+# --------------------------------------------------------------------------------------------------
+
+class ParallelRunner(Runner):
+    """What the runners of all ranks have in common, to be put before Runner or GraphRunner: `rank_class`."""
+
+    def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
+        self.whole, self.peers = config, peers
+        super().__init__(split_config(config, peers.size), *args, **options)
+
+    def _make_rows(self) -> None:
+        super()._make_rows()
+        rows = max(self.max_num_batched_tokens, self.max_num_samples, FEWEST_ROWS)
+        width = padded_part(self.whole.vocab_size, self.peers.size)
+        self.sums = [self.peers.share(rows * self.config.hidden_size, self.dtype) for _ in range(2)]
+        self.logits_buffer = self.peers.share(LOGITS_ROWS * width, self.dtype)
+        self.tokens = self.peers.share(self.max_num_seqs + 1, torch.int32)
+        self.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
+
+    def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
+        config = replace(self.config, vocab_size=padded_part(self.whole.vocab_size, self.peers.size))
+        make = partial(ParallelTransformer, whole=self.whole, sums=self.sums, logits_buffer=self.logits_buffer)
+        tensors = random_tensors(self.whole, self.dtype, self.device) if tensors is None else tensors
+        return model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, make)
+
+    def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
+        return int(self.peers.agree([super()._choose_num_blocks(gpu_memory_utilization)], largest=False)[0])
+
+    def _choose_scales(self) -> list[tuple[float, float]]:
+        scales = [scale for pair in super()._choose_scales() for scale in pair]
+        scales = self.peers.agree(scales, largest=True)
+        return list(zip(scales[::2], scales[1::2]))
+
+    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
+        try:
+            return super().allocate_pool(num_blocks, gpu_memory_utilization)
+        except Exception:
+            self.peers.catch_up()
+            raise
+
+    def allocate_host_pool(self, swap_space: float) -> int:
+        return super().allocate_host_pool(swap_space / self.peers.size)
+
+    def _model_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
+        num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
+        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
+        tokens = self.tokens.all(self.max_num_seqs + 1)[0]
+        if self.peers.rank:
+            self.last_tokens = tokens
+        return super()._model_batch(sent, logits_indices, *args)
+
+    def _run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+        self.peers.barriers_left = 0
+
+
+def num_barriers(num_layers: int, num_logits: int) -> int:
+    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits. If no row needs
+    logits, the last layer has none."""
+    rounds = cdiv(num_logits, LOGITS_ROWS)
+    return 2 + 2 * num_layers + 2 * rounds - 1 if rounds else 2 * num_layers
+
+
+class Driver(ParallelRunner):
+    """The runner of rank 0. workers: the processes of the other ranks."""
+
+    def __init__(self, *args: Any, workers: "Workers", **options: Any):
+        self.workers = workers
+        super().__init__(*args, **options)
+
+    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
+        with self.workers.explained():
+            return super().allocate_pool(num_blocks, gpu_memory_utilization)
+
+    def allocate_host_pool(self, swap_space: float) -> int:
+        with self.workers.explained():
+            num_blocks = super().allocate_host_pool(swap_space)
+            self.workers.wait_until_ready()
+        return num_blocks
+
+    def launch(self, step: engine.SchedulerOutput) -> Any:
+        with self.workers.explained():
+            return super().launch(step)
+
+    def _move_blocks(self, step: engine.SchedulerOutput) -> None:
+        self.moves = [[number for pair in moves for number in pair]
+                      for moves in (step.swaps_out, step.copies, step.swaps_in)]
+        super()._move_blocks(step)
+
+    def _send_rows(self, seqs: list[engine.Sequence]) -> tuple[list[int], list[int]]:
+        self.entries = super()._send_rows(seqs)
+        return self.entries
+
+    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+        self.workers.send([*self.moves, *self.entries, [bool(needs.grammars)], sampling_indices, more_rows,
+                           batch.num_tokens, *batch.lists])
+        self.peers.barriers_left = None
+        try:
+            computed = super()._compute(batch, sampling_indices, more_rows, needs)
+        except Exception as error:
+            if not self.peers.catch_up():
+                sentence = f"rank 0 failed in the middle of a step ({error!r:.300}); make a new LLM"
+                self.workers.give_up(EngineDeadError(sentence))
+            raise
+        finally:
+            self.workers.wait()
+        return computed
+
+    def _wait(self, event: torch.cuda.Event) -> None:  # type: ignore[override]
+        """A peer that has died never joins a barrier, so nothing waits for the device without looking after it."""
+        with self.workers.waiting():
+            while not event.query():
+                self.workers.check()
+                time.sleep(POLL_SECONDS)
+        self.workers.check()
+
+
+class Follower(ParallelRunner):
+    """The runner of a worker."""
+
+    @on_its_device
+    @torch.inference_mode()
+    def follow(self, lists: list[list[int]]) -> None:
+        """Launch the step that `Driver._compute` has sent."""
+        self.peers.barriers_left = None
+        *moves, cells, blocks, has_grammars, sampling_indices, more_rows, num_tokens = lists[:9]
+        out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
+        self._move_blocks(engine.SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
+        if cells:
+            sent_cells, sent_blocks = self._send([cells, blocks])
+            self.block_tables.view(-1)[sent_cells] = sent_blocks
+        seqs: list[Any] = [None] * len(num_tokens)
+        needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
+        self._compute(engine.StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
+
+    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
+        return rows.new_zeros(len(rows))  # rank 0 samples

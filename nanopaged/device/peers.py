@@ -1,0 +1,192 @@
+"""Buffers that all ranks of a model on several GPUs can read (parallel.py says what for).
+
+A rank writes its own buffer, joins a barrier, and then reads the buffers of all ranks where they are:
+
+    GpuPeers     GPUs that read each other's memory over NVLink: torch's symmetric memory, a barrier of 3 microseconds
+    NcclPeers    GPUs that cannot: NCCL copies the buffers
+    Peers        CPUs: files that all ranks map, and gloo's barrier
+"""
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
+
+START_SECONDS = 600  # for all ranks to find each other, and for a worker to load its weights (workers.py)
+FOREVER = timedelta(days=365)  # a barrier waits that long: rank 0 looks after the workers, and may be stopped (Ctrl-Z)
+DRAIN_SECONDS = 10
+ALIGNMENT = 64  # numbers, of a buffer's size
+
+
+class Peers:
+    """The ranks of an engine. barriers_left: how many this rank still has to join in this step; None: unknown."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
+        self.rank, self.size, self.device, self.folder = rank, size, device, folder
+        self.barriers_left: int | None = 0
+        self.num_barriers = self.num_buffers = 0
+        self.is_waiting = False  # this process, in a barrier
+        self.store = dist.FileStore(f"{folder}/store", size)
+        backend: Any = dist.ProcessGroupGloo  # by itself: the program may have a default process group of its own
+        options = backend._Options()
+        options._timeout = timedelta(seconds=START_SECONDS)
+        options._devices = [backend.create_device(hostname="127.0.0.1")]
+        self.gloo = backend(dist.PrefixStore("gloo", self.store), rank, size, options)
+
+    def share(self, size: int, dtype: torch.dtype) -> "SharedBuffer":
+        """A buffer of `size` numbers on each rank."""
+        self.num_buffers += 1
+        return SharedBuffer(self, self._map(-(-size // ALIGNMENT) * ALIGNMENT, dtype))
+
+    def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        self.barrier()  # after the store's folder is there for all
+        name = f"{self.folder}/{self.num_buffers}"
+        own = torch.from_file(f"{name}.{self.rank}", shared=True, size=size, dtype=dtype)
+        self.barrier()
+        return [own if rank == self.rank else torch.from_file(f"{name}.{rank}", shared=True, size=size, dtype=dtype)
+                for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        options: Any = dist.BarrierOptions()
+        options.timeout = FOREVER
+        self.num_barriers += 1
+        self.is_waiting = True
+        self.gloo.barrier(options).wait()
+        self.is_waiting = False
+
+    def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
+        """The first `count` numbers of all ranks' buffers. All ranks have launched the writing of theirs."""
+        if self.barriers_left is not None:
+            self.barriers_left -= 1
+        self.barrier()
+        return [part[:count] for part in parts]
+
+    def catch_up(self) -> bool:
+        """This rank's step has failed: join its other barriers, so that the other ranks can finish the step. Returns
+        False if their number is not known."""
+        left, self.barriers_left = self.barriers_left, None
+        for _ in range(left or 0):
+            self.barrier()
+        return left is not None
+
+    def agree(self, numbers: Sequence[float], largest: bool) -> list[float]:
+        """The largest, or smallest, of all ranks' numbers, one by one."""
+        tensor, options = torch.tensor(numbers, dtype=torch.float64), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN  # type: ignore[assignment]
+        options.timeout = FOREVER
+        self.gloo.allreduce([tensor], options).wait()
+        return tensor.tolist()
+
+    def release(self) -> None:
+        """A peer has died: let barriers under way end. gloo's end by themselves."""
+
+    def drain(self) -> None:
+        """Let everything under way end."""
+
+
+class GpuPeers(Peers):
+    """GPUs that read each other's memory."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
+        super().__init__(rank, size, device, folder)
+        # Symmetric memory knows its group by a name, which no other engine of this process may have.
+        group: Any = dist.ProcessGroup(self.store, rank, size)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._set_group_name(folder)
+        group._set_group_desc("nanopaged")
+        register: Any = _register_process_group
+        register(folder, group)
+        weakref.finalize(self, _unregister_process_group, folder)  # type: ignore[arg-type]
+        _SymmetricMemory.set_group_info(folder, rank, size, dist.PrefixStore("symmetric", self.store))
+        self.handles: list[Any] = []
+        self.side_stream = torch.cuda.Stream(device)
+        self.signals = torch.arange(2, dtype=torch.int32, device=device)
+
+    def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, self.device)
+        self.handles.append(handle := _SymmetricMemory.rendezvous(own, self.folder))
+        return [own if rank == self.rank else handle.get_buffer(rank, (size,), dtype) for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        self.handles[0].barrier(channel=0)
+
+    def release(self) -> None:
+        """In a barrier a rank sets its signal on each peer's pad, where that peer takes it away, and waits for the
+        peer's signal on its own pad. Do what the dead peers should. The signals are copied: a kernel that was not used
+        before could not be loaded while another one waits."""
+        if self.handles:
+            with torch.cuda.stream(self.side_stream):
+                for peer in (peer for peer in range(self.size) if peer != self.rank):
+                    for pad, place, signal in ((peer, self.rank, 0), (self.rank, peer, 1)):
+                        pad_tensor = self.handles[0].get_signal_pad(pad, (self.size,), torch.int32)
+                        pad_tensor[place:place + 1].copy_(self.signals[signal:signal + 1], non_blocking=True)
+
+    def drain(self) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not torch.cuda.current_stream(self.device).query() and time.monotonic() < deadline:
+            self.release()
+
+
+class NcclPeers(Peers):
+    """GPUs that cannot read each other's memory."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, folder: str):
+        super().__init__(rank, size, device, folder)
+        backend: Any = dist.ProcessGroupNCCL
+        options = backend.Options()
+        options._timeout = FOREVER
+        self.nccl, self.is_aborted = backend(dist.PrefixStore("nccl", self.store), rank, size, options), False
+
+    def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self.device)] * self.size
+
+    def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
+        gathered = parts[0].new_empty(self.size * count)
+        self.nccl._allgather_base(gathered, parts[0][:count]).wait()
+        return list(gathered.chunk(self.size))
+
+    def catch_up(self) -> bool:
+        return False  # the others wait for numbers, not for a barrier
+
+    def release(self) -> None:
+        if not self.is_aborted:
+            self.is_aborted = True
+            self.nccl.abort()
+
+    drain = release
+
+
+def join_peers(rank: int, size: int, device: torch.device, folder: str) -> Peers:
+    if device.type == "cpu":
+        return Peers(rank, size, device, folder)
+    # Not every machine that offers multicast can do it. Both libraries read their setting when they first need it.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    can_read = all(torch.cuda.can_device_access_peer(a, b) for a in range(size) for b in range(size) if a != b)
+    return (GpuPeers if can_read else NcclPeers)(rank, size, device, folder)
+
+
+class SharedBuffer:
+    """A buffer on each rank, in any shape. parts: one after the other, in the order of ranks."""
+
+    def __init__(self, peers: Peers, parts: list[Tensor]):
+        self.peers, self.parts = peers, parts
+
+    def own(self, *shape: int) -> Tensor:
+        """This rank's buffer, to write."""
+        return self.parts[self.peers.rank][:reduce(int.__mul__, shape)].view(shape)
+
+    def all(self, *shape: int) -> list[Tensor]:
+        """All ranks' buffers, to read, after a barrier."""
+        return [part.view(shape) for part in self.peers.gather(self.parts, reduce(int.__mul__, shape))]
+
+    def sum(self, *shape: int) -> Tensor:
+        return reduce(torch.add, self.all(*shape))  # in the order of ranks: all have the same bits

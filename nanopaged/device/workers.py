@@ -1,0 +1,328 @@
+"""The processes of a model on several GPUs (parallel.py): what rank 0 knows of its workers, and what a worker runs.
+
+    rank 0      sends the step's integers, launches it, reads the answers, plans the next step
+    worker      reads them, launches the step, answers with a line of JSON, and waits for the next
+
+A worker ends when its pipe closes, and at once when rank 0 dies. A thread of rank 0 looks after the workers. If one is
+dead, or keeps rank 0 waiting for too long, the thread kills all of them and lets the barriers under way end. Whatever
+waits for a worker then fails or returns, and rank 0 raises EngineDeadError.
+"""
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any
+
+import torch
+
+from nanopaged import kernel, model
+from nanopaged.device.choices import pick_dtype
+from nanopaged.device.parallel import Driver, Follower
+from nanopaged.device.peers import START_SECONDS, Peers, join_peers
+from nanopaged.device.runner import Runner
+from nanopaged.outputs import EngineDeadError
+from nanopaged.weights.checkpoint import read_tensors
+from nanopaged.weights.split import split_config
+
+ROOT = Path(__file__).parents[2]  # where Python finds this package
+ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, START_SECONDS
+WATCH_SECONDS = 0.1
+EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
+OUT_OF_MEMORY = "OutOfMemoryError"
+
+
+class Workers:
+    """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
+    is_ready = False  # all are made, and wait for steps
+    is_broken = False  # they have been killed
+    error: Exception | None = None  # why
+
+    def __init__(self, size: int, options: dict[str, Any]):
+        self.folder = tempfile.mkdtemp(prefix="nanopaged-")
+        self.processes: dict[int, Popen] = {}
+        lifelines: list[int] = []
+        self.joined: list[Peers] = []  # rank 0's, once it has them
+        self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder, self.joined)
+        self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
+        self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
+        self.num_answers = 0
+        self.first_dead: int | None = None
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for rank in range(1, size):
+            read_end, write_end = os.pipe()
+            lifelines.append(write_end)
+            # In a session of its own: Ctrl-C in the terminal reaches rank 0 only.
+            self.processes[rank] = Popen(
+                [sys.executable, "-m", "nanopaged.device.workers", str(read_end)], pass_fds=[read_end], cwd=ROOT,
+                env=os.environ | dict(PYTHONPATH=path), stdin=PIPE, stdout=PIPE,
+                start_new_session=True)
+            os.close(read_end)
+        threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
+        for rank in self.processes:
+            self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
+
+    def send(self, lists: list[list[int]]) -> None:
+        """Have a step launched."""
+        message = pack(lists)
+        for rank in self.processes:
+            self._write(rank, message)
+
+    def _write(self, rank: int, message: bytes) -> None:
+        pipe: Any = self.processes[rank].stdin
+        self.awaited.add(rank)
+        pipe.write(message)
+        pipe.flush()
+
+    def wait(self) -> None:
+        """Until every worker has launched what was sent. torch.OutOfMemoryError if one had too little memory for it."""
+        with self.waiting():
+            answers = [self._read(rank) for rank in self.processes]
+        for answer in answers:
+            if answer:
+                raise torch.OutOfMemoryError(answer["text"])
+
+    def wait_until_ready(self) -> None:
+        self.wait()
+        self.is_ready = True
+        shutil.rmtree(self.folder, ignore_errors=True)  # all have opened its files
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        """A worker's answer: empty, or that it was out of memory."""
+        pipe: Any = self.processes[rank].stdout
+        line = pipe.readline()
+        if not line:
+            self.fail(rank)
+        elif line != b"{}\n" and (answer := json.loads(line))["error"] != OUT_OF_MEMORY:
+            self.give_up(self._describe(rank, answer))
+        self.check()
+        self.awaited.discard(rank)
+        self.num_answers += 1
+        return json.loads(line)
+
+    # ---- when one is dead
+
+    @property
+    def standstill(self) -> tuple | None:
+        """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
+        """
+        if self.is_waiting or any(peers.is_waiting for peers in self.joined):
+            return self.num_answers, *(peers.num_barriers for peers in self.joined)
+        return None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Make of an error that a dead worker causes the sentence that names the worker."""
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            deadline = time.monotonic() + EXIT_SECONDS  # a connection is closed before its process ends
+            while not isinstance(error, (ValueError, torch.OutOfMemoryError)) and time.monotonic() < deadline:
+                self.check()
+                time.sleep(0.01)
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Raise the error that has ended the engine, if one has."""
+        if not self.is_broken:
+            return
+        for peers in self.joined:
+            peers.drain()  # a barrier under way would keep this process from freeing memory
+        if self.error is None:
+            process: Any = self.processes[self.first_dead or 1]
+            words = [line for line in process.stdout if line != b"{}\n"]
+            self.error = self._describe(self.first_dead or 1, json.loads(words[-1]) if words else {})
+        raise self.error.with_traceback(None) from None
+
+    def _describe(self, rank: int, answer: dict[str, Any]) -> Exception:
+        if answer.get("error") == "ValueError" and not self.is_ready:
+            return ValueError(answer["text"])
+        process = self.processes[rank]
+        reason = f"failed ({answer['error']}: {answer['text']})" if answer else f"ended with exit code {process.wait()}"
+        if not answer and process.returncode < 0:
+            reason = f"was ended by signal {-process.returncode}"
+        return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
+
+    def give_up(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.fail(None)
+
+    def fail(self, rank: int | None) -> None:
+        """Kill the workers, because the one of this rank is dead."""
+        if not self.is_broken:
+            self.first_dead = rank
+            if rank is not None:
+                with suppress(TimeoutExpired):  # its pipe is closed
+                    self.processes[rank].wait(EXIT_SECONDS)
+            self.is_broken = True
+        for process in self.processes.values():
+            process.kill()
+
+
+def _watch(ref: "weakref.ref[Workers]") -> None:
+    """Look after the workers as long as the engine exists. Looks are counted, not seconds: while rank 0 is stopped
+    (Ctrl-Z) nobody waits."""
+    num_looks, last = 0, None
+    while (workers := ref()) is not None and workers.close.alive:
+        standstill = workers.standstill
+        num_looks, last = num_looks + 1 if standstill is not None and standstill == last else 0, standstill
+        limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
+        dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
+        if workers.is_broken:
+            for peers in workers.joined:
+                peers.release()
+        elif dead:
+            workers.fail(dead[0])
+        elif num_looks * WATCH_SECONDS > limit:
+            late = workers.awaited or workers.processes
+            names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
+            workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
+        pause = 0.001 if workers.is_broken else WATCH_SECONDS
+        del workers
+        time.sleep(pause)
+
+
+def _close(processes: dict[int, Popen], lifelines: list[int], folder: str, joined: list[Peers]) -> None:
+    """Let the workers compute what was sent, and end."""
+    for process in processes.values():
+        with suppress(OSError):
+            process.stdin.close()  # type: ignore[union-attr]
+    for process in processes.values():
+        try:
+            process.wait(EXIT_SECONDS)
+        except TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+    for lifeline in lifelines:
+        os.close(lifeline)
+    for peers in joined:
+        peers.drain()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def pack(lists: list[list[int]]) -> bytes:
+    """Lists of integers as bytes: the size of what follows, the number of lists, their lengths, and the lists."""
+    numbers = array("i", [len(lists), *map(len, lists)])
+    for part in lists:
+        numbers.extend(part)
+    return array("i", [numbers.itemsize * len(numbers)]).tobytes() + numbers.tobytes()
+
+
+def unpack(message: bytes) -> list[list[int]]:
+    count, *numbers = array("i", message)
+    lists, start = [], count
+    for length in numbers[:count]:
+        lists.append(numbers[start:start + length])
+        start += length
+    return lists
+
+
+# --------------------------------------------------------------------------------------------------
+# The runners
+# --------------------------------------------------------------------------------------------------
+
+def rank_class(role: type, base: type[Runner]) -> Any:
+    return type(f"{role.__name__}{base.__name__}", (role, base), {})
+
+
+def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensors: Any, path: Path, pool: tuple,
+                swap_space: float, *, device: torch.device, kernels: kernel.Kernels, **options: Any) -> Runner:
+    """Start the workers and make rank 0's runner. pool: what allocate_pool will be called with."""
+    if sys.platform == "win32":
+        raise ValueError("tensor_parallel_size needs Linux or macOS")
+    split_config(config, size)  # ValueError
+    options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
+    workers = Workers(size, dict(
+        config=vars(config) | dict(torch_dtype=None), path=None if tensors is None else str(path.resolve()),
+        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space, is_triton=kernels is kernel.TRITON,
+        threads=torch.get_num_threads(), options=options))
+    with workers.explained():
+        workers.wait()  # until Python has started
+        workers.awaited.update(workers.processes)
+        workers.joined.append(peers := join_peers(0, size, device, workers.folder))
+        return rank_class(Driver, base)(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels,
+                                        **options)
+
+
+def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
+                  pool: list, swap_space: float, is_triton: bool, threads: int, options: dict[str, Any]) -> Follower:
+    """A worker's runner."""
+    runner_class, own_device = Runner, torch.device(device)
+    if base == "GraphRunner":
+        from nanopaged.device.graphs import GraphRunner as runner_class
+    if device == "cuda":
+        own_device = torch.device("cuda", rank)
+        torch.cuda.set_device(own_device)
+    else:
+        torch.set_num_threads(max(1, threads // size))
+    runner = rank_class(Follower, runner_class)(
+        model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
+        peers=join_peers(rank, size, own_device, folder), device=own_device,
+        kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
+    runner.allocate_pool(*pool)
+    runner.allocate_host_pool(swap_space)
+    return runner
+
+
+def main() -> None:
+    """A worker: make a part of the model, and launch the steps that rank 0 launches."""
+    messages, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)  # what libraries print is no answer
+    _die_with(int(sys.argv[1]))
+    try:
+        given = json.loads(messages.readline())
+        answers.write(b"{}\n")
+        runner = make_follower(**given)
+        answers.write(b"{}\n")
+        while header := messages.read(4):
+            lists = unpack(messages.read(array("i", header)[0]))
+            try:
+                runner.follow(lists)
+                answers.write(b"{}\n")
+            except torch.OutOfMemoryError as error:
+                if not runner.peers.catch_up():
+                    raise
+                runner.release_memory()
+                answers.write(_as_answer(error))
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize()  # rank 0's last steps need this rank
+    except Exception as error:
+        answers.write(_as_answer(error))
+        os._exit(1)
+    os._exit(0)  # at once: rank 0 may be gone
+
+
+def _die_with(lifeline: int) -> None:
+    """End this process when rank 0 is gone, whatever it does: the system sends SIGIO when the pipe closes."""
+    import fcntl  # not on Windows
+
+    with suppress(OSError):
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _as_answer(error: Exception) -> bytes:
+    return json.dumps(dict(error=type(error).__name__, text=str(error)[:1000])).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    main()

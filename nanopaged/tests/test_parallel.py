@@ -1,0 +1,412 @@
+"""One model on several GPUs (tensor parallelism). CPUs stand in for the GPUs: one process each, over gloo.
+
+Most workers are forked (forked.py). What ends a worker is tested with workers as users have them.
+"""
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopaged import SamplingParams, StructuredOutputsParams, kernel, model
+from nanopaged.api import llm as api
+from nanopaged.cli.main import main
+from nanopaged.device import parallel, workers
+from nanopaged.device.graphs import GraphRunner
+from nanopaged.outputs import EngineDeadError
+from nanopaged.tests import forked
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, expectations, load, shared, tokens_of
+from nanopaged.tests.test_data_parallel import texts
+from nanopaged.weights.checkpoint import read_config, read_tensors
+from nanopaged.weights.families import read_model_config
+from nanopaged.weights.split import find_cuts, padded_part, split_config
+
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch, request):
+    if "gpu" not in request.node.name:
+        monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    monkeypatch.setattr(forked, "FAULT", "")
+
+
+def split(model="qwen3", size=2, **options):
+    return load(model, **dict(tensor_parallel_size=size, device="cpu", block_size=4, num_blocks=200) | options)
+
+
+def config_of(variant):
+    return read_model_config(read_config(GOLDEN / variant))
+
+
+# --------------------------------------------------------------------------------------------------
+# The same tokens as on one device
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_compute_what_transformers_computes(variant):
+    prompts, continuations, _ = expectations(variant)
+    llm = split(variant)
+    outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
+    assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
+
+
+@pytest.mark.parametrize("options", [
+    dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
+    dict(lookahead=1, enable_prefix_caching=False), dict(size=4)], ids=str)
+def test_mixed_requests_generate_what_they_generate_on_one_device(options):
+    """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds. With four
+    ranks each kv head is on two."""
+    llm = split(**options)
+    found, events = texts(llm)
+    assert found == mixed_texts()
+    assert events["preempted"] or "num_blocks" not in options
+
+
+def mixed_texts():
+    if not MIXED:
+        MIXED.extend(texts(load("qwen3", device="cpu", block_size=4, num_blocks=200))[0])
+    return MIXED
+
+
+MIXED: list = []
+
+
+def test_windows_and_the_scales_of_an_fp8_cache():
+    for options in (dict(model="mistral", num_blocks=14), dict(kv_cache_dtype="fp8")):
+        one, two = load(**dict(model="qwen3", block_size=4, num_blocks=200) | options), split(**options)
+        assert texts(two)[0] == texts(one)[0]
+        assert [layer[2:] for layer in two.runner.kv_cache] == [layer[2:] for layer in one.runner.kv_cache]
+
+
+def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        llm = split("gpt2", size, load_format="dummy")
+        found.append(llm.generate([PROMPT * 4 + [i] for i in range(5)], params))
+    for one, two in zip(*found):
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        logprobs = [[{token: entry.logprob for token, entry in position.items()}
+                     for position in output.prompt_logprobs[1:] + output.outputs[0].logprobs] for output in (one, two)]
+        assert logprobs[0] == [pytest.approx(position, abs=1e-3) for position in logprobs[1]]
+
+
+def test_drafts():
+    """Also with log probabilities, penalties and several samples."""
+    prompts = [PROMPT[:5] * 6, [7, 8, 9] * 10, PROMPT]
+    for settings in (dict(temperature=0), dict(temperature=0.8, seed=3, n=2, logprobs=2, repetition_penalty=1.2)):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **settings)
+        llm = split(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, block_size=16)
+        found = [[sample.token_ids for sample in output.outputs] for output in llm.generate(prompts, params)]
+        expected = shared("qwen3").generate(prompts, params)
+        assert found == [[sample.token_ids for sample in output.outputs] for output in expected]
+
+
+def test_grammars():
+    pytest.importorskip("llguidance")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=40,
+                            structured_outputs=StructuredOutputsParams(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
+    plain = SamplingParams(temperature=0.9, seed=5, max_tokens=10, ignore_eos=True)
+    for lookahead in (0, 1):
+        llm = split("shakespeare", lookahead=lookahead)
+        assert tokens_of(llm.generate(["ROMEO: "] * 2, [params, plain])) == tokens_of(
+            shared().generate(["ROMEO: "] * 2, [params, plain]))
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gpt2"])
+def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
+    """On a CPU graphs are pretended, and compiled functions are not compiled."""
+    for owner, name, value in forked.pretended():
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
+    monkeypatch.setattr(api, "_pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
+    prompts, continuations, _ = expectations(variant)
+    llm, replayed = split(variant, max_num_batched_tokens=40, max_num_seqs=4), []
+    run = llm.runner._run
+    llm.runner._run = lambda graph: replayed.append(graph) or run(graph)
+    assert llm.engine.lookahead == 1
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
+        assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
+    params = SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    samples = [[[sample.token_ids for sample in output.outputs] for output in one.generate([PROMPT, [7]], params)]
+               for one in (llm, shared(variant))]
+    assert samples[0] == samples[1]
+    assert len(set(replayed)) > 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights and memory
+# --------------------------------------------------------------------------------------------------
+
+def test_a_rank_has_its_part_of_the_weights():
+    whole = replace(config_of("llama2"), vocab_size=6400, intermediate_size=1280, hidden_size=256, head_dim=128)
+    own = replace(split_config(whole, 2), vocab_size=padded_part(whole.vocab_size, 2))
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in model.Transformer(config).parameters()) for config in (own, whole)]
+    assert 0.5 <= sizes[0] / sizes[1] < 0.51
+    llm = split("llama2")
+    assert llm.runner.config.num_kv_heads == 1 and llm.runner.pool.shape[4] == 1
+
+
+def test_a_part_of_a_tensor_is_a_view_of_the_file():
+    whole = config_of("qwen2-window")
+    own = replace(split_config(whole, 2), vocab_size=padded_part(whole.vocab_size, 2))
+    path = GOLDEN / "qwen2-window"
+    cuts = find_cuts(whole, own, rank=0, size=2)
+    for name, tensor in read_tensors(path):
+        shape, cut = cuts[name.removeprefix("model.")]
+        part = cut(tensor)
+        assert tensor.shape == shape
+        if "mlp" not in name:  # padded: 40 becomes 64
+            assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(monkeypatch):
+    monkeypatch.setattr(forked, "FAULT", "have_fewer_blocks")
+    llm = split(num_blocks=None)
+    assert llm.scheduler.block_manager.num_blocks == 17
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(model="qwen3", size=3), "cannot split 4 query heads and 2 kv heads evenly; sizes that can are 1, 2, 4$"),
+    (dict(data_parallel_size=2), "data_parallel_size 2 and tensor_parallel_size 2 do not go together"),
+    (dict(size=0), "tensor_parallel_size must be an integer of at least 1, not 0"),
+    (dict(swap_space=2**19), "more memory than the host has"), (dict(num_blocks=10**12), "lower num_blocks")], ids=str)
+def test_what_cannot_be_is_said_in_a_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        split(**options)
+
+
+def test_a_worker_without_memory_says_so(monkeypatch):
+    monkeypatch.setattr(forked, "FAULT", "lack_memory")
+    with pytest.raises(ValueError, match="^no memory is left for the KV pool$"):
+        split(num_blocks=None)
+
+
+def test_the_command_line(capsys, monkeypatch):
+    assert main(["--prompt", "a", "--tensor-parallel-size", "3", "--device", "cpu"]) == 2
+    assert "cannot split" in capsys.readouterr().err
+    monkeypatch.setattr(forked, "FAULT", "refuse_steps")
+    assert main(["--prompt", "a", "--tensor-parallel-size", "2", "--device", "cpu"]) == 1
+    assert re.search(r"^error: worker 1 \(process \d+\) failed", capsys.readouterr().err, re.M)
+
+
+def test_lists_of_integers_as_bytes():
+    lists = [[], [1, -1, 2**31 - 1], [], [0] * 1000]
+    assert workers.unpack(workers.pack(lists)[4:]) == lists
+
+
+# --------------------------------------------------------------------------------------------------
+# What goes wrong
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_out_of_memory_on_one_rank_is_tried_again_with_less(monkeypatch, capsys, rank):
+    expected = tokens_of(shared("llama2").generate([PROMPT] * 5, GREEDY))
+    if rank:
+        monkeypatch.setattr(forked, "FAULT", "run_out_of_memory")
+    else:
+        monkeypatch.setattr(parallel.RowParallelLinear, "forward", parallel.RowParallelLinear.forward)
+        forked.run_out_of_memory()
+    llm = split("llama2", max_num_batched_tokens=64)
+    assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_an_abort_and_an_error_of_a_request_leave_the_others_alone():
+    def process(token_ids, logits):
+        if len(token_ids) == 3:
+            raise KeyError("oops")
+        return logits
+
+    llm = split("llama2")
+    expected = tokens_of(shared("llama2").generate([PROMPT], GREEDY))
+    aborted = llm.add_request(PROMPT[:4], GREEDY)
+    llm.step()
+    llm.abort_request(aborted)
+    failing = SamplingParams(max_tokens=8, logits_processors=[process])
+    well, failed = llm.generate([PROMPT, PROMPT[:5]], [GREEDY, failing])
+    assert tokens_of([well]) == expected and failed.outputs[0].finish_reason == "error"
+
+
+def end(llm):
+    """What the engine says when it computes a step, and a later one, and that it leaves no process behind."""
+    pids = [process.pid for process in llm.runner.workers.processes.values()]
+    with pytest.raises(EngineDeadError) as first:
+        llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
+    with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
+        llm.generate(PROMPT)
+    assert not llm.has_unfinished_requests()
+    wait_until_gone(*pids)
+    return str(first.value)
+
+
+def wait_until_gone(*pids):
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_worker_that_fails_ends_the_engine_with_its_name(monkeypatch):
+    monkeypatch.setattr(forked, "FAULT", "refuse_steps")
+    llm = split()
+    pid = llm.runner.workers.processes[1].pid
+    assert end(llm) == f"worker 1 (process {pid}) failed (KeyError: 'oops'); make a new LLM"
+
+
+def test_a_worker_that_hangs_ends_the_engine_with_its_name(monkeypatch):
+    llm = split()
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.3)
+    pid = llm.runner.workers.processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    assert end(llm) == f"worker 1 (process {pid}) has not answered for 0.3 seconds; make a new LLM"
+
+
+def test_a_worker_that_is_killed_between_two_steps_ends_the_engine_with_its_name():
+    llm = split()
+    llm.add_request(PROMPT, SamplingParams(max_tokens=2))
+    llm.step()
+    pid = llm.runner.workers.processes[1].pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pid}\)"):
+        llm.step()
+    llm.abort_request(*llm.requests)
+    assert f"worker 1 (process {pid}) " in end(llm)
+    assert not llm.scheduler.running
+
+
+def test_an_engine_that_is_dropped_leaves_no_process_and_no_file():
+    llm = split()
+    pid, folder = llm.runner.workers.processes[1].pid, llm.runner.workers.folder
+    llm.generate(PROMPT, GREEDY)
+    del llm
+    wait_until_gone(pid)
+    assert not os.path.exists(folder)
+
+
+SCRIPT = """
+from nanopaged import LLM, SamplingParams
+llm = LLM({path!r}, tensor_parallel_size=2, device="cpu", dtype="float32", num_blocks=100)
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+print(llm.runner.workers.processes[1].pid, llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
+for turn in range(2):
+    try:
+        while True:
+            llm.generate([5, 6, 7], params)
+            print("going on", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
+"""
+
+
+def test_processes_of_a_users_script(tmp_path):
+    """A script without `if __name__ == "__main__"` is not run again. Ctrl-C reaches rank 0 alone, which goes on. A
+    worker ends when the script is killed."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(path=str(GOLDEN / "llama2")))
+    script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                              env=os.environ | dict(PYTHONPATH=str(ROOT)), start_new_session=True)
+    pid, tokens = script.stdout.readline().split(" ", 1)
+    assert "going on" in script.stdout.readline()
+    os.killpg(script.pid, signal.SIGINT)
+    line = next(line for line in script.stdout if "going on" not in line)
+    assert line == f"interrupted {tokens}" and is_alive(int(pid))
+    assert "going on" in script.stdout.readline()
+    script.kill()
+    wait_until_gone(int(pid))
+    script.wait()
+
+
+def test_a_real_worker_that_is_killed(monkeypatch):
+    monkeypatch.setattr(workers, "Popen", subprocess.Popen)
+    llm = split()
+    pid = llm.runner.workers.processes[1].pid
+    threading.Timer(0.3, os.kill, [pid, signal.SIGKILL]).start()
+    assert end(llm) == f"worker 1 (process {pid}) was ended by signal 9; make a new LLM"
+
+
+# --------------------------------------------------------------------------------------------------
+# On two GPUs
+# --------------------------------------------------------------------------------------------------
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def on_gpus(model, **options):
+    return load(model, **dict(tensor_parallel_size=2, num_blocks=200) | options)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_gpu_outputs_of_golden_models(graphs):
+    for variant in ("qwen3", "gpt2", "mistral", "llama-linear-bias"):
+        prompts, continuations, _ = expectations(variant)
+        llm = on_gpus(variant, graphs=graphs)
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
+            assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations], variant
+
+
+@needs_two_gpus
+def test_gpu_mixed_requests():
+    expected, _ = texts(load("qwen3", block_size=16, num_blocks=50))
+    for options in (dict(), dict(num_blocks=5, swap_space=0.01), dict(max_num_batched_tokens=20, graphs=True),
+                    dict(num_blocks=5, graphs=True)):
+        assert texts(on_gpus("qwen3", **dict(num_blocks=50) | options))[0] == expected, options
+
+
+@needs_two_gpus
+def test_gpu_fp8_cache_and_the_bundled_model_with_what_fits_as_a_pool():
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100)
+    for options in (dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.2)):
+        outputs = on_gpus("shakespeare", graphs=True, **options).generate(["ROMEO:", "JULIET:"] * 20, params)
+        assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypatch, graphs):
+    for number, sentence in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "for 2 seconds")):
+        llm = on_gpus("shakespeare", graphs=graphs)
+        expected = tokens_of(llm.generate(PROMPT, GREEDY))
+        monkeypatch.setattr(workers, "ANSWER_SECONDS", 2)
+        pid = llm.runner.workers.processes[1].pid
+        threading.Timer(0.3, os.kill, [pid, number]).start()
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pid}\) .*{sentence}"):
+            while True:
+                llm.generate([PROMPT] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
+        wait_until_gone(pid)
+        del llm
+        gc.collect()
+        torch.cuda.synchronize()  # no barrier is left under way
+        monkeypatch.undo()
+    assert tokens_of(on_gpus("shakespeare", graphs=graphs).generate(PROMPT, GREEDY)) == expected
+
+
+@needs_two_gpus
+def test_gpu_step_out_of_memory_on_rank_0_is_tried_again_with_less(monkeypatch, capsys):
+    monkeypatch.setattr(parallel.RowParallelLinear, "forward", parallel.RowParallelLinear.forward)
+    expected = tokens_of(load("llama2").generate([PROMPT] * 5, GREEDY))
+    llm = on_gpus("llama2", max_num_batched_tokens=64)
+    forked.run_out_of_memory()
+    assert tokens_of(llm.generate([PROMPT] * 5, GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err

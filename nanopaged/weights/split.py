@@ -1,0 +1,87 @@
+"""A rank's part of a model on several GPUs (nanopaged/device/parallel.py): its settings, and what it reads of the
+checkpoint's tensors.
+
+A matrix is split along its outputs (dimension 0) or its inputs (dimension 1). A part is a view of the mapped file, so a
+process reads only that part. The vocabulary and the MLP are split into equal parts, the last ones padded with zeros.
+"""
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanopaged import model
+from nanopaged.tiles import cdiv
+
+SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
+PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
+
+
+def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
+    """A rank's settings, with the whole vocabulary. ValueError: the heads cannot be split evenly."""
+    def fits(size: int) -> bool:
+        return config.num_heads % size == 0 and 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
+
+    if not fits(size):
+        sizes = ", ".join(str(n) for n in range(1, config.num_heads + 1) if fits(n))
+        raise ValueError(f"tensor_parallel_size {size} cannot split {config.num_heads} query heads and "
+                         f"{config.num_kv_heads} kv heads evenly; sizes that can are {sizes}")
+    return replace(config, num_heads=config.num_heads // size, num_kv_heads=max(1, config.num_kv_heads // size),
+                   intermediate_size=padded_part(config.intermediate_size, size))
+
+
+def padded_part(whole: int, size: int) -> int:
+    return cdiv(cdiv(whole, size), PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
+              size: int) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
+    """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
+    with torch.device("meta"):
+        models = model.Transformer(whole), model.Transformer(config)
+    cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
+    for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
+        module, kind = name.split(".")[-2:]
+        tensors = model.checkpoint_tensors(name, parameter, whole)
+        parts = model.checkpoint_tensors(name, own, config).values()
+        for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
+            dim = SPLIT_DIMS.get(module)
+            cut: Callable[[Tensor], Tensor] = as_it_is
+            if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
+                cut = torch.zeros_like
+            elif dim is not None and (dim == 0 or kind == "weight"):
+                merged = 3 if module == "qkv_proj" and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
+                length, is_kv = part.shape[dim] // merged, module == "qkv_proj" and i > 0
+                first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
+                cut = partial(cut_out, dim, first, length, merged)
+            cuts[theirs] = tensor.shape, cut
+    return cuts
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> Tensor:
+    """These rows, or columns (dim 1), padded with zeros. merged: tensors in one, of each of which they are cut out."""
+    if merged > 1:
+        return torch.cat([cut_out(dim, first, length, 1, part) for part in tensor.chunk(merged)])
+    first = min(first, tensor.shape[dim])
+    part = tensor.narrow(dim, first, min(length, tensor.shape[dim] - first))
+    missing = length - part.shape[dim]
+    return F.pad(part, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else part
+
+
+def random_tensors(config: model.ModelConfig, dtype: torch.dtype,
+                   device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The random weights that one device would have, as a checkpoint's tensors."""
+    with torch.device("meta"):
+        whole = model.Transformer(config)
+    for name, parameter in whole.named_parameters():
+        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        model.init_randomly(name, weight)
+        for theirs, rows in model.checkpoint_tensors(name, weight, config).items():
+            is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
+            yield theirs, rows.T if is_transposed else rows
