@@ -74,9 +74,8 @@ class Conversation:
         said: list[str] = []
         asked = self.messages + [_user(text)]
         try:
-            prompt = self._fit(asked)
             with self.keyboard.silent():
-                self.answer(prompt, said)
+                self.answer(self._fit(asked), said)
         except ValueError as error:
             _say(f"error: {error}")
         except KeyboardInterrupt:
