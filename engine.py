@@ -517,7 +517,8 @@ class Scheduler:
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
-        if seq in step.preempted:  # not in this step: a recompute needs all ids, and the last may be on the device only
+        # Not in the step that preempts it, nor before its samples are read: a recompute needs the ids of all tokens.
+        if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:

@@ -74,6 +74,7 @@ class LLM:
         swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
     tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
         (nanopaged/device/parallel.py)
+    speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/scheduling/drafts.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that

@@ -94,11 +94,6 @@ class PoolScheduler(engine.Scheduler):
     def _has_sibling(self, seq: engine.Sequence) -> bool:
         return any(other.pool is self.block_manager for other in seq.siblings)
 
-    def _admit(self, turn: int, step: engine.SchedulerOutput) -> bool:
-        # Engines reads whichever step is done first. So after a step that only preempted, the token that the sequence
-        # sampled before may still be unknown.
-        return not self.waiting[0].num_pending_tokens and super()._admit(turn, step)
-
     def _run(self, seq: engine.Sequence) -> None:
         super()._run(seq)
         self.runner.forget_rows([seq])  # in a row that it had before, the tokens sampled elsewhere are missing
@@ -113,7 +108,8 @@ class PoolScheduler(engine.Scheduler):
     def _place_all(self) -> list[Placement]:
         """Place sequences from the front of the queue, as long as they have candidates."""
         placements: list[Placement] = []
-        loads = {pool: pool.promised_tokens + sum(seq.num_new_tokens for seq in pool.running) for pool in self.pools}
+        loads = {pool: pool.promised_tokens + sum(1 if seq.drafts else seq.num_new_tokens for seq in pool.running)
+                 for pool in self.pools}
         limits = {pool: pool._order_of_blocked() for pool in self.pools}
         for seq in list(self.queue):
             homes = [pool for pool in self.pools if pool._has_sibling(seq)]

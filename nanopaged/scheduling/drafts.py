@@ -29,6 +29,7 @@ and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us 
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
 too, and compares the guesses with the tokens that come. With many running sequences all rest.
 """
+import operator
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -140,7 +141,7 @@ class Drafter:
         self.mean_right += WEIGHT * (num_right - self.mean_right)
         self.start, most = len(token_ids), self.drafting.num_tokens
         try:
-            self.guess = self.proposer.propose(token_ids, most)[:most]
+            self.guess = [operator.index(token) for token in self.proposer.propose(token_ids, most)][:most]
             if not all(0 <= token < self.drafting.vocab_size for token in self.guess):
                 raise ValueError(f"the model does not have all token ids of {self.guess}")
         except Exception as error:
@@ -164,6 +165,10 @@ class Drafting:
             check_number(f"{name} in speculative_config", number, int, lambda x: 1 <= x <= MOST_TOKENS,
                          f"an integer from 1 to {MOST_TOKENS}")
         self.num_tokens, longest, shortest = numbers
+        if "prompt_lookup_min" not in config:  # a given bound moves the default of the other
+            shortest = min(shortest, longest)
+        if "prompt_lookup_max" not in config:
+            longest = max(longest, shortest)
         if shortest > longest:
             raise ValueError(f"in speculative_config prompt_lookup_min {shortest} is more than prompt_lookup_max "
                              f"{longest}")

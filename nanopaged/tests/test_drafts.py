@@ -6,12 +6,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.scheduling.drafts import Drafting, Ngram
 from nanopaged.tests.helpers import BUNDLED, DEVICE, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.text.grammar import GrammarCompiler
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15)] + [PROMPT * 2, [7]]
@@ -208,6 +210,16 @@ def test_grammars():
         assert method is Liar or llm.drafting.metrics.num_accepted_tokens > 0
 
 
+def test_a_draft_that_the_grammars_tokenizer_lacks():
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=dict(regex="[a-z ]{40}"))
+    texts = []
+    for llm in (load(device="cpu"), drafting("shakespeare", lambda: SimpleNamespace(propose=lambda _, k: [1010] * k))):
+        llm.grammars = GrammarCompiler(llm.tokenizer, [10], 1000)  # the model has 1,024 tokens
+        texts.append(samples(run(llm, ["A"], params)))
+    assert texts[0] == texts[1] and texts[0][0][0][1] == "length"
+
+
 # --------------------------------------------------------------------------------------------------
 # Guesses, and when they are made
 # --------------------------------------------------------------------------------------------------
@@ -264,17 +276,52 @@ def test_drafts_rest_until_they_pay(expected):
 @pytest.mark.parametrize("method, reason", [
     (lambda: SimpleNamespace(propose=lambda token_ids, k: [10**6]), "does not have all token ids"),
     (lambda: SimpleNamespace(propose=lambda token_ids, k: 1 / 0), "ZeroDivisionError"),
-    (lambda: SimpleNamespace(propose=lambda token_ids, k: None), "TypeError")], ids=str)
+    (lambda: SimpleNamespace(propose=lambda token_ids, k: None), "TypeError"),
+    (lambda: SimpleNamespace(propose=lambda token_ids, k: [1.0] * k), "TypeError")],
+    ids=["unknown token", "error", "nothing", "floats"])
 def test_a_proposer_that_fails(method, reason, expected):
     llm = drafting(method=method)
     with pytest.warns(UserWarning, match=f"without drafts.*{reason}"):
         assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.tensor], ids=["tuple", "tensor"])
+def test_tokens_of_any_integer_type_are_drafts(kind, expected):
+    known = knowing(expected[0])()
+    llm = drafting(method=lambda: SimpleNamespace(propose=lambda *given: kind(known.propose(*given))))
+    assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
+    assert llm.drafting.metrics.num_accepted_tokens > 50
+
+
+def test_a_bound_of_the_lookup_moves_the_other():
+    def bounds(**config):
+        ngram = Drafting(config, 10).make_proposer()
+        return ngram.shortest, ngram.longest
+
+    assert [bounds(), bounds(prompt_lookup_max=1), bounds(prompt_lookup_min=6)] == [(2, 4), (1, 1), (6, 6)]
+
+
+def test_a_pool_whose_drafts_are_undecided_takes_no_more_requests_than_others(expected):
+    """Its sequences cannot be planned, and count as a token each."""
+    llm = drafting(method=knowing(expected[0]), data_parallel_size=2, lookahead=1)
+    llm.add_request(PROMPTS[0], GREEDY)
+    while not any(seq.drafter.metrics.num_draft_steps for seq in llm.scheduler.running):
+        llm.step()
+    [busy] = [one for one in llm.engine.engines if one.scheduler.running]
+    [idle] = [one for one in llm.engine.engines if one is not busy]
+    busy.launch(step := busy.scheduler.schedule())
+    assert step.num_drafts
+    for i in range(4):
+        llm.add_request([i + 3, 5, 9], GREEDY)
+    idle.scheduler.schedule()
+    assert sum(placement.pool is idle.scheduler for placement in idle.scheduler.placements) >= 2
+
+
 @pytest.mark.parametrize("config, sentence", [
     (5, "speculative_config must be a dict such as"), ({"model": "x"}, "has the keys .*, not 'model'"),
     ({"method": "eagle"}, "must be 'ngram', or a function"), ({"num_speculative_tokens": 0}, "from 1 to 64, not 0"),
-    ({"prompt_lookup_max": 1}, "prompt_lookup_min 2 is more"), ({"prompt_lookup_min": "2"}, "integer from 1")])
+    ({"prompt_lookup_max": 1, "prompt_lookup_min": 2}, "prompt_lookup_min 2 is more"),
+    ({"prompt_lookup_min": "2"}, "integer from 1")])
 def test_settings_that_cannot_be(config, sentence):
     with pytest.raises(ValueError, match=sentence):
         LLM(str(GOLDEN / "qwen3"), device="cpu", speculative_config=config)

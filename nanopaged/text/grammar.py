@@ -147,8 +147,11 @@ class Grammar:
         return sum((word & 0xFFFFFFFF).bit_count() for word in words.tolist())
 
     def num_fitting(self, token_ids: list[int]) -> int:
-        """How many of these tokens may come next, one after the other. (None that ends the text.)"""
-        end = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids), len(token_ids))
+        """How many of these tokens may come next, one after the other. (None that ends the text, and none that only the
+        model has: it would put the matcher into error.)"""
+        size = self.compiler.vocabulary.vocab_size
+        end = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids or token >= size),
+                   len(token_ids))
         return self.matcher.validate_tokens(token_ids[:end])
 
     def fill_mask(self, address: int, drafts: list[int]) -> int:
