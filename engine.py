@@ -128,7 +128,7 @@ class Sequence:
     @property
     def num_new_tokens(self) -> int:
         """Tokens that could be computed now. No token follows the last possible one, so its K and V are never needed.
-        With drafts under way the next input is not known: it is whatever follows the last right draft."""
+        With drafts under way the next input, the token after the last right draft, is not known yet."""
         known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
@@ -176,7 +176,7 @@ class SchedulerOutput:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
     cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
-    num_drafts: int = 0
+    num_drafts: int = 0  # of all sequences
 
 
 class PrefixHit(NamedTuple):

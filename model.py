@@ -147,6 +147,7 @@ class Transformer(nn.Module):
         return self.logits(x, out)
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[num_samples, D] -> [num_samples, vocab_size]"""
         return torch.matmul(x, self.lm_head.weight.T, out=out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +162,6 @@ class Transformer(nn.Module):
         if not self.config.learned_positions:
             angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
-
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """What this model needs of a checkpoint's tensor: all of it, unless it is split over GPUs (parallel.py)."""

@@ -36,9 +36,9 @@ class Swapping(SlidingWindow):
     def preempt(self, seq: engine.Sequence) -> engine.Status:
         """Move the sequence's blocks to the host, or free them if the host pool is too small."""
         num_computed_tokens = seq.num_computed_tokens
-        if seq.drafts:  # not decided yet
+        if seq.drafts:  # the K and V of drafts that are not decided yet stay behind
             num_computed_tokens = min(num_computed_tokens, len(seq.token_ids))
-        table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # the rest held drafts
+        table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # later blocks held only drafts
         if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
             return super().preempt(seq)
         host_table = [engine.NULL if block == engine.NULL else self.free_host_blocks.pop() for block in table]

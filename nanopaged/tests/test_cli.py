@@ -1047,53 +1047,43 @@ def test_a_conversation_in_a_terminal(chat):
     assert "Traceback" not in shown and "error" not in shown and "typed" not in shown
 
 
-def test_an_arrow_key_brings_back_a_message_of_several_lines(state):
-    """With the real line editor: the entry of an earlier session comes back whole, and is kept as one entry again."""
+def type_into(code: str, before: str, keys: bytes, after: str, term: str) -> str:
+    """Run Python code in a terminal with the real line editor: type the keys once `before` is shown. Returns what is
+    shown, up to `after`."""
     pytest.importorskip("readline")
-    pty = pytest.importorskip("pty")
+    master, slave = pytest.importorskip("pty").openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+                             env=os.environ | {"TERM": term, "INPUTRC": os.devnull})
+    os.close(slave)
+    shown = ""
+    try:
+        while before not in shown:
+            shown += os.read(master, 10_000).decode()
+        os.write(master, keys)
+        while after not in shown:
+            shown += os.read(master, 10_000).decode()
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+    return shown
+
+
+def test_an_arrow_key_brings_back_a_message_of_several_lines(state):
+    """The entry of an earlier session comes back whole, and is kept as one entry again."""
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps("two\nlines") + "\n")
     code = ("from nanopaged.cli.chat import Keyboard, history_file; keyboard = Keyboard(history_file()); "
             "print(repr(keyboard.read_message()))")
-    master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-                             env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull})
-    os.close(slave)
-    shown = ""
-    try:
-        while "> " not in shown:
-            shown += os.read(master, 10_000).decode()
-        os.write(master, b"\x1b[A\r")  # the key up
-        while r"'two\nlines'" not in shown:
-            shown += os.read(master, 10_000).decode()
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
+    type_into(code, "> ", b"\x1b[A\r", r"'two\nlines'", term="xterm")  # the key up
     assert state.read_text().splitlines() == [json.dumps("two\nlines")] * 2
 
 
 def test_what_is_typed_during_an_answer_waits_for_the_next_question():
-    pytest.importorskip("readline")
-    pty = pytest.importorskip("pty")
     code = ("import time; from nanopaged.cli.chat import Keyboard; keyboard = Keyboard(None)\n"
             "with keyboard.silent():\n  print('an', flush=True); time.sleep(0.5); print('swer', flush=True)\n"
             "print(repr(keyboard.read_message()))")
-    master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-                             env=os.environ | {"TERM": "dumb", "INPUTRC": os.devnull})
-    os.close(slave)
-    shown = ""
-    try:
-        while "an" not in shown:
-            shown += os.read(master, 10_000).decode()
-        os.write(master, b"next\n")
-        while "'next'" not in shown:
-            shown += os.read(master, 10_000).decode()
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
+    shown = type_into(code, "an", b"next\n", "'next'", term="dumb")
     assert re.match(r"an\s+swer\s+(\x1b\S*)?> next\s+(\x1b\S*\s*)?'next'", shown), shown
 
 
