@@ -91,28 +91,60 @@ class Peers:
         """Let everything under way end."""
 
 
+class ExchangeStore(dist.Store):
+    """What symmetric memory tells the other ranks of a group. torch counts a process's exchanges over all of its
+    groups ("CUDASymmetricMemory/17/0": the 18th, of rank 0). The process of rank 0 may have had other engines, its
+    workers have not; so here each group counts its own."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.store, self.numbers, self.is_closed = store, dict[str, int](), False
+
+    def _key(self, key: str) -> str:
+        name, _, rank = key.rpartition("/")
+        return f"symmetric/{self.numbers.setdefault(name, len(self.numbers))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        while not self.store.check([self._key(key) for key in keys]):
+            if self.is_closed:
+                raise RuntimeError("a peer has died")
+            time.sleep(0.001)
+
+
 class GpuPeers(Peers):
     """GPUs that read each other's memory."""
 
     def __init__(self, rank: int, size: int, device: torch.device, folder: str):
         super().__init__(rank, size, device, folder)
         # Symmetric memory knows its group by a name, which no other engine of this process may have.
-        group: Any = dist.ProcessGroup(self.store, rank, size)
+        self.exchanges = ExchangeStore(self.store)
+        group: Any = dist.ProcessGroup(self.exchanges, rank, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._set_group_name(folder)
         group._set_group_desc("nanopaged")
         register: Any = _register_process_group
         register(folder, group)
+        self.group = group  # the registry does not keep it
         weakref.finalize(self, _unregister_process_group, folder)  # type: ignore[arg-type]
-        _SymmetricMemory.set_group_info(folder, rank, size, dist.PrefixStore("symmetric", self.store))
+        _SymmetricMemory.set_group_info(folder, rank, size, self.exchanges)
         self.handles: list[Any] = []
         self.side_stream = torch.cuda.Stream(device)
         self.signals = torch.arange(2, dtype=torch.int32, device=device)
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         own = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, self.device)
+        self.num_barriers += 1
+        self.is_waiting = True
         self.handles.append(handle := _SymmetricMemory.rendezvous(own, self.folder))
+        self.is_waiting = False
         return [own if rank == self.rank else handle.get_buffer(rank, (size,), dtype) for rank in range(self.size)]
 
     def barrier(self) -> None:
@@ -122,6 +154,7 @@ class GpuPeers(Peers):
         """In a barrier a rank sets its signal on each peer's pad, where that peer takes it away, and waits for the
         peer's signal on its own pad. Do what the dead peers should. The signals are copied: a kernel that was not used
         before could not be loaded while another one waits."""
+        self.exchanges.is_closed = True
         if self.handles:
             with torch.cuda.stream(self.side_stream):
                 for peer in (peer for peer in range(self.size) if peer != self.rank):
