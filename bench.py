@@ -54,6 +54,10 @@ QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=
 SHAPES = {
     "0.6B": QWEN3 | dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072,
                          tie_word_embeddings=True),
+    "1.7B": QWEN3 | dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144,
+                         tie_word_embeddings=True),
+    "4B": QWEN3 | dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728,
+                       tie_word_embeddings=True),
     "8B": QWEN3 | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288,
                        tie_word_embeddings=False),
 }
@@ -594,6 +598,26 @@ def figures_of_8b(llm: LLM) -> list[float]:
     return figures
 
 
+def parallel_sizes(limits: Limits, quick: bool) -> None:
+    """From which model size on two GPUs are faster than one."""
+    if torch.cuda.device_count() < 2:
+        raise CardTooSmall("two GPUs are needed")
+    for shape in ("0.6B", "1.7B", "4B"):
+        one, two = (figures_of_a_size(shape, size) for size in (1, 2))
+        for name, alone, together in zip(("decode, batch 1", "decode, batch 256", "workload 256"), one, two):
+            unit = "tokens/s" if "workload" in name else "ms/step"
+            row(f"{shape} on two GPUs, {name}", together, unit,
+                note=f"one GPU {_number(alone)}, ratio {together / alone:.2f}")
+
+
+def figures_of_a_size(shape: str, size: int) -> list[float]:
+    llm = random_llm(shape, max_model_len=4096, tensor_parallel_size=size)
+    prompts, params = workload_256()
+    warm_up(llm, workload_256(seed=1)[0])
+    figures = [decode_ms(llm, batch, 512) for batch in (1, 256)]
+    return [*figures, rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params)))]
+
+
 def rate_and_host_ms(llm: LLM, count: int) -> tuple[float, float]:
     """Tokens/s of `count` times workload 256, and ms of CPU time per step."""
     prompts: list[list[int]] = []
@@ -938,7 +962,7 @@ def _version(package: str) -> str:
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
 ON_CUDA: list[Callable[..., None]] = [
     start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
-    data_parallel, tensor_parallel]
+    data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
 
 

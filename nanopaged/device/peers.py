@@ -7,6 +7,7 @@ A rank writes its own buffer, joins a barrier, and then reads the buffers of all
     Peers        CPUs: files that all ranks map, and gloo's barrier
 """
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ class Peers:
 
     def drain(self) -> None:
         """Let everything under way end."""
+        if self.device.type == "cuda":
+            deadline = time.monotonic() + DRAIN_SECONDS
+            while not torch.cuda.current_stream(self.device).query() and time.monotonic() < deadline:
+                self.release()
 
 
 class ExchangeStore(dist.Store):
@@ -162,11 +167,6 @@ class GpuPeers(Peers):
                         pad_tensor = self.handles[0].get_signal_pad(pad, (self.size,), torch.int32)
                         pad_tensor[place:place + 1].copy_(self.signals[signal:signal + 1], non_blocking=True)
 
-    def drain(self) -> None:
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while not torch.cuda.current_stream(self.device).query() and time.monotonic() < deadline:
-            self.release()
-
 
 class NcclPeers(Peers):
     """GPUs that cannot read each other's memory."""
@@ -190,11 +190,15 @@ class NcclPeers(Peers):
         return False  # the others wait for numbers, not for a barrier
 
     def release(self) -> None:
+        """`abort` ends what is under way, and returns when no recorded graph uses NCCL any more. The engine's graphs
+        may live longer than this call, so a thread waits for them."""
         if not self.is_aborted:
             self.is_aborted = True
-            self.nccl.abort()
+            threading.Thread(target=self.nccl.abort, daemon=True).start()
 
-    drain = release
+    def drain(self) -> None:
+        self.release()
+        super().drain()
 
 
 def join_peers(rank: int, size: int, device: torch.device, folder: str) -> Peers:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nanopaged import SamplingParams, StructuredOutputsParams, kernel, model
 from nanopaged.api import llm as api
 from nanopaged.cli.main import main
 from nanopaged.device import parallel, workers
 from nanopaged.device.graphs import GraphRunner
+from nanopaged.device.peers import ExchangeStore
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, expectations, load, shared, tokens_of
@@ -345,6 +347,26 @@ def test_a_real_worker_that_is_killed(monkeypatch):
     assert end(llm) == f"worker 1 (process {pid}) was ended by signal 9; make a new LLM"
 
 
+def test_exchanges_are_counted_by_group(tmp_path):
+    """Rank 0 has had another engine, so torch's number of its first exchange here is 17; that of the worker is 0."""
+    exchanges = [ExchangeStore(dist.FileStore(f"{tmp_path}/store", 2)) for _ in range(2)]
+    stores = [dist.PrefixStore("group", store) for store in exchanges]  # torch calls them, as it will in an engine
+    for exchange in range(2):
+        for rank, first in enumerate((17, 0)):
+            stores[rank].set(f"memory/{first + exchange}/{rank}", f"{exchange} of {rank}")
+    for exchange in range(2):
+        stores[0].wait([f"memory/{17 + exchange}/1"])
+        assert stores[0].get(f"memory/{17 + exchange}/1") == b"%d of 1" % exchange
+        assert stores[1].get(f"memory/{exchange}/0") == b"%d of 0" % exchange
+
+
+def test_an_exchange_with_a_dead_peer_ends(tmp_path):
+    store = ExchangeStore(dist.FileStore(f"{tmp_path}/store", 2))
+    store.is_closed = True
+    with pytest.raises(RuntimeError, match="a peer has died"):
+        store.wait(["memory/0/1"])
+
+
 # --------------------------------------------------------------------------------------------------
 # On two GPUs
 # --------------------------------------------------------------------------------------------------
@@ -359,12 +381,30 @@ def on_gpus(model, **options):
 @needs_two_gpus
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_gpu_outputs_of_golden_models(graphs):
-    for variant in ("qwen3", "gpt2", "mistral", "llama-linear-bias"):
+    for variant in ("qwen3", "gpt2") if graphs else ("qwen3", "gpt2", "mistral", "llama-linear-bias"):
         prompts, continuations, _ = expectations(variant)
         llm = on_gpus(variant, graphs=graphs)
         for _ in range(2):  # the second time from the prefix cache
             outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
             assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations], variant
+
+
+@needs_two_gpus
+def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\ntorch.cuda.can_device_access_peer = lambda *pair: False\n")  # in the worker, too
+    script = f"""if True:
+        from nanopaged import LLM, SamplingParams
+        for options in (dict(), dict(enforce_eager=True)):
+            llm = LLM("shakespeare", tensor_parallel_size=2, num_blocks=200, dtype="float32", **options)
+            outputs = llm.generate({[PROMPT] * 3!r}, SamplingParams(temperature=0, max_tokens=20))
+            print(type(llm.runner.peers).__name__, [output.outputs[0].token_ids for output in outputs])
+        """
+    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(tmp_path)),
+                             capture_output=True, text=True, check=True).stdout
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = tokens_of(load("shakespeare").generate([PROMPT] * 3, params))
+    assert printed.splitlines() == [f"NcclPeers {expected}"] * 2
 
 
 @needs_two_gpus
