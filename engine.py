@@ -46,7 +46,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Sequence
+# Sequence, and what a step computes
 # --------------------------------------------------------------------------------------------------
 
 class Listener(Protocol):
@@ -67,19 +67,12 @@ class Sequence:
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    A prompt of 8 tokens, whose two blocks of 4 are found in the prefix cache (num_hit_tokens, num_cached_tokens: 8):
+    num_tokens is len(token_ids) + num_pending_tokens. A prompt of 8 tokens, 0 to 7:
 
-                              admitted   token 7 scheduled   token 8 known   token 8 scheduled
-        num_computed_tokens   7          8                   8               9
-        num_pending_tokens    0          1                   0               1
-        num_tokens            8          9                   9               10
-
-    With a lookahead of one step (see Engine) token 8 is scheduled before it is known:
-
-                              admitted   token 7 scheduled   token 8 scheduled   token 8 known   token 9 scheduled
-        num_computed_tokens   7          8                   9                   9               10
-        num_pending_tokens    0          1                   2                   1               2
-        num_tokens            8          9                   10                  10              11
+                              admitted   0 to 7 scheduled   8 known   8 scheduled
+        num_computed_tokens   0          8                  8         9
+        num_pending_tokens    0          1                  0         1
+        num_tokens            8          9                  9         10
 
     A listener may pause a sequence: no step computes it until a token is appended from outside. Then `resume` queues it
     again, if its blocks were taken meanwhile.
@@ -90,33 +83,34 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     request_id: str = ""
     sampling: Any = None  # what the runner wants to know about sampling (nanopaged/device); opaque here
-    listener: Listener | None = None
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
+    num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
+    num_hit_tokens: int = 0  # leading tokens found at its admission: it never writes their slots
+    block_table: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
+    prefix_key: int | str | None = ROOT  # of the tokens in those blocks
+    row: int = -1  # its batch row in the runner's tensors while it runs
+    num_sent_blocks: int = 0  # leading entries of the block table that the runner has
     # The running samples of its prompt, itself included: one dict for all of them (n > 1).
     siblings: "dict[Sequence, None]" = field(default_factory=dict)
+
+    # For additions to this chapter
+    listener: Listener | None = None
     max_chunk: int | None = None  # the most tokens of it that a step may compute; None: the token budget
-    drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
-    drafts: list[int] = field(default_factory=list)  # guesses that a launched step computes, until they are decided
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
-    num_prompt_tokens: int = 0
-    status: Status = Status.WAITING
-    num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
-    num_hit_tokens: int = 0  # tokens that it shares since its admission: it never writes their slots
-    num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
-    num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
-    num_void_tokens: int = 0  # the next samples to arrive that are dropped: a grammar or a wrong draft made them void
-    block_table: list[int] = field(default_factory=list)
-    pool: "BlockManager | None" = None  # the manager of these blocks; None: it has had none yet
-    row: int = -1  # its batch row in the runner's tensors while it runs
-    num_sent_blocks: int = 0  # leading entries of the block table that the runner has
-    num_null_blocks: int = 0  # leading entries that are NULL
-    num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
-    prefix_key: int | str | None = ROOT  # of the tokens in those blocks
+    drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
+    drafts: list[int] = field(default_factory=list)  # guesses in a launched step, not checked yet
+    num_void_tokens: int = 0  # samples still to arrive that will be dropped, after a grammar or a wrong draft
+    pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
+    num_null_blocks: int = 0  # leading entries of the block table that are NULL
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
-    refusals: "dict[BlockManager, Refusal]" = field(default_factory=dict)  # the last one, while it waits
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
+    num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -127,8 +121,8 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that could be computed now. No token follows the last possible one, so its K and V are never needed.
-        With drafts under way the next input, the token after the last right draft, is not known yet."""
+        """Tokens that could be computed now. The last possible token is never an input, so it needs no K and V. With
+        drafts under way the next input, the token after the last right draft, is not known yet."""
         known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
@@ -159,15 +153,10 @@ class Sequence:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
 
 
-# --------------------------------------------------------------------------------------------------
-# BlockManager
-# --------------------------------------------------------------------------------------------------
-
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
-    """What one step computes: for each scheduled sequence the number of its tokens, and the sequence of each token that
-    is sampled (with drafts it is listed several times). Before that the runner moves blocks: out to the host, copies,
-    and in from the host, in this order."""
+    """What one step computes: how many tokens of each scheduled sequence, and for each sampled token its sequence.
+    Before that the runner moves blocks: out to the host, copies, and in from the host, in this order."""
     seqs: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
@@ -179,19 +168,15 @@ class SchedulerOutput:
     num_drafts: int = 0  # of all sequences
 
 
+# --------------------------------------------------------------------------------------------------
+# BlockManager
+# --------------------------------------------------------------------------------------------------
+
 class PrefixHit(NamedTuple):
     """The beginning of a sequence whose K and V are in the pool already."""
     blocks: list[int]
     num_tokens: int
     prefix_key: int | str | None  # of these blocks; None: unknown, so `cache_full_blocks` begins at the first block
-    missing_key: tuple | None  # the first block key that the prefix cache lacks; None: none was missing or looked up
-    sibling: Sequence | None  # a running sequence with the same prompt
-
-
-class Refusal(NamedTuple):
-    """A sequence could not be admitted: the free blocks that it needed, and the blocks that it could share then."""
-    num_needed: int
-    hit: PrefixHit
 
 
 class BlockManager:
@@ -244,8 +229,8 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Extend the block table to cover num_tokens tokens; False if the pool has too few free blocks. A block that
-        others hold is copied before it is written. Only the block of the first token to write can be such a block: the
-        blocks before it are not written, and those after it have tokens that nobody shares."""
+        others hold is copied before it is written. Only the block of the first token to write can need this: earlier
+        blocks are not written, and later ones are not shared."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
@@ -277,9 +262,8 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # The block may have another key already. Say that its tokens efgh follow abcd, and were offered as
-                # (1, efgh). The block of abcd was evicted; other K and V of abcd were cached and got the number 7. Now
-                # a sibling that shares this block offers it as (7, efgh), and nothing can find (1, efgh) any more.
+                # The block may have a key already that nothing finds any more: the cached block of the tokens before
+                # it, another sequence's, was evicted, and these tokens were cached again under a new prefix key.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -293,7 +277,7 @@ class BlockManager:
             self._evict(block)
 
     def free(self, seq: Sequence) -> None:
-        """Free the blocks from last to first: the last is then reused first. The beginning is shared more often."""
+        """Free the blocks from last to first, so that the beginning, which is shared more often, is reused last."""
         for block in reversed(seq.block_table):
             self._decref(block)
         seq.block_table, seq.prefix_key = [], seq.root
@@ -317,9 +301,9 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
-        step computes their tokens. False, and no block is taken, if too few are free for all its tokens. The others
-        are not reserved: if they are gone when a later chunk needs them, sequences are preempted."""
+        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds the rest when
+        a step computes their tokens. False, taking none, if too few are free for all its tokens so far. The rest is not
+        reserved: if it is gone when a later chunk needs it, sequences are preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -327,14 +311,8 @@ class BlockManager:
 
     def plan(self, seq: Sequence) -> PrefixHit | None:
         """The blocks that the sequence can share; None if too few are free for the rest of its tokens."""
-        if self.is_still_blocked(seq):
-            return None
         hit = self.find_prefix(seq)
-        num_needed = self.num_blocks_needed(seq, hit)
-        if num_needed > self.num_free_blocks:
-            seq.refusals[self] = Refusal(num_needed, hit)
-            return None
-        return hit
+        return hit if self.num_blocks_needed(seq, hit) <= self.num_free_blocks else None
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
         # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
@@ -348,68 +326,44 @@ class BlockManager:
         seq.pool = self
         seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
         seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, seq.root)
-        seq.refusals.clear()
         if seq.num_cached_tokens is None:
-            self._count_hits(seq, hit)
-
-    def _count_hits(self, seq: Sequence, hit: PrefixHit) -> None:
-        seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
-        self.num_prompt_tokens += seq.num_prompt_tokens
-        self.num_cached_tokens += seq.num_cached_tokens
-        self.num_saved_blocks += len(hit.blocks)
+            seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += seq.num_cached_tokens
+            self.num_saved_blocks += len(hit.blocks)
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
-        """The longest beginning that the prefix cache or a sibling has."""
-        blocks, prefix_key, missing_key = self._find_in_cache(seq)
-        sibling = self._find_sibling(seq)
-        num_tokens = self._num_shareable(seq)
-        if sibling and len(blocks) * self.block_size < num_tokens:
-            blocks = sibling.block_table[:cdiv(num_tokens, self.block_size)]
-            return PrefixHit(blocks, num_tokens, None, missing_key, sibling)
-        return PrefixHit(blocks, len(blocks) * self.block_size, prefix_key, missing_key, sibling)
+        """The longest beginning that the prefix cache or a running sample of the same prompt has."""
+        hit, num_tokens = self._find_in_cache(seq), self._num_shareable(seq)
+        if hit.num_tokens < num_tokens:
+            for sibling in seq.siblings:
+                if self.has_prompt(sibling, num_tokens):
+                    return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
+        return hit
 
-    def _find_in_cache(self, seq: Sequence) -> tuple[list[int], int | str, tuple | None]:
-        """Blocks found one after the other, their prefix key, and the first key that is missing."""
+    def _find_in_cache(self, seq: Sequence) -> PrefixHit:
         blocks: list[int] = []
         prefix_key, size = seq.root, self.block_size
         if self.enable_prefix_caching and seq.reads_prefix_cache:
             for end in range(size, len(seq.token_ids) + 1, size):
-                key = (prefix_key, tuple(seq.token_ids[end - size:end]))
-                if key not in self.prefix_cache:
-                    return blocks, prefix_key, key
-                block, prefix_key = self.prefix_cache[key]
+                found = self.prefix_cache.get((prefix_key, tuple(seq.token_ids[end - size:end])))
+                if found is None:
+                    break
+                block, prefix_key = found
                 blocks.append(block)
-        return blocks, prefix_key, None
-
-    def _find_sibling(self, seq: Sequence) -> Sequence | None:
-        """A running sequence of the same prompt that has the prompt's shareable tokens in its blocks."""
-        num_tokens = self._num_shareable(seq)
-        return next((other for other in seq.siblings if self.has_prompt(other, num_tokens)), None)
+        return PrefixHit(blocks, len(blocks) * size, prefix_key)
 
     def has_prompt(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether a running sequence has the first num_tokens tokens of its prompt in blocks of this pool."""
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give: all to a new sequence, with the partly full last block; only full
-        blocks to one that returns after a preemption.
-
-            new         step s      shares the last block and writes nothing; the sibling's K and V are written
-                        step s + 1  gets a copy, and writes its first token there
-            returning   step s      would write there at once: its copy would be made before the forward pass, perhaps
-                                    of a block that gets the sibling's K and V only in this pass
-        """
+        """Prompt tokens that a sibling can give. A step copies blocks before its forward pass. A new sequence writes
+        nothing in its first step, so it may share the partly full last block: its copy is made in the next step, when
+        the sibling's K and V are there. A sequence that returns after a preemption writes at once, and its copy might
+        be made before the sibling's K and V are written. So it shares only full blocks."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
-
-    def is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether admission would be refused again, without looking the prompt up: still too few blocks are free, and
-        the shareable prefix has not grown."""
-        if self not in seq.refusals:
-            return False
-        num_needed, hit = seq.refusals[self]
-        return (self.num_free_blocks < num_needed and hit.missing_key not in self.prefix_cache
-                and self._find_sibling(seq) is hit.sibling)
 
     # ---- single blocks
 
@@ -562,21 +516,12 @@ class Scheduler:
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
-        sequence here. For a stop string, an abort or another error the caller calls `finish`.
-
-        Drafts (nanopaged/scheduling/drafts.py) are right as long as they equal what is sampled in their places. So the
-        text is the one without drafts. After token t of a sequence, whose draft was x y z:
-
-            input       t   x   y   z
-            sampled     x   y   q   r       x, y and q are appended; r is void, because it follows z
-            computed    t, x and y stay computed, z does not
-        """
+        sequence here. For a stop string, an abort or another error the caller calls `finish`."""
         for i, (seq, sample) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
             if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
                 continue
-            num_known, new, is_right = len(seq.token_ids), [sample], True
-            if seq.drafts and (is_right := seq.drafts.pop(0) == sample):
-                seq.drafter.accepted()
+            num_known, new = len(seq.token_ids), [sample]
+            is_right = not seq.drafts or seq.drafter.decide(seq, sample)
             if seq.listener is not None:
                 new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
             for token in new:
@@ -585,7 +530,7 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1 or not is_right:  # later samples are useless: these tokens are known, or follow a wrong one
+            if len(new) > 1 or not is_right:  # tokens were forced, or the draft was wrong: later samples are useless
                 seq.drop_pending(num_known + 1 if is_right else num_known)
             if seq.status is Status.FINISHED:
                 self.release(seq)
@@ -675,14 +620,17 @@ class StepInput:
 
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
-        def place(pair: tuple[Sequence, int]) -> int:
+        def longest_decode_first(pair: tuple[Sequence, int]) -> int:
             return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1
 
         batch = cls([], [])
-        for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=place):
-            chunk = 1 if seq.drafts else num_tokens  # each draft has a row of its own
-            for end in range(seq.num_computed_tokens - num_tokens + chunk, seq.num_computed_tokens + 1, chunk):
-                batch._add(seq, chunk, end, block_size)
+        for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first):
+            end = seq.num_computed_tokens
+            if not seq.drafts:
+                batch._add(seq, num_tokens, end, block_size)
+            else:  # its last token and each draft: a row of one token each
+                for row_end in range(end - num_tokens + 1, end + 1):
+                    batch._add(seq, 1, row_end, block_size)
         return batch
 
     def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
@@ -694,7 +642,7 @@ class StepInput:
             self.input_ids.append(token_ids[start] if later < 0 else seq.drafts[later] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:  # a chunk: its ids are known, and none was a hit (of a hit, only a lone last token is computed again)
+        else:  # a chunk: its ids are known, and none is a hit (a recomputed hit token is always alone)
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
             for index in range(start // size, cdiv(end, size)):  # block by block
@@ -725,9 +673,14 @@ class Engine:
     host. They stay on the device, where step 2 finds them. A sequence that turns out to be finished has wasted one
     token. Its blocks are freed at once although a launched step still writes into one of them. That is safe: a step
     that reuses the block is launched later, and the device runs steps in order. With a lookahead of 0 each step is
-    read before the next one is planned; more than 1 is not supported.
+    read before the next one is planned; more than 1 is not supported. The counters of a prompt of 8 tokens, 0 to 7:
 
-    runner: runner.launch(step) starts a step. Calling what it returns waits for the step and gives a Sampled
+                              admitted   0 to 7 scheduled   8 scheduled   8 known   9 scheduled
+        num_computed_tokens   0          8                  9             9         10
+        num_pending_tokens    0          1                  2             1         2
+        num_tokens            8          9                  10            10        11
+
+    runner: runner.launch(step) starts a step and returns a function, which waits for the step and gives a Sampled
     updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
     may_retry: whether the next step may succeed after this error (nanopaged/scheduling/budget.py)
@@ -780,8 +733,8 @@ class Engine:
 
     def unblock(self, step: SchedulerOutput) -> None:
         """The step computes nothing. It is undone, because it may have planned moves to the host. If no launched step
-        is left either, all running sequences are paused (beams), for the first one in the order could go on otherwise.
-        They give up their blocks, so that others can."""
+        is left either, all running sequences are paused (beams): else the first could go on. They give up their blocks
+        to the others."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -23,7 +23,7 @@ import torch
 
 import kernel
 import model
-from engine import NULL, BlockManager, Sampled, Scheduler, Sequence, Status
+from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
@@ -523,11 +523,9 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_the_counters_of_the_sequences_text(lookahead):
     model = fake()
-    model.run(sequence(range(8), max_new=1))
     seq, manager, drawn, steps = sequence(range(8)), model.scheduler.block_manager, [], deque()
 
     def note():
-        assert (seq.num_hit_tokens, seq.num_cached_tokens) == (8, 8)
         drawn.append([str(n) for n in (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_tokens)])
 
     assert manager.admit(seq)
@@ -539,8 +537,7 @@ def test_the_counters_of_the_sequences_text(lookahead):
         if len(steps) > lookahead:
             model.scheduler.update(steps.popleft(), Sampled([20]))
             note()
-    text = Sequence.__doc__.partition("With a lookahead")[2 * lookahead]
-    rows = as_rows(text, "num_computed_tokens   ")[:3]
+    rows = as_rows((Sequence, Engine)[lookahead].__doc__, "num_computed_tokens   ")[:3]
     assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
     assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead
@@ -659,21 +656,6 @@ def test_priority_goes_before_arrival_when_rows_or_blocks_are_short():
         model.scheduler.add(urgent)
         assert urgent in model.step().seqs
         model.run()
-
-
-def test_a_blocked_head_of_the_queue_is_not_looked_up_again(monkeypatch):
-    model = fake(num_blocks=8)
-    lookups = []
-    find_prefix = BlockManager.find_prefix
-    monkeypatch.setattr(BlockManager, "find_prefix", lambda self, seq: lookups.append(seq) or find_prefix(self, seq))
-    model.scheduler.add(sequence([1] * 15, max_new=12))
-    blocked = sequence([2] * 24, max_new=6)
-    model.scheduler.add(blocked)
-    for _ in range(10):
-        model.step()
-    assert lookups.count(blocked) == 1
-    model.run()
-    assert len(blocked.token_ids) == 30
 
 
 def test_a_blocked_sample_is_admitted_as_soon_as_it_can_share_the_prompt():

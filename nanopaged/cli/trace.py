@@ -250,8 +250,8 @@ class Trace:
             why = "it was preempted in this step"
         elif len(self.scheduler.running) >= max_num_seqs:
             why = f"no batch row is free, max_num_seqs is {max_num_seqs}"
-        elif self.manager in seq.refusals and seq.refusals[self.manager].num_needed > num_free:
-            why = f"free blocks needed {seq.refusals[self.manager].num_needed}, there are {num_free}"
+        elif (num_needed := self.manager.num_blocks_needed(seq, self.manager.find_prefix(seq))) > num_free:
+            why = f"free blocks needed {num_needed}, there are {num_free}"
         else:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"

@@ -111,10 +111,12 @@ class Drafter:
                 metrics.num_draft_tokens += len(drafts)
         return drafts
 
-    def accepted(self) -> None:
-        """A draft came true."""
+    def decide(self, seq: engine.Sequence, sample: int) -> bool:
+        """Whether the first undecided draft is the token sampled in its place."""
+        is_right = seq.drafts.pop(0) == sample
         for metrics in (self.metrics, self.drafting.metrics):
-            metrics.num_accepted_tokens += 1
+            metrics.num_accepted_tokens += is_right
+        return is_right
 
     def _drafts(self, seq: engine.Sequence, num_running: int) -> list[int]:
         if num_running > self.drafting.most_drafting:
