@@ -10,10 +10,10 @@ Chapter 1 explains why the cache is a pool of **blocks** with `block_size` token
 of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. The second text's 31st token takes no block, its 33rd takes
 one, and nothing is ever moved.
 
-**No phases.** A sequence has `num_tokens`, prompt and generated, and `num_computed_tokens`, whose K and V are in the
-KV cache or will be after the steps scheduled so far. A whole prompt, a chunk of one, one decoded token, the tail that a
-prefix-cache hit left over, and the recompute after a preemption are all the same case: `num_computed_tokens` catches up
-with `num_tokens`. When it has, the step samples the next token.
+**No phases.** A sequence has `num_tokens`, prompt and generated. K and V of the first `num_computed_tokens` are in the
+KV cache, or will be after the steps scheduled so far. A whole prompt, a chunk of one, one decoded token, the tail that
+a prefix-cache hit left over, and the recompute after a preemption are all the same case: `num_computed_tokens` catches
+up with `num_tokens`. When it has, the step samples the next token.
 
     add(Sequence)                                                          vLLM's names
       Scheduler            waiting and running: who computes how much      Scheduler, SchedulerOutput
@@ -419,7 +419,8 @@ class Scheduler:
     **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
     the front of the order. When the pool runs dry, blocks are taken back from its end (preemption). Equal priorities
     are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long prompt takes
-    the whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts.
+    the whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts. If
+    the budget is smaller than the number of decoding texts, the later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
     and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
@@ -471,7 +472,8 @@ class Scheduler:
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
-        # Not in the step that preempts it, nor before its samples are read: a recompute needs the ids of all tokens.
+        # Not in the step that preempts it, nor before its pending samples are read, which `update` appends while it
+        # waits: a recompute needs the ids of all tokens.
         if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):

@@ -1,9 +1,9 @@
 """Chapter 1: attention over a paged cache.
 
 **What is cached.** For every token, each attention layer computes queries, keys and values (Q, K, V): for each head a
-vector of head_dim numbers. A **group** of one or more query heads shares a kv head, and so its K and V. The result of a
-query is the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token
-never change, and every later token reads them again. A **KV cache** therefore keeps them.
+vector of head_dim numbers. Query heads that share one kv head (one K, one V) are a **group**. The result of a query is
+the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token never
+change, and every later token reads them again. A **KV cache** therefore keeps them.
 
 **Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence holds any of them, in any order;
 its **block table** lists them:
@@ -34,16 +34,17 @@ stores their K and V first. Then query i, at position seq_len - query_len + i, a
 A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
 **Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
-here reads the context in **tiles**, the K and V of 64 tokens say, each of them once. It keeps a maximum m of the scores
-and two running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc
-by alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so
-nothing overflows:
+here reads each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two
+running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by alpha
+= exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so nothing
+overflows:
 
     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
 
-The same rule merges the sums of two parts of a context. A long context can therefore be cut into **splits** of several
-tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2").
+The same rule merges the sums of two parts of a context. In decode a long context can therefore be cut into **splits**
+of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2"). Prefill has no splits:
+the queries of a prompt usually make programs enough.
 
 **Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place along the
 first axis. A program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a
@@ -94,25 +95,14 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_kv_heads, head_dim]. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need
     scales of 1.
     """
-    if not len(slot_mapping):
-        return
-    slots = slot_mapping.long()
-    may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
-    if may_skip:
-        # index_copy_ writes every row. To drop the rows with slot -1, the host would have to wait for a GPU to count
-        # them. Instead, each of them repeats the write of a row that has a slot, the same values to the same slot:
-        # slots [5, -1, 9] become [5, 9, 9], and the second row gets the third one's values.
-        largest_slot, valid_row = slots.max(0)
-        source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
-        k, v, slots = k[source], v[source], slots[source].clamp(min=0)
+    rows = (slot_mapping >= 0).nonzero()[:, 0]
+    slots = slot_mapping[rows].long()
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.element_size() == 1:
             largest_fp8 = torch.finfo(cache.dtype).max
             new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
-        flat, new = as_bytes(cache).view(-1, *cache.shape[2:]), as_bytes(new.to(cache.dtype))
-        if may_skip:  # if no row has a slot, every row writes to slot 0 what slot 0 holds
-            new = torch.where(largest_slot >= 0, new, flat[:1])
-        flat.index_copy_(0, slots, new)
+        flat = as_bytes(cache).view(-1, *cache.shape[2:])
+        flat.index_copy_(0, slots, as_bytes(new[rows].to(cache.dtype)))
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -171,7 +161,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     scale            factor of the scores, usually head_dim ** -0.5
     k_scale, v_scale factors of the K and V in the cache (fp8)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
-    rectangles       a dict that all layers of a step share: the first one with its window puts `_rectangles` there
+    rectangles       a dict shared by a step's layers; the first layer of each window puts `_rectangles` there
     Returns out, like q; nothing is written for padding. Other arguments of `paged_attention` (below) are ignored.
     """
     out = torch.empty_like(q) if out is None else out
@@ -187,12 +177,12 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
 
 def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
                 sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The n sequences with the same query_len form one rectangular problem, so a decode step is one gather and one
-    attention call. Yields its rows of q [n, query_len], the slots to read [n, num_keys], where num_keys is the longest
-    seq_len, and the mask to add to the scores [n, 1, group * query_len, num_keys]. Two sequences decode, block_size 4:
+    """The n sequences with the same query_len are computed as one padded batch, a rectangle; a decode step is a single
+    one. Yields its rows of q [n, query_len], the slots to read [n, num_keys], where num_keys is the longest seq_len,
+    and the mask to add to the scores [n, 1, group * query_len, num_keys]. Two sequences decode, block_size 4:
 
-        block table 3 1, 7 tokens    slots  12 13 14 15  4  5  6
-        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0     the first 0 is token 4; the others are masked
+        block table 3 1, 7 tokens    slots  12 13 14 15  4  5  6      mask  0 0 0 0 0 0 0
+        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0      mask  0 0 0 0 0 -inf -inf    (0: token 4 again)
     """
     query_lens = query_start_loc.diff()
     for query_len in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
@@ -204,8 +194,8 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
         window = sliding_window or len(key_position)
         visible = (key_position <= query_position) & (key_position > query_position - window)
-        # A key that no query sees reads the slot of a visible one. A free slot may hold NaN, which a weight of 0 would
-        # not remove, and with a window the table has no usable blocks before the oldest visible key.
+        # For a key that no query sees, read a visible key's slot. Its own may hold NaN, which a weight of 0 would not
+        # remove; before a window's oldest visible key the table has no usable block.
         oldest = (lens - query_len - window + 1).clamp(min=0)
         position = key_position.clamp(oldest, lens - 1)  # [n, num_keys]
         block = block_tables[members].gather(1, position // block_size).long()
@@ -423,8 +413,8 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    The compiler can prefetch a load, but not a load whose address comes from another load, as that of K comes from the
-    block id. The loops therefore load block ids one tile ahead. No program reads the table after the sequence's last
+    The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The
+    loops therefore load block ids one tile ahead. No program reads the table after the sequence's last
     block, where it may hold anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
@@ -568,7 +558,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
                                         for tile in split: sums = _decode_tile(sums, tile)
                                         merge the sums into `total`, or store them
 
-    Triton pipelines the loads of neither a nested loop nor a loop with a branch. This is therefore one loop over all
+    Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all
     tiles. Its last part runs for every tile, but takes effect only if `ends`, on the last tile of a split.
     """
     start, end = keys.oldest, keys.end

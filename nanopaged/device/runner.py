@@ -9,8 +9,8 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput, w
     sample            one token for each sequence that has caught up
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
-its sampling settings. A step sends its new tokens as one message of integers, and of its rows only the entries that
-have changed. The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there,
+its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its rows.
+The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there,
 so it can be launched before the host knows them.
 
 **The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
@@ -173,8 +173,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
         """Start computing a step. Calling the result waits for it."""
-        # Which tokens a grammar allows depends on the token before, which the host knows once it has read the step
-        # before. So the sampling of a step with grammars waits until the next launch, or until the step is read.
+        # What a grammar allows depends on the token before, which the host knows only after reading that step. So a
+        # step with grammars is sampled at the next launch, or when it is read.
         if self.unsampled is not None:
             unsampled, self.unsampled = self.unsampled, None  # before it may fail: the engine undoes that step
             unsampled.sample()
@@ -299,8 +299,8 @@ class Runner:
                            sampling)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, at these positions (the lengths so far), kept as its sequence's last one;
-        -1 where there are no numbers to choose from."""
+        """One token for each row of logits, -1 if the row is unusable; it becomes its sequence's last token. positions:
+        the lengths so far."""
         editor = self.editor if needs.edits or needs.processors else None
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
