@@ -223,7 +223,7 @@ def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# In Triton: filling the cache
+# In Triton: filling the cache. (Chapter 2, model.py, can be read before: it needs nothing from here on.)
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
@@ -584,12 +584,12 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
         if NO_SPLIT:
             total = _where(ends, _merge(total, sums), total)
         else:
-            row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
+            split_row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
             complete = column < tl.where(ends, sizes.GROUP, 0)
-            tl.store(split_acc + row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
+            tl.store(split_acc + split_row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
                      mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
-            tl.store(split_sums + 2 * row, sums.max, mask=complete)
-            tl.store(split_sums + 2 * row + 1, sums.sum, mask=complete)
+            tl.store(split_sums + 2 * split_row, sums.max, mask=complete)
+            tl.store(split_sums + 2 * split_row + 1, sums.sum, mask=complete)
         sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
         split += ends.to(tl.int32)
     if NO_SPLIT:

@@ -172,7 +172,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
-        """Start computing a step. Calling the result waits for it."""
+        """Start computing a step: move blocks, send rows, forward pass, sample. Calling the result waits for the step.
+        The other lines are for grammars and log probabilities."""
         # What a grammar allows depends on the token before, which the host knows only after reading that step. So a
         # step with grammars is sampled at the next launch, or when it is read.
         if self.unsampled is not None:
