@@ -662,6 +662,10 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
 
 
+def give_up(engine: "Engine", step: SchedulerOutput, error: BaseException) -> None:
+    raise error
+
+
 class Engine:
     """The step loop: schedule, launch, update.
 
@@ -685,14 +689,13 @@ class Engine:
     runner: runner.launch(step) starts a step and returns a function, which waits for the step and gives a Sampled
     updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
-    may_retry: whether the next step may succeed after this error (nanopaged/scheduling/budget.py)
+    recover: called with the engine, a step that failed, and the error (nanopaged/scheduling/recovery.py)
     """
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0,
-                 interruptible: Callable[[], ContextManager] = nullcontext,
-                 may_retry: Callable[[BaseException], bool] = lambda error: False):
+                 interruptible: Callable[[], ContextManager] = nullcontext, recover: Callable = give_up):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
-        self.interruptible, self.may_retry = interruptible, may_retry
+        self.interruptible, self.recover = interruptible, recover
         self.updates: deque[tuple[list[Sequence], Sampled]] = deque()
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()
 
@@ -719,7 +722,7 @@ class Engine:
             with self.interruptible():
                 read = self.runner.launch(step)
         except BaseException as error:
-            self._recover(step, error)
+            self.recover(self, step, error)
         else:
             self.launched.append((step, read))
 
@@ -741,24 +744,6 @@ class Engine:
         if not self.launched:
             for seq in list(self.scheduler.running):
                 self.scheduler.release(seq)
-
-    # ---- when a step fails
-
-    def _recover(self, step: SchedulerOutput, error: BaseException) -> None:
-        """Undo the step. Raise the error, unless the next step may succeed."""
-        self._undo(step)
-        try:
-            while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
-                self.update()
-        except BaseException:  # with grammars a step is sampled late, at the latest when it is read: that failed
-            while self.launched:
-                self._undo(self.launched.popleft()[0])
-        if not self.may_retry(error):
-            raise error
-
-    def _undo(self, step: SchedulerOutput) -> None:
-        self.runner.forget_rows(step.seqs)
-        self.scheduler.undo(step)
 
     @property
     def is_idle(self) -> bool:

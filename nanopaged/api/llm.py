@@ -33,7 +33,7 @@ from nanopaged.sampling_params import (
     StructuredOutputsParams,
     wrap_int64,
 )
-from nanopaged.scheduling.budget import TokenBudget
+from nanopaged.scheduling.recovery import Recovery
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.checkpoint import (
@@ -176,11 +176,11 @@ class LLM:
             # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
             runners = [weakref.proxy(runner) for runner in self.runners]
             schedulers = data_parallel.make_schedulers(managers, runners, *limits)
-        self.budgets = [TokenBudget(*pair) for pair in zip(schedulers, self.runners)]
+        self.recoveries = [Recovery(*pair) for pair in zip(schedulers, self.runners)]
         # With several processes a step that stops half-way would leave the others waiting.
         interruptible = self.lock.interrupts.let_through if self.tensor_parallel_size == 1 else nullcontext
-        engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, budget.shrink)
-                   for scheduler, runner, budget in zip(schedulers, self.runners, self.budgets)]
+        engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, recovery.recover)
+                   for scheduler, runner, recovery in zip(schedulers, self.runners, self.recoveries)]
         self.runner: Runner = self.runners[0]
         self.scheduler: Any = schedulers[0]
         self.engine: Any = engines[0]
@@ -323,9 +323,9 @@ class LLM:
         """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
         try:
             self.engine.step()
-            for budget in self.budgets:
-                if budget.is_reduced:
-                    budget.regrow()
+            for recovery in self.recoveries:
+                if recovery.is_reduced:
+                    recovery.regrow()
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())

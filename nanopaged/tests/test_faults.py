@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.scheduling.budget import STEPS_UNTIL_REGROWTH
+from nanopaged.scheduling.recovery import STEPS_UNTIL_REGROWTH
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten, shared, tokens_of
 
 # --------------------------------------------------------------------------------------------------

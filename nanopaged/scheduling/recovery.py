@@ -1,4 +1,5 @@
-"""Smaller steps after one that ran out of memory. An addition to chapter 3.
+"""After a step that failed: it is undone, and a shortage of memory makes the next steps smaller. An addition to
+chapter 3.
 
 The pool takes the memory that the largest step leaves (nanopaged/device). Rare requests need more, for log
 probabilities of prompts above all, and other programs may take memory of the same card.
@@ -11,15 +12,32 @@ from nanopaged import engine
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
 
 
-class TokenBudget:
-    """The scheduler's max_num_batched_tokens: halved when a step runs out of memory, doubled every 64 steps later."""
+class Recovery:
+    """What an Engine calls when a step fails. It has the scheduler's max_num_batched_tokens, which is halved when a
+    step runs out of memory, and doubled every 64 steps later."""
 
     def __init__(self, scheduler: engine.Scheduler, runner: Any):
         self.scheduler, self.runner = scheduler, runner
         self.full, self.is_reduced, self.num_small_steps = scheduler.max_num_batched_tokens, False, 0
 
-    def shrink(self, error: BaseException) -> bool:
-        """A step has failed. Whether a smaller one may succeed."""
+    def recover(self, loop: engine.Engine, step: engine.SchedulerOutput, error: BaseException) -> None:
+        """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
+        self._undo(step)
+        try:
+            while loop.launched:  # an earlier step's tokens are valid: append them before its sequences start over
+                loop.update()
+        except BaseException:  # with grammars a step is sampled late, at the latest when it is read: that failed
+            while loop.launched:
+                self._undo(loop.launched.popleft()[0])
+        if not self._shrink(error):
+            raise error
+
+    def _undo(self, step: engine.SchedulerOutput) -> None:
+        self.runner.forget_rows(step.seqs)
+        self.scheduler.undo(step)
+
+    def _shrink(self, error: BaseException) -> bool:
+        """Whether a smaller step may succeed; the next one is."""
         budget = self.scheduler.max_num_batched_tokens // 2
         if budget == 0 or not self.runner.is_out_of_memory(error):
             return False
