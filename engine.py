@@ -62,7 +62,7 @@ class Sequence:
     """One text: a prompt and the tokens generated after it.
 
         WAITING -> RUNNING     admitted: it gets a batch row and blocks
-        RUNNING -> WAITING     preempted: its blocks are freed
+        RUNNING -> WAITING     preempted (or its step failed): its blocks are freed
         RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
@@ -89,13 +89,13 @@ class Sequence:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
     num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
-    num_hit_tokens: int = 0  # leading tokens found at its admission: it never writes their slots
+    num_hit_tokens: int = 0  # leading tokens whose K and V it was given (prefix hit, fork, swap): it never writes them
     block_table: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
     prefix_key: int | str | None = ROOT  # of the tokens in those blocks
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of the block table that the runner has
-    # The running samples of its prompt, itself included: one dict for all of them (n > 1).
+    # The samples of its prompt that run now, perhaps itself: one dict for all of them (n > 1).
     siblings: "dict[Sequence, None]" = field(default_factory=dict)
 
     # For additions to this chapter
@@ -106,11 +106,11 @@ class Sequence:
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a launched step, not checked yet
-    num_void_tokens: int = 0  # samples still to arrive that will be dropped, after a grammar or a wrong draft
+    num_void_tokens: int = 0  # its samples under way that will be dropped: forced tokens or a wrong draft overtook them
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
     num_null_blocks: int = 0  # leading entries of the block table that are NULL
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
-    num_cached_tokens: int | None = None  # for statistics: prompt tokens found on its first admission; None: never yet
+    num_cached_tokens: int | None = None  # statistics: prompt tokens found at its first admission; None: never admitted
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -135,8 +135,8 @@ class Sequence:
         return True
 
     def drop_pending(self, num_valid_tokens: int) -> None:
-        """The samples still under way are void. So are K and V that a step computed for other tokens than the first
-        num_valid_tokens."""
+        """Samples under way are void: their steps' inputs are not the text any more. K and V of the first
+        num_valid_tokens stay valid."""
         self.num_pending_tokens, self.num_void_tokens = 0, self.num_void_tokens + self.num_pending_tokens
         self.num_computed_tokens = min(self.num_computed_tokens, num_valid_tokens)
         self.drafts = []
@@ -234,7 +234,7 @@ class BlockManager:
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
-        num_missing = max(0, cdiv(num_tokens, self.block_size) - len(table))  # wrong drafts may have left some more
+        num_missing = max(0, cdiv(num_tokens, self.block_size) - len(table))  # wrong drafts may have left more
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -262,8 +262,9 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # The block may have a key already that nothing finds any more: the cached block of the tokens before
-                # it, another sequence's, was evicted, and these tokens were cached again under a new prefix key.
+                # A table taken over from a sibling is offered from its first block (PrefixHit.prefix_key None), so the
+                # block may have a key. Nothing finds that one any more: the cached block of the tokens before it,
+                # another sequence's, was evicted, and these tokens were cached again under a new prefix key.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -358,10 +359,10 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. A step copies blocks before its forward pass. A new sequence writes
-        nothing in its first step, so it may share the partly full last block: its copy is made in the next step, when
-        the sibling's K and V are there. A sequence that returns after a preemption writes at once, and its copy might
-        be made before the sibling's K and V are written. So it shares only full blocks."""
+        """Prompt tokens that a sibling can give. A step copies blocks before its forward pass, so it must not copy a
+        block that it also fills. A new sequence first computes the prompt's last token again and writes nothing: its
+        copy of the partly full last block comes a step later. A sequence that returns after a preemption writes its
+        generated tokens at once, so it shares only full blocks."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
@@ -417,10 +418,11 @@ class Scheduler:
     """Decides what each step computes.
 
     **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
-    the front of the order. When the pool runs dry, blocks are taken back from its end (preemption). Equal priorities
-    are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long prompt takes
-    the whole budget before a newer one gets any. With priorities a decoding text also waits for more urgent prompts. If
-    the budget is smaller than the number of decoding texts, the later ones wait until earlier ones end.
+    the front of the order. When the pool runs dry, the last in the order lose their blocks (preemption). Equal
+    priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long
+    prompt takes the whole budget before a newer one gets any. With priorities a decoding text also waits for more
+    urgent prompts. If the budget is smaller than the number of decoding texts, the later ones wait until earlier ones
+    end.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
     and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
@@ -472,8 +474,8 @@ class Scheduler:
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
-        # Not in the step that preempts it, nor before its pending samples are read, which `update` appends while it
-        # waits: a recompute needs the ids of all tokens.
+        # Not in the step that preempts it. Nor while a sample of it is under way: to compute its tokens again, the host
+        # needs the ids of all of them, and `update` appends that one while it waits.
         if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
@@ -532,8 +534,10 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            if len(new) > 1 or not is_right:  # tokens were forced, or the draft was wrong: later samples are useless
-                seq.drop_pending(num_known + 1 if is_right else num_known)
+            # With forced tokens or a wrong draft the samples under way belong to another text. Their steps' input at
+            # position num_known was this sample, whose K and V hold, or else the wrong draft.
+            if len(new) > 1 or not is_right:
+                seq.drop_pending(num_known + is_right)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -569,7 +573,7 @@ class Scheduler:
         prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
         start over. So do those that it preempted, because their planned moves to the host never happen."""
         self.block_manager.uncache(step.cached)
-        for seq in step.sampled:  # not `settle`: void tokens may be of an earlier step, which is still to be read
+        for seq in step.sampled:  # not `settle`, which takes void tokens first: those may be an earlier step's
             if seq.num_pending_tokens:
                 seq.num_pending_tokens -= 1
             else:
@@ -640,8 +644,10 @@ class StepInput:
         self.num_tokens.append(num_tokens)
         token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
         if num_tokens == 1:
-            later = start - len(token_ids)  # 0 or more: a draft, or a token that is not known on the host
-            self.input_ids.append(token_ids[start] if later < 0 else seq.drafts[later] if seq.drafts else -1)
+            if start < len(token_ids):
+                self.input_ids.append(token_ids[start])
+            else:  # a draft, or a token that is known only on the device
+                self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
         else:  # a chunk: its ids are known, and none is a hit (a recomputed hit token is always alone)
@@ -657,7 +663,7 @@ class StepInput:
 
 class Sampled(NamedTuple):
     """What a step computed."""
-    tokens: list[int]  # of SchedulerOutput.sampled, in that order; -1: the model's output was no number
+    tokens: list[int]  # of SchedulerOutput.sampled, in that order; -1: no usable logits, see NO_TOKEN
     logprobs: list | None = None  # of these tokens, for their listeners
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
 
@@ -687,7 +693,7 @@ class Engine:
         num_tokens            8          9                  10            10        11
 
     runner: runner.launch(step) starts a step and returns a function, which waits for the step and gives a Sampled
-    updates: (sequences whose tokens have become known, Sampled) of each step that was read, for the caller to take
+    updates: SchedulerOutput.sampled and the Sampled of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
     recover: called with the engine, a step that failed, and the error (nanopaged/scheduling/recovery.py)
     """
@@ -700,14 +706,15 @@ class Engine:
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()
 
     def step(self) -> None:
+        """Plan and launch a step, then read until the next may be planned. After an empty step only reading a launched
+        one helps, or taking the blocks of paused sequences."""
         step = self.scheduler.schedule()
         if step.seqs:
             self.launch(step)
         else:
             self.unblock(step)
-        while not self.has_room:
             self.update()
-        if not step.seqs:
+        while not self.has_room:
             self.update()
 
     @property

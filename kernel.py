@@ -22,9 +22,10 @@ section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 12
 kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes, so that neighbouring threads read
 neighbouring addresses. Triton arranges its loads itself, so K and V can have the plain layout.
 
-**Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of its
-`seq_len` tokens: a whole prompt or a chunk of it (**prefill**), or the one token sampled last (**decode**). The step
-stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the keys up to its own:
+**Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of the
+`seq_len` that the cache then holds: a whole prompt or a chunk of it (**prefill**), or the one token sampled last
+(**decode**). The step stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the
+keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
                                 query 0, position 4       x x x x x . .
@@ -58,7 +59,7 @@ interpreter runs a kernel line by line, also under a debugger: `python engine.py
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 
     registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   227 KiB per multiprocessor    K and V of 64 tokens x 128 numbers: 32 KiB for each pipeline stage
+    shared memory   228 KiB per multiprocessor    K and V of 64 tokens x 128 numbers: 32 KiB for each pipeline stage
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
     HBM             141 GB, 4.3 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
 """
@@ -154,7 +155,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1, others any; fp8: even
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8: the others even
     block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
@@ -194,8 +195,8 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
         window = sliding_window or len(key_position)
         visible = (key_position <= query_position) & (key_position > query_position - window)
-        # For a key that no query sees, read a visible key's slot. Its own may hold NaN, which a weight of 0 would not
-        # remove; before a window's oldest visible key the table has no usable block.
+        # A masked key is read all the same, and a weight of 0 does not remove a NaN. So positions that no query sees,
+        # after the end or before the window (where the table has no usable block), read the nearest visible slot.
         oldest = (lens - query_len - window + 1).clamp(min=0)
         position = key_position.clamp(oldest, lens - 1)  # [n, num_keys]
         block = block_tables[members].gather(1, position // block_size).long()

@@ -64,7 +64,7 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # [num_samples] the tokens that need logits, as rows of the T; None: all
+    logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
     max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query (a CUDA graph passes 2)
     max_seq_len: int  # upper bound of seq_lens
     num_decodes: int  # the first sequences, those with one new token (a CUDA graph passes the number of all)
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
                 out: Tensor | None = None) -> Tensor:
-        """Logits [num_samples, vocab_size], in `out` if given. Every layer writes all tokens' K and V to its cache."""
+        """Logits of batch.logits_indices, in `out` if given. Every layer writes all tokens' K and V to its cache."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
         x = torch.zeros_like(residual)  # each norm first adds the previous sublayer's output; the first norm has none
         for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
@@ -187,7 +187,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two in its one pass over memory."""
+        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two (with fused.py in one pass)."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.project(self.attend(q, batch, cache, kernels), residual)
 
@@ -224,8 +224,8 @@ class Layer(nn.Module):
 
 class LastLayer(Layer):
     """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Other
-    rows of a prompt neither attend nor pass the MLP, unless their log probabilities are wanted. A decodes, B brings a
-    whole prompt, and C a first chunk:
+    rows of a prompt neither attend nor pass the MLP, unless log probabilities of a prompt are wanted: then all do. A
+    decodes, B brings a whole prompt, and C a first chunk:
 
         token             a6  b0  b1  b2  b3  c0  c1  c2
         K and V           x   x   x   x   x   x   x   x
@@ -241,8 +241,8 @@ class LastLayer(Layer):
         if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
             o = self.attend(q, batch, cache, kernels)  # one token each, or all rows are wanted, or nothing samples
         else:
-            # Prompts and samples. Only the last rows are needed, so each attends as a decode of one token. (The order
-            # of additions is then always the same here. In earlier layers it depends on the chunks of the prompt.)
+            # Some query is longer than 1. Sampling needs each sequence's last row alone. It attends as a decode of one
+            # token, whose order of additions does not depend on how the prompt was cut; in earlier layers it does.
             last_rows = rows[:len(seq_indices)]
             o_last = self.attend(q.index_select(0, last_rows), batch.decode_only(seq_indices), cache, kernels)
             if len(last_rows) == len(rows):

@@ -1,17 +1,16 @@
 """The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
 
-The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput, writes it as lists of integers
-(engine.StepInput), and does with them, in this order:
+The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
-    forward pass      model.py over one flat batch: every layer writes K and V into their slots, then attends
+    forward pass      model.py over one flat batch (engine.StepInput): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
 its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its rows.
-The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there,
-so it can be launched before the host knows them.
+The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so it can be
+launched before the host knows them.
 
 **The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
 num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
@@ -172,8 +171,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
-        """Start computing a step: move blocks, send rows, forward pass, sample. Calling the result waits for the step.
-        The other lines are for grammars and log probabilities."""
+        """Start a step: move blocks, send rows, forward pass, sample (`_results`, which grammars delay). Calling the
+        result waits for the step; then `as_sampled` restores the scheduler's order. parts: for log probabilities."""
         # What a grammar allows depends on the token before, which the host knows only after reading that step. So a
         # step with grammars is sampled at the next launch, or when it is read.
         if self.unsampled is not None:
@@ -300,8 +299,8 @@ class Runner:
                            sampling)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, -1 if the row is unusable; it becomes its sequence's last token. positions:
-        the lengths so far."""
+        """One token for each row of logits, -1 if the row is unusable; it (0 for -1) becomes its sequence's last token.
+        positions: the lengths so far."""
         editor = self.editor if needs.edits or needs.processors else None
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
