@@ -243,7 +243,7 @@ class Trace:
         return "waits: the token budget is spent" if is_spent else "waits"
 
     def _why_not(self, seq: engine.Sequence, step: engine.SchedulerOutput, is_spent: bool) -> str:
-        """The reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
+        """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
         num_free = self.manager.num_free_blocks
         max_num_seqs = self.scheduler.max_num_seqs
         if seq in step.preempted:

@@ -168,6 +168,11 @@ class ParallelRunner(Runner):
             self.last_tokens = tokens
         return super()._model_batch(sent, logits_indices, *args)
 
+    def _record(self, *step: Any) -> Any:
+        recorded = super()._record(*step)  # type: ignore[misc]  # GraphRunner's
+        self.peers.note_graph(recorded[0])
+        return recorded
+
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
         self.peers.barriers_left = 0

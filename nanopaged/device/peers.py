@@ -85,15 +85,14 @@ class Peers:
         self.gloo.allreduce([tensor], options).wait()
         return tensor.tolist()
 
+    def note_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A graph was recorded that joins barriers."""
+
     def release(self) -> None:
         """A peer has died: let barriers under way end. gloo's end by themselves."""
 
     def drain(self) -> None:
         """Let everything under way end."""
-        if self.device.type == "cuda":
-            deadline = time.monotonic() + DRAIN_SECONDS
-            while not torch.cuda.current_stream(self.device).query() and time.monotonic() < deadline:
-                self.release()
 
 
 class ExchangeStore(dist.Store):
@@ -115,6 +114,9 @@ class ExchangeStore(dist.Store):
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self.store.get(self._key(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(self._key(key), amount)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         while not self.store.check([self._key(key) for key in keys]):
@@ -167,6 +169,11 @@ class GpuPeers(Peers):
                         pad_tensor = self.handles[0].get_signal_pad(pad, (self.size,), torch.int32)
                         pad_tensor[place:place + 1].copy_(self.signals[signal:signal + 1], non_blocking=True)
 
+    def drain(self) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not torch.cuda.current_stream(self.device).query() and time.monotonic() < deadline:
+            self.release()
+
 
 class NcclPeers(Peers):
     """GPUs that cannot read each other's memory."""
@@ -176,7 +183,9 @@ class NcclPeers(Peers):
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = FOREVER
-        self.nccl, self.is_aborted = backend(dist.PrefixStore("nccl", self.store), rank, size, options), False
+        self.nccl = backend(dist.PrefixStore("nccl", self.store), rank, size, options)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.aborting: threading.Thread | None = None
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device)] * self.size
@@ -189,16 +198,22 @@ class NcclPeers(Peers):
     def catch_up(self) -> bool:
         return False  # the others wait for numbers, not for a barrier
 
+    def note_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graphs.append(graph)
+
     def release(self) -> None:
-        """`abort` ends what is under way, and returns when no recorded graph uses NCCL any more. The engine's graphs
-        may live longer than this call, so a thread waits for them."""
-        if not self.is_aborted:
-            self.is_aborted = True
-            threading.Thread(target=self.nccl.abort, daemon=True).start()
+        """`abort` ends what is under way, and returns when no recorded graph uses NCCL any more: not in this call."""
+        if self.aborting is None:
+            self.aborting = threading.Thread(target=self.nccl.abort, daemon=True)
+            self.aborting.start()
 
     def drain(self) -> None:
+        """End NCCL in any case: it would end with this object, and wait for graphs that may live longer."""
         self.release()
-        super().drain()
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
+        self.aborting.join(DRAIN_SECONDS)  # type: ignore[union-attr]
 
 
 def join_peers(rank: int, size: int, device: torch.device, folder: str) -> Peers:

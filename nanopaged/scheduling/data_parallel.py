@@ -144,8 +144,8 @@ class PoolScheduler(engine.Scheduler):
         return [Placement(seq, best, {})]
 
     def _order_of_blocked(self) -> tuple:
-        """The place in the order of the first sequence that waits for more free blocks here. None overtakes it."""
-        return next((seq.order for seq in self.waiting if self.block_manager.plan(seq) is None), (math.inf,))
+        """The place in the order of the first waiting sequence if too few blocks are free for it. None overtakes it."""
+        return next((seq.order for seq in self.waiting[:1] if self.block_manager.plan(seq) is None), (math.inf,))
 
     def _offer(self, seq: engine.Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""

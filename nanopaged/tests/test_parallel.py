@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from nanopaged.api import llm as api
 from nanopaged.cli.main import main
 from nanopaged.device import parallel, workers
 from nanopaged.device.graphs import GraphRunner
-from nanopaged.device.peers import ExchangeStore
+from nanopaged.device.peers import ExchangeStore, NcclPeers
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, expectations, load, shared, tokens_of
@@ -349,15 +351,22 @@ def test_a_real_worker_that_is_killed(monkeypatch):
 
 def test_exchanges_are_counted_by_group(tmp_path):
     """Rank 0 has had another engine, so torch's number of its first exchange here is 17; that of the worker is 0."""
-    exchanges = [ExchangeStore(dist.FileStore(f"{tmp_path}/store", 2)) for _ in range(2)]
-    stores = [dist.PrefixStore("group", store) for store in exchanges]  # torch calls them, as it will in an engine
-    for exchange in range(2):
-        for rank, first in enumerate((17, 0)):
-            stores[rank].set(f"memory/{first + exchange}/{rank}", f"{exchange} of {rank}")
-    for exchange in range(2):
-        stores[0].wait([f"memory/{17 + exchange}/1"])
-        assert stores[0].get(f"memory/{17 + exchange}/1") == b"%d of 1" % exchange
-        assert stores[1].get(f"memory/{exchange}/0") == b"%d of 0" % exchange
+    def exchange(rank, first):
+        own = ExchangeStore(dist.FileStore(f"{tmp_path}/store", 2))
+        store, other = dist.PrefixStore("group", own), 1 - rank  # torch calls it, as it will in an engine
+        for number in range(2):
+            store.set(f"memory/{first + 3 * number}/{rank}", f"{number} of {rank}")
+            store.wait([f"memory/{first + 3 * number}/{other}"])
+            assert store.get(f"memory/{first + 3 * number}/{other}") == b"%d of %d" % (number, other)
+            # From torch 2.13 on symmetric memory uses these, too.
+            store.set(f"memory/{first + 3 * number + 1}/{rank}", "more")
+            assert store.multi_get([f"memory/{first + 3 * number + 1}/{n}" for n in range(2)]) == [b"more"] * 2
+            if hasattr(store, "barrier"):
+                store.barrier(f"memory/{first + 3 * number + 2}", 2, timedelta(seconds=20))
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(exchange, 0, 17), pool.submit(exchange, 1, 0)]:
+            done.result()
 
 
 def test_an_exchange_with_a_dead_peer_ends(tmp_path):
@@ -365,6 +374,35 @@ def test_an_exchange_with_a_dead_peer_ends(tmp_path):
     store.is_closed = True
     with pytest.raises(RuntimeError, match="a peer has died"):
         store.wait(["memory/0/1"])
+
+
+def test_nccls_end_does_not_wait_for_graphs_that_live_longer(tmp_path, monkeypatch):
+    """NCCL's abort returns when the graphs that recorded it are gone."""
+    class Graph:
+        def __init__(self):
+            self.is_gone = threading.Event()
+
+        def reset(self):
+            self.is_gone.set()
+
+    class Backend:
+        Options = type("Options", (), {})
+
+        def __init__(self, *arguments):
+            self.has_ended = False
+
+        def abort(self):
+            self.has_ended = all(graph.is_gone.wait(20) for graph in graphs)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+    graphs = [Graph(), Graph()]
+    peers = NcclPeers(0, 1, torch.device("cpu"), str(tmp_path))
+    for graph in graphs:
+        peers.note_graph(graph)
+    peers.release()
+    assert not peers.nccl.has_ended
+    peers.drain()
+    assert peers.nccl.has_ended
 
 
 # --------------------------------------------------------------------------------------------------
