@@ -36,7 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block freed when it left the sliding window; only window.py's manager puts it there
+NULL = -1  # in a block table: a block freed when it left the sliding window (window.py, swapping.py); never read
 NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -62,7 +62,7 @@ class Sequence:
     """One text: a prompt and the tokens generated after it.
 
         WAITING -> RUNNING     admitted: it gets a batch row and blocks
-        RUNNING -> WAITING     preempted (or its step failed): its blocks are freed
+        RUNNING -> WAITING     preempted, or its step failed (then SWAPPED, too): its blocks are freed
         RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
@@ -94,7 +94,7 @@ class Sequence:
     num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
     prefix_key: int | str | None = ROOT  # of the tokens in those blocks
     row: int = -1  # its batch row in the runner's tensors while it runs
-    num_sent_blocks: int = 0  # leading entries of the block table that the runner has
+    num_sent_blocks: int = 0  # leading entries of its table that the runner has; a copy-on-write lowers it
     # The samples of its prompt that run now, perhaps itself: one dict for all of them (n > 1).
     siblings: "dict[Sequence, None]" = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ class Sequence:
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a launched step, not checked yet
-    num_void_tokens: int = 0  # its samples under way that will be dropped: forced tokens or a wrong draft overtook them
+    num_void_tokens: int = 0  # its samples under way to drop, after a wrong draft or tokens that a grammar forced
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
     num_null_blocks: int = 0  # leading entries of the block table that are NULL
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
@@ -211,7 +211,7 @@ class BlockManager:
         self.prefix_keys = itertools.count(ROOT + 1)
         self.step = SchedulerOutput()  # the step that is being scheduled
         self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = 0  # of all sequences admitted so far
-        self.most_blocks_held = 0  # at the end of any step so far
+        self.most_blocks_held = 0  # after `schedule`, of all steps so far
 
     @property
     def num_free_blocks(self) -> int:
@@ -262,9 +262,9 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # A table taken over from a sibling is offered from its first block (PrefixHit.prefix_key None), so the
-                # block may have a key. Nothing finds that one any more: the cached block of the tokens before it,
-                # another sequence's, was evicted, and these tokens were cached again under a new prefix key.
+                # The block may have a key if the table is a sibling's (PrefixHit.prefix_key None): (old number, these
+                # tokens). The old number came from another sequence's block of the tokens before. That was evicted, and
+                # its tokens were cached again under a new number, so nothing finds the old key any more.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -359,10 +359,10 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. A step copies blocks before its forward pass, so it must not copy a
-        block that it also fills. A new sequence first computes the prompt's last token again and writes nothing: its
-        copy of the partly full last block comes a step later. A sequence that returns after a preemption writes its
-        generated tokens at once, so it shares only full blocks."""
+        """Prompt tokens that a sibling can give. Copies are made before the forward pass, so a step must not copy a
+        block that it also fills: the sibling's prompt may be in this very step. A new sequence may share the partly
+        full last block. It computes the prompt's last token for its logits alone, and its copy comes a step later. One
+        that returns after a preemption would copy at once, to write generated tokens, so it shares only full blocks."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
@@ -418,11 +418,11 @@ class Scheduler:
     """Decides what each step computes.
 
     **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
-    the front of the order. When the pool runs dry, the last in the order lose their blocks (preemption). Equal
-    priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long
-    prompt takes the whole budget before a newer one gets any. With priorities a decoding text also waits for more
-    urgent prompts. If the budget is smaller than the number of decoding texts, the later ones wait until earlier ones
-    end.
+    the front of the order. When the pool runs dry, the last in the order lose their blocks (preemption), and
+    keep their place in it. Equal priorities are first come, first served: no step leaves a decoding text out for a
+    newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities a
+    decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
+    later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
     and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
@@ -463,7 +463,7 @@ class Scheduler:
                     break  # it was itself the last of all, and was preempted: no sequence is left to schedule
                 if seq.drafter is not None:
                     seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
-                    num_tokens += len(seq.drafts)
+                    num_tokens += len(seq.drafts)  # `draft` has allocated their blocks, if some were free
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -534,8 +534,8 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            # With forced tokens or a wrong draft the samples under way belong to another text. Their steps' input at
-            # position num_known was this sample, whose K and V hold, or else the wrong draft.
+            # Forced tokens (of a grammar) or a wrong draft: the samples still under way continue another text. Position
+            # num_known was computed from this sample, so its K and V hold, or from the wrong draft.
             if len(new) > 1 or not is_right:
                 seq.drop_pending(num_known + is_right)
             if seq.status is Status.FINISHED:
@@ -627,7 +627,7 @@ class StepInput:
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
         def longest_decode_first(pair: tuple[Sequence, int]) -> int:
-            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1
+            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # a draft is a row of its own
 
         batch = cls([], [])
         for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first):
@@ -744,9 +744,9 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """The step computes nothing. It is undone, because it may have planned moves to the host. If no launched step
-        is left either, all running sequences are paused (beams): else the first could go on. They give up their blocks
-        to the others."""
+        """The step computes nothing. It is undone: sequences that it preempted are not moved to the host after all. If
+        no launched step is left either, all running sequences are paused (beams that wait for the others), or the first
+        could go on. They give up their blocks, and `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -195,8 +195,8 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
         window = sliding_window or len(key_position)
         visible = (key_position <= query_position) & (key_position > query_position - window)
-        # A masked key is read all the same, and a weight of 0 does not remove a NaN. So positions that no query sees,
-        # after the end or before the window (where the table has no usable block), read the nearest visible slot.
+        # A masked key is read all the same. An unwritten slot may hold NaN, which a weight of 0 does not remove. So
+        # positions that no query sees, after the end or before the window, read the nearest visible slot.
         oldest = (lens - query_len - window + 1).clamp(min=0)
         position = key_position.clamp(oldest, lens - 1)  # [n, num_keys]
         block = block_tables[members].gather(1, position // block_size).long()
@@ -224,7 +224,7 @@ def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# In Triton: filling the cache. (Chapter 2, model.py, can be read before: it needs nothing from here on.)
+# In Triton: filling the cache. (Now read chapter 2, model.py: it needs only `Kernels`, the last lines.)
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,

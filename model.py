@@ -138,16 +138,16 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
                 out: Tensor | None = None) -> Tensor:
-        """Logits of batch.logits_indices, in `out` if given. Every layer writes all tokens' K and V to its cache."""
+        """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
         x = torch.zeros_like(residual)  # each norm first adds the previous sublayer's output; the first norm has none
         for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
             x, residual = layer(x, residual, rope, batch, cache, kernels)
-        x, _ = self.norm(x, residual)  # [num_samples, D]
+        x, _ = self.norm(x, residual)  # [rows, D]
         return self.logits(x, out)
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[num_samples, D] -> [num_samples, vocab_size]"""
+        """[rows, D] -> [rows, vocab_size]"""
         return torch.matmul(x, self.lm_head.weight.T, out=out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -187,7 +187,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual), each [T, D]. The next norm adds the two (with fused.py in one pass)."""
+        """(x, residual) -> (x, residual), each [T, D]. The stream is their sum, which the next norm takes."""
         q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
         return self.project(self.attend(q, batch, cache, kernels), residual)
 
@@ -223,7 +223,7 @@ class Layer(nn.Module):
 
 
 class LastLayer(Layer):
-    """The last layer. No layer reads its output, so it returns only the rows that need logits, [num_samples, D]. Other
+    """The last layer. No layer reads its output, so it returns only the rows that need logits, [rows, D]. Other
     rows of a prompt neither attend nor pass the MLP, unless log probabilities of a prompt are wanted: then all do. A
     decodes, B brings a whole prompt, and C a first chunk:
 
@@ -239,7 +239,7 @@ class LastLayer(Layer):
         if rows is not None and not len(rows):  # nothing but K and V is needed
             return residual[:0], residual[:0]
         if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
-            o = self.attend(q, batch, cache, kernels)  # one token each, or all rows are wanted, or nothing samples
+            o = self.attend(q, batch, cache, kernels)  # one token each, or all rows wanted, or prompt rows alone
         else:
             # Some query is longer than 1. Sampling needs each sequence's last row alone. It attends as a decode of one
             # token, whose order of additions does not depend on how the prompt was cut; in earlier layers it does.

@@ -95,7 +95,7 @@ class Runner:
             self.query_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
 
     def _make_rows(self) -> None:
-        """A row for each running sequence, and one that no sequence has, for the padding of a CUDA graph."""
+        """A row for each running sequence, and one that no sequence has, for padding (CUDA graphs, trial steps)."""
         num_rows = self.max_num_seqs + 1
         ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
         # torch gathers rows of a multiple of 16 bytes faster
@@ -171,8 +171,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> "Result":
-        """Start a step: move blocks, send rows, forward pass, sample (`_results`, which grammars delay). Calling the
-        result waits for the step; then `as_sampled` restores the scheduler's order. parts: for log probabilities."""
+        """Start a step: move blocks, send rows, forward pass, sample. Calling the result waits, and gives a Sampled in
+        the scheduler's order. needs: what sampling must do here; parts: prompt tokens that want log probabilities."""
         # What a grammar allows depends on the token before, which the host knows only after reading that step. So a
         # step with grammars is sampled at the next launch, or when it is read.
         if self.unsampled is not None:
@@ -229,8 +229,8 @@ class Runner:
         blocks: list[int] = []
         new: list[engine.Sequence] = []
         for seq in seqs:
-            # A sequence that is new in its row has sent no block yet (num_sent_blocks 0), so it always comes through
-            # here.
+            # A sequence that is new in its row has sent no block (num_sent_blocks 0), so it comes through here. One
+            # that grew or copied a block comes too, but its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
