@@ -669,6 +669,7 @@ class Sampled(NamedTuple):
 
 
 def give_up(engine: "Engine", step: SchedulerOutput, error: BaseException) -> None:
+    """No recovery from a failed step."""
     raise error
 
 

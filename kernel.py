@@ -61,7 +61,7 @@ interpreter runs a kernel line by line, also under a debugger: `python engine.py
     registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
     shared memory   228 KiB per multiprocessor    K and V of 64 tokens x 128 numbers: 32 KiB for each pipeline stage
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
-    HBM             141 GB, 4.3 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
+    HBM             141 GB, 4.2 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
 """
 import math
 from collections import namedtuple
@@ -96,14 +96,25 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_kv_heads, head_dim]. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need
     scales of 1.
     """
-    rows = (slot_mapping >= 0).nonzero()[:, 0]
-    slots = slot_mapping[rows].long()
+    if not len(slot_mapping):
+        return
+    slots = slot_mapping.long()
+    may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
+    if may_skip:
+        # index_copy_ writes every row. To drop the rows with slot -1, the host would have to wait for a GPU to count
+        # them. Instead, each of them repeats the write of a row that has a slot, the same values to the same slot:
+        # slots [5, -1, 9] become [5, 9, 9], and the second row gets the third one's values.
+        largest_slot, valid_row = slots.max(0)
+        source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
+        k, v, slots = k[source], v[source], slots[source].clamp(min=0)
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.element_size() == 1:
             largest_fp8 = torch.finfo(cache.dtype).max
             new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
-        flat = as_bytes(cache).view(-1, *cache.shape[2:])
-        flat.index_copy_(0, slots, as_bytes(new[rows].to(cache.dtype)))
+        flat, new = as_bytes(cache).view(-1, *cache.shape[2:]), as_bytes(new.to(cache.dtype))
+        if may_skip:  # if no row has a slot, every row writes to slot 0 what slot 0 holds
+            new = torch.where(largest_slot >= 0, new, flat[:1])
+        flat.index_copy_(0, slots, new)
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -414,9 +425,9 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The
-    loops therefore load block ids one tile ahead. No program reads the table after the sequence's last
-    block, where it may hold anything."""
+    The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The loops
+    therefore load block ids one tile ahead. No program reads the table after the sequence's last block, where it may
+    hold anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -559,8 +570,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
                                         for tile in split: sums = _decode_tile(sums, tile)
                                         merge the sums into `total`, or store them
 
-    Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all
-    tiles. Its last part runs for every tile, but takes effect only if `ends`, on the last tile of a split.
+    Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all tiles. Its
+    last part runs for every tile, but takes effect only if `ends`, on the last tile of a split.
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)

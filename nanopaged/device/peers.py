@@ -130,8 +130,8 @@ class GpuPeers(Peers):
 
     def __init__(self, rank: int, size: int, device: torch.device, folder: str):
         super().__init__(rank, size, device, folder)
-        # Symmetric memory knows its group by a name, which no other engine of this process may have.
         self.exchanges = ExchangeStore(self.store)
+        # Symmetric memory knows its group by a name, which no other engine of this process may have.
         group: Any = dist.ProcessGroup(self.exchanges, rank, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
