@@ -180,12 +180,17 @@ class NcclPeers(Peers):
 
     def __init__(self, rank: int, size: int, device: torch.device, folder: str):
         super().__init__(rank, size, device, folder)
+        # The store's file is removed when all ranks are ready. A thread of torch would look there every second whether
+        # a rank asks for a dump. It would wait for the file, and the group could not end before the thread.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = FOREVER
         self.nccl = backend(dist.PrefixStore("nccl", self.store), rank, size, options)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.aborting: threading.Thread | None = None
+        self.barrier()  # gloo's, which ends if a peer dies
+        self.gather([torch.zeros(1, device=device)], 1)  # NCCL connects when it is first used, by the store's file
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device)] * self.size

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -390,6 +391,10 @@ def test_nccls_end_does_not_wait_for_graphs_that_live_longer(tmp_path, monkeypat
 
         def __init__(self, *arguments):
             self.has_ended = False
+
+        def _allgather_base(self, gathered, own):
+            gathered.copy_(own)
+            return SimpleNamespace(wait=lambda: None)
 
         def abort(self):
             self.has_ended = all(graph.is_gone.wait(20) for graph in graphs)
