@@ -96,25 +96,15 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_kv_heads, head_dim]. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need
     scales of 1.
     """
-    if not len(slot_mapping):
-        return
     slots = slot_mapping.long()
-    may_skip = slots.device.type != "cpu" or bool(slots.min() < 0)
-    if may_skip:
-        # index_copy_ writes every row. To drop the rows with slot -1, the host would have to wait for a GPU to count
-        # them. Instead, each of them repeats the write of a row that has a slot, the same values to the same slot:
-        # slots [5, -1, 9] become [5, 9, 9], and the second row gets the third one's values.
-        largest_slot, valid_row = slots.max(0)
-        source = torch.where(slots < 0, valid_row, torch.arange(len(slots), device=slots.device))
-        k, v, slots = k[source], v[source], slots[source].clamp(min=0)
+    if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
+        written = slots >= 0
+        k, v, slots = k[written], v[written], slots[written]
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.element_size() == 1:
             largest_fp8 = torch.finfo(cache.dtype).max
             new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
-        flat, new = as_bytes(cache).view(-1, *cache.shape[2:]), as_bytes(new.to(cache.dtype))
-        if may_skip:  # if no row has a slot, every row writes to slot 0 what slot 0 holds
-            new = torch.where(largest_slot >= 0, new, flat[:1])
-        flat.index_copy_(0, slots, new)
+        as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, as_bytes(new.to(cache.dtype)))
 
 
 def as_bytes(x: Tensor) -> Tensor:
