@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
         load().generate([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     assert main(["--prompt", "A", "--device", "cpu", "--regex", "a"]) == 2
     assert "pip install llguidance" in capsys.readouterr().err
+
+
+def test_an_old_package_is_named(monkeypatch):
+    def old_tokenizer(_, eos_token):
+        raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
+
+    package = SimpleNamespace(TokenizerWrapper=lambda vocabulary: vocabulary, LLTokenizer=old_tokenizer)
+    monkeypatch.setitem(sys.modules, "llguidance", package)
+    with pytest.raises(ValueError, match="pip install -U llguidance"):
+        load().generate([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -44,8 +44,11 @@ class GrammarCompiler:
             raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
         self.llguidance, self.eos_token_ids, self.lock = llguidance, eos, threading.Lock()
         self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
-        self.vocabulary = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size)), eos_token=eos)
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size))
+        try:
+            self.vocabulary = llguidance.LLTokenizer(wrapper, eos_token=eos)
+        except TypeError:  # older versions know one such token
+            raise ValueError("structured outputs need llguidance 1.7 or newer: pip install -U llguidance") from None
         self.num_words = engine.cdiv(self.vocabulary.vocab_size, 32)  # of a mask
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
