@@ -126,15 +126,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
-        num_blocks, block_size = min(pools), self.runners[0].block_size
-        # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
-        # must fit.
-        window = self.config.window if self.config.window < (num_blocks - 1) * block_size else 0
-        if max_model_len is not None and num_blocks * block_size < max_model_len and not window:
-            raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
-                             f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
-                             "memory")
-        self.max_model_len = max_model_len or (limit if window else min(limit, num_blocks * block_size))
+        window, self.max_model_len = self._pick_window(min(pools), self.runners[0].block_size, max_model_len)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         managers = [_make_block_manager(runner, size, enable_prefix_caching, window, swap_space)
                     for runner, size in zip(self.runners, pools)]
@@ -167,6 +159,18 @@ class LLM:
         self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
+
+    def _pick_window(self, num_blocks: int, block_size: int, max_model_len: int | None) -> tuple[int, int]:
+        """The sliding window, or 0, and the most tokens of a text."""
+        limit, size = self.config.max_position_embeddings, num_blocks * block_size
+        # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
+        # must fit.
+        window = self.config.window if self.config.window < size - block_size else 0
+        if max_model_len is not None and size < max_model_len and not window:
+            raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
+                             f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
+                             "memory")
+        return window, max_model_len or (limit if window else min(limit, size))
 
     def _make_engine(self, managers: list[engine.BlockManager], *limits: int) -> None:
         """The scheduler and the step loop; with several GPUs, one of each for each of them."""
