@@ -385,7 +385,7 @@ def test_a_wrong_type_is_refused(capsys, name, value):
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in OUT_OF_RANGE.items() for value in values])
 def test_a_value_out_of_range_is_refused(capsys, name, value):
     pool = POOL if name != "--num-blocks" else []
-    assert run("--prompt", "x", "--max-tokens", "1", *pool, name, value, llm_class=LLM) == 2
+    assert run("--prompt", "x", "--max-tokens", "1", "--enforce-eager", *pool, name, value, llm_class=LLM) == 2
     field = name.removeprefix("--").replace("-", "_")
     captured = capsys.readouterr()
     assert_refused(captured, value if name != "--logit-bias" else "")

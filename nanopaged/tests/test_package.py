@@ -110,7 +110,7 @@ def test_a_users_modules_stay_his(users_folder):
 
 def test_the_program_runs_from_anywhere(users_folder):
     """The user's folder and PYTHONPATH may have modules of the same names."""
-    argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8"]
+    argv = [str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--max-tokens", "8", "--enforce-eager"]
     done = python(*argv, cwd=users_folder, path=users_folder)
     assert (done.returncode, done.stdout[:6], done.stdout[-1]) == (0, "ROMEO:", "\n"), done.stderr
     assert "8 new at " in done.stderr and "Traceback" not in done.stderr
