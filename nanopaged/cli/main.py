@@ -393,7 +393,7 @@ class Progress:
         """The status line, of at most 100 columns. A longer one goes on in a second line."""
         num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
         num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        tokens = f"{'' if start else 'prompt '}{plural('token', num_prompt)}"
+        tokens = f"{'' if start else 'prompt '}token{'s' * (num_prompt != 1)}"
         drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
         parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
                  f"first token {self.first - self.started:.2f} s" if self.first else "",

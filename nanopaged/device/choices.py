@@ -128,7 +128,7 @@ def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
     sent = runner.send_step([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
     no_logits = torch.zeros(0, dtype=torch.int64, device=device)
     batch = runner._model_batch(sent, no_logits, length, length, int(length == 1),
-                                runner._to_device(runner._query_tiles([length], [length])))
+                                runner.to_device(runner._query_tiles([length], [length])))
     batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
     runner.model(batch, [(layer[0], layer[1], 1.0, 1.0) for layer in cache], runner.kernels)
     return [(power_of_two_scale(layer[0]), power_of_two_scale(layer[1])) for layer in cache]

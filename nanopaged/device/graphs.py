@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.fused import fuse
-from nanopaged.device.masks import mask_logits
-from nanopaged.device.runner import Runner, StepTensors, integers, on_its_device
+from nanopaged.device.masks import mask_logits, send_masks
+from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.transfer import integers, on_its_device
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE, no_garbage_collection
 from nanopaged.tiles import MANY_CONTEXTS
 
@@ -171,7 +172,7 @@ class GraphRunner(Runner):
         if len(sampling_indices) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
-            at = self._send([sampling_indices])[0]
+            at = self.send([sampling_indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
         if needs.grammars or draws_again:
             return partial(self._sample, logits, rows, lens, needs), logits
@@ -189,7 +190,7 @@ class GraphRunner(Runner):
             tokens.index_copy_(0, at, drawn)
         if len(sampling_indices) == len(batch.seqs):
             return tokens[:len(batch.seqs)]
-        indices, rows = self._send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
+        indices, rows = self.send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
         tokens = tokens.index_select(0, indices)
         self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of the other rows of a sequence
         return tokens
@@ -197,7 +198,7 @@ class GraphRunner(Runner):
     def _replay_masked(self, batch: engine.StepInput, masked: dict[int, engine.Sequence]) -> tuple[Tensor, Tensor]:
         """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
-        self._send_masks(list(masked.values()))
+        send_masks(self, list(masked.values()))
         size = min(1 << (len(at) - 1).bit_length(), self.max_num_samples)
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [self.max_num_seqs] * padding,
@@ -214,7 +215,8 @@ class GraphRunner(Runner):
 
     def _masked_step(self, size: int) -> tuple[Tensor, Tensor]:
         at, rows, lens = self.masked_input[:3 * size].view(3, size)
-        logits = mask_logits(self.graph_logits.index_select(0, at), self.masker.masks[:size])
+        masker: Any = self.masker
+        logits = mask_logits(self.graph_logits.index_select(0, at), masker.masks[:size])
         return at.long(), self._sample(logits, rows, lens, SamplingNeeds())
 
 

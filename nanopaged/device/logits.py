@@ -221,7 +221,7 @@ class LogitsEditor:
 def start_editing(runner: "Runner", seqs: list[engine.Sequence]) -> None:
     """Tell the runner's editor of sequences that are new in their rows. It is made for the first one that needs it."""
     if runner.editor is None:
-        runner.editor = LogitsEditor(runner.max_num_seqs + 1, runner.config.vocab_size, runner.device, runner._send,
+        runner.editor = LogitsEditor(runner.max_num_seqs + 1, runner.config.vocab_size, runner.device, runner.send,
                                      runner.fused)
     runner.editor.start([Start.of(seq) for seq in seqs], runner.forget_free_rows())
 

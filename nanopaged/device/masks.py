@@ -1,11 +1,29 @@
 """The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows."""
 import ctypes
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine
+
+if TYPE_CHECKING:
+    from nanopaged.device.runner import Runner
+
+
+def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, engine.Sequence]]) -> Tensor:
+    """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence) of those that have
+    one."""
+    seqs = dict(grammars)
+    return mask_logits(logits, send_masks(runner, [seqs.get(row) for row in range(len(logits))]))
+
+
+def send_masks(runner: "Runner", seqs: list[engine.Sequence | None]) -> Tensor:
+    """`Masker.send`, by a masker that is made at the first call."""
+    if runner.masker is None:
+        runner.masker = Masker(runner.config.vocab_size, runner.max_num_samples, runner.device)
+    return runner.masker.send(seqs)
 
 
 class Masker:

@@ -62,7 +62,7 @@ def peak_of(runner: "Runner", query_lens: list[int]) -> int:
     sent = runner.send_step([zeros, zeros, [-1] * num_tokens, starts, query_lens, padding])
     sampled = torch.zeros(min(runner.max_num_samples, num_tokens), dtype=torch.int32, device=runner.device)
     batch = runner._model_batch(sent, sampled, max(query_lens), runner.max_model_len, query_lens.count(1),
-                                runner._to_device(runner._query_tiles(query_lens, query_lens)))
+                                runner.to_device(runner._query_tiles(query_lens, query_lens)))
     try:
         for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
             logits = runner.model(batch, runner.kv_cache, runner.kernels)

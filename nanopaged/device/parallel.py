@@ -33,8 +33,9 @@ from torch import Tensor
 
 from nanopaged import engine, model
 from nanopaged.device.peers import Peers, SharedBuffer
-from nanopaged.device.runner import Runner, on_its_device
+from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tiles import cdiv
 from nanopaged.weights.split import find_cuts, padded_part, random_tensors, split_config
@@ -231,7 +232,7 @@ class Driver(ParallelRunner):
             self.workers.wait()
         return computed
 
-    def _wait(self, event: torch.cuda.Event) -> None:  # type: ignore[override]
+    def wait(self, event: torch.cuda.Event) -> None:
         """A peer that has died never joins a barrier, so nothing waits for the device without looking after it."""
         with self.workers.waiting():
             while not event.query():
@@ -252,7 +253,7 @@ class Follower(ParallelRunner):
         out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
         self._move_blocks(engine.SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
         if cells:
-            sent_cells, sent_blocks = self._send([cells, blocks])
+            sent_cells, sent_blocks = self.send([cells, blocks])
             self.block_tables.view(-1)[sent_cells] = sent_blocks
         seqs: list[Any] = [None] * len(num_tokens)
         needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])

@@ -7,6 +7,8 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
     forward pass      model.py over one flat batch (engine.StepInput): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
+and returns a `Result` (transfer.py), which the engine calls for the tokens.
+
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
 its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its rows.
 The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so it can be
@@ -18,23 +20,24 @@ tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a to
 
 This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place and fused.py compiled functions;
 `enforce_eager=True` leaves both off. warmup.py compiles ahead. choices.py decides types and kernels, and
-memory.py how large a GPU's pool can be. Rare features: swapping.py, logits.py (edited logits), logprobs.py.
+memory.py how large a GPU's pool can be. Rare features: swapping.py, logits.py (edited logits), logprobs.py, masks.py
+(grammars).
 """
 import gc
 import weakref
-from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import choices, logprobs, memory, swapping, warmup
+from nanopaged.device import choices, masks, memory, swapping, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
+from nanopaged.device.transfer import Result, on_its_device
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
@@ -47,16 +50,6 @@ class StepTensors(NamedTuple):
     query_start_loc: Tensor  # [N + 1]
     seq_lens: Tensor  # [N]
     rows: Tensor  # [N]
-
-
-def on_its_device(method: Callable) -> Callable:
-    """Triton launches on the current device, and each thread has its own. Any thread may call an engine, and a thread
-    may call engines on several devices, so the current device is set for each call."""
-    @wraps(method)
-    def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return method(self, *args, **kwargs)
-    return call
 
 
 class Runner:
@@ -72,7 +65,7 @@ class Runner:
         # Rows of logits in a step: a sequence with drafts has several.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
-        self._to_device, self._send = partial(_to_device, device), partial(_send, device)
+        self.to_device, self.send = partial(transfer.to_device, device), partial(transfer.send, device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if device.type == "cuda" else 16)
         self.dtype = choices.pick_dtype(dtype, config.torch_dtype, device)
@@ -112,9 +105,9 @@ class Runner:
     def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
         self.model = self._build_model(tensors)
         self.sampler = Sampler(self.fused)
-        self.masker: Any = None  # until a sequence has a grammar
-        self.unsampled: Result | None = None  # of a step whose sampling waits for grammars
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
+        self.masker: masks.Masker | None = None  # until a sequence has a grammar
+        self.unsampled: list[Result] = []  # the last step, if it has grammars and is not sampled yet
 
     def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
@@ -170,45 +163,19 @@ class Runner:
 
     @on_its_device
     @torch.inference_mode()
-    def launch(self, step: engine.SchedulerOutput) -> "Result":
-        """Start a step: move blocks, send rows, forward pass, sample. Calling the result waits, and gives a Sampled in
-        the scheduler's order. needs: what sampling must do here; parts: prompt tokens that want log probabilities."""
-        # What a grammar allows depends on the token before, which the host knows only after reading that step. So a
-        # step with grammars is sampled at the next launch, or when it is read.
-        if self.unsampled is not None:
-            unsampled, self.unsampled = self.unsampled, None  # before it may fail: the engine undoes that step
-            unsampled.sample()
+    def launch(self, step: engine.SchedulerOutput) -> Result:
+        """Start a step, and return what waits for its tokens. Nothing here waits for the device."""
+        while self.unsampled:
+            self.unsampled.pop().sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
-        sampled = set(step.sampled)
-        sampling_indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
-        seqs = [batch.seqs[i] for i in sampling_indices]  # those that sample, in the batch's order
-        needs = SamplingNeeds.of(seqs, self.editor) if seqs else SamplingNeeds()
-        wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
-        parts = logprobs.prompt_parts(batch) if wants_prompts else []
-        sample, logits = self._compute(batch, sampling_indices, [row for part in parts for row in part.rows], needs)
-        result = Result(partial(self._results, sample, logits, seqs, parts, needs),
-                        partial(as_sampled, seqs, step.sampled, parts), self._wait)
-        if needs.grammars:
-            self.unsampled = result
-        else:
-            result.sample()
+        result = Result(self, step, batch)
+        result.start(*self._compute(batch, result.indices, result.more_rows, result.needs))
         return result
 
-    @staticmethod
-    def _wait(event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
-
-    @on_its_device
-    @torch.inference_mode()
-    def _results(self, sample: Callable[[], Tensor], logits: Tensor, seqs: list[engine.Sequence],
-                 parts: list[logprobs.PromptPart], needs: SamplingNeeds) -> list[Tensor]:
-        """Sample. Returns the tokens, and log probabilities if they are wanted."""
-        tensors = [tokens := sample()]
-        if parts or needs.num_logprobs is not None:
-            tensors += logprobs.logprob_tensors(self._send, seqs, parts, tokens, logits, needs)
-        return tensors
 
     def _move_blocks(self, step: engine.SchedulerOutput) -> None:
         """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
@@ -216,7 +183,7 @@ class Runner:
         if step.swaps_out:
             swapping.move_out(self, step.swaps_out)
         if step.copies:
-            sources, copies = self._send(list(map(list, zip(*step.copies))))
+            sources, copies = self.send(list(map(list, zip(*step.copies))))
             self.pool.index_copy_(2, copies.long(), self.pool.index_select(2, sources))
         if step.swaps_in:
             swapping.move_in(self, step.swaps_in)
@@ -244,7 +211,7 @@ class Runner:
             start_editing(self, new)
         if cells:
             settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]
-            sent = self._send([cells, blocks, [seq.row for seq in new], settings])
+            sent = self.send([cells, blocks, [seq.row for seq in new], settings])
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
@@ -275,9 +242,9 @@ class Runner:
             batch rows           4   0   7        any
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]
-        *lists, sampling, logits_indices = self._send([*batch.lists, sampling_indices, last_rows + more_rows])
+        *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
-        tiles = self._to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
+        tiles = self.to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
                                    batch.num_tokens.count(1), tiles, sampling)
         logits = self.model(inputs, self.kv_cache, self.kernels)
@@ -305,9 +272,7 @@ class Runner:
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
-            from nanopaged.device.masks import mask_logits
-            sequences = dict(needs.grammars)
-            logits = mask_logits(logits, self._send_masks([sequences.get(row) for row in range(len(logits))]))
+            logits = masks.apply_grammars(self, logits, needs.grammars)
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
@@ -315,18 +280,12 @@ class Runner:
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
-    def _send_masks(self, seqs: list[engine.Sequence | None]) -> Tensor:
-        if self.masker is None:
-            from nanopaged.device.masks import Masker
-            self.masker = Masker(self.config.vocab_size, self.max_num_samples, self.device)
-        return self.masker.send(seqs)
-
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
 
     def send_step(self, lists: list[list[int]]) -> StepTensors:
         """A StepInput's lists on the device."""
-        return StepTensors(*self._send(lists))
+        return StepTensors(*self.send(lists))
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""
@@ -334,77 +293,3 @@ class Runner:
             return torch.empty(0, 2, dtype=torch.int32)
         return kernel.make_query_tiles(query_lens, seq_lens, self.query_tile)
 
-
-# --------------------------------------------------------------------------------------------------
-# To the device
-# --------------------------------------------------------------------------------------------------
-
-def integers(lists: list[list[int]]) -> Tensor:
-    """Lists of integers, one after another, as one int32 tensor on the host."""
-    return torch.frombuffer(array("i", [value for part in lists for value in part]), dtype=torch.int32)
-
-
-def _send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
-    """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
-    return list(_to_device(device, integers(lists)).split([len(part) for part in lists]))
-
-
-def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-# --------------------------------------------------------------------------------------------------
-# From the device
-# --------------------------------------------------------------------------------------------------
-
-class Result:
-    """What a launched step computes: `result()` waits for it, and `result.is_done()` tells whether it would wait. Both
-    may be called once all earlier steps are read.
-
-    compute: samples, and returns the tensors that the host wants
-    convert: makes of them, on the host, what the engine wants
-    wait: for an event on the device
-    """
-
-    def __init__(self, compute: Callable[[], list[Tensor]], convert: Callable[[list[Tensor]], engine.Sampled],
-                 wait: Callable[[torch.cuda.Event], None]):
-        self.compute: Callable[[], list[Tensor]] | None = compute
-        self.convert, self.wait = convert, wait
-        self.copies: list[Tensor] = []
-        self.done: torch.cuda.Event | None = None
-
-    def sample(self) -> None:
-        """Sample, unless that has been done, and start copying the results to the host."""
-        if self.compute is None:
-            return
-        tensors = self.compute()
-        is_cuda = tensors[0].device.type == "cuda"
-        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
-        for copy, tensor in zip(self.copies, tensors):
-            copy.copy_(tensor, non_blocking=True)
-        if is_cuda:
-            self.done = torch.cuda.Event()
-            self.done.record(torch.cuda.current_stream(tensors[0].device))
-        self.compute = None  # it holds the logits; last, because after Ctrl-C before this line all is done again
-
-    def is_done(self) -> bool:
-        self.sample()
-        return self.done is None or self.done.query()
-
-    def __call__(self) -> engine.Sampled:
-        self.sample()
-        if self.done is not None:
-            self.wait(self.done)
-        return self.convert(self.copies)
-
-
-def as_sampled(seqs: list[engine.Sequence], sampled: list[engine.Sequence], parts: list[logprobs.PromptPart],
-               tensors: list[Tensor]) -> engine.Sampled:
-    """seqs: the sequences that sampled, in the batch's order; sampled: in the scheduler's."""
-    tensor, *more = tensors
-    place = {seq: i for i, seq in enumerate(sampled)}
-    order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])  # those of a sequence with drafts stay in order
-    tokens = tensor.tolist()
-    tokens = [tokens[row] for row in order]
-    return logprobs.add_logprobs(tokens, more, seqs, order, parts) if more else engine.Sampled(tokens)

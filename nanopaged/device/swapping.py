@@ -33,7 +33,7 @@ def move_out(runner: "Runner", moves: list[tuple[int, int]]) -> None:
     most = max(1, MOST_BYTES_MOVED // runner.block_bytes)
     for start in range(0, len(moves), most):
         blocks, host_blocks = map(list, zip(*moves[start:start + most]))
-        gathered = runner.pool.index_select(2, runner._send([blocks])[0]).movedim(2, 0).contiguous()
+        gathered = runner.pool.index_select(2, runner.send([blocks])[0]).movedim(2, 0).contiguous()
         for i, host, count in consecutive(host_blocks):
             runner.host_pool[host:host + count].copy_(gathered[i:i + count], non_blocking=True)
 
@@ -46,7 +46,7 @@ def move_in(runner: "Runner", moves: list[tuple[int, int]]) -> None:
         gathered = torch.empty(len(blocks), *runner.host_pool.shape[1:], dtype=torch.uint8, device=runner.device)
         for i, host, count in consecutive(host_blocks):
             gathered[i:i + count].copy_(runner.host_pool[host:host + count], non_blocking=True)
-        runner.pool.index_copy_(2, runner._send([blocks])[0].long(), gathered.movedim(0, 2))
+        runner.pool.index_copy_(2, runner.send([blocks])[0].long(), gathered.movedim(0, 2))
 
 
 def consecutive(numbers: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,116 @@
+"""Between the host and the device: integers go there, and a step's results come back. The host waits only for results.
+
+`send` copies lists of integers to the device. A `Result` stands for a launched step until the engine reads its tokens.
+"""
+from array import array
+from contextlib import nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine
+from nanopaged.device import logprobs
+from nanopaged.device.sampler import SamplingNeeds
+
+if TYPE_CHECKING:
+    from nanopaged.device.runner import Runner
+
+
+def on_its_device(method: Callable) -> Callable:
+    """Triton launches on the current device, and each thread has its own. Any thread may call an engine, and a thread
+    may call engines on several devices, so the current device is set for each call."""
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return method(self, *args, **kwargs)
+    return call
+
+
+def integers(lists: list[list[int]]) -> Tensor:
+    """Lists of integers, one after another, as one int32 tensor on the host."""
+    return torch.frombuffer(array("i", [value for part in lists for value in part]), dtype=torch.int32)
+
+
+def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
+    """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
+    return list(to_device(device, integers(lists)).split([len(part) for part in lists]))
+
+
+def to_device(device: torch.device, tensor: Tensor) -> Tensor:
+    """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Result:
+    """A launched step: `result()` waits for it and gives a Sampled, and `result.is_done()` tells whether it would wait.
+    Both may be called once all earlier steps are read.
+
+    As a rule, sampling is launched right after the forward pass. A step with **grammars** is sampled later. What a
+    grammar allows depends on the token before, and the host knows that token only after it has read the step before.
+    The step is therefore sampled when the next one is launched (`Runner.unsampled`), or when it is read.
+
+    indices: of the batch's sequences, those that sample
+    seqs: these sequences, in the batch's order, which is not the scheduler's
+    more_rows: rows of the flat batch that need logits, too: the log probabilities of prompt tokens are wanted
+    needs: what sampling must do for these sequences
+    """
+
+    def __init__(self, runner: "Runner", step: engine.SchedulerOutput, batch: engine.StepInput):
+        self.runner, self.device, self.sampled = runner, runner.device, step.sampled
+        sampled = set(step.sampled)
+        self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
+        self.seqs = [batch.seqs[i] for i in self.indices]
+        self.needs = SamplingNeeds.of(self.seqs, runner.editor) if self.seqs else SamplingNeeds()
+        wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
+        self.parts = logprobs.prompt_parts(batch) if wants_prompts else []
+        self.more_rows = [row for part in self.parts for row in part.rows]
+        self.computed: tuple[Callable[[], Tensor], Tensor] | None = None
+        self.copies: list[Tensor] = []
+        self.done: torch.cuda.Event | None = None
+
+    def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
+        """The forward pass is launched. sample: launches sampling and returns the tokens; logits: of all rows that need
+        some."""
+        self.computed = sample, logits
+        if self.needs.grammars:
+            self.runner.unsampled.append(self)
+        else:
+            self.sample()
+
+    @on_its_device
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Sample, unless that has been done, and start copying the tokens to the host, with log probabilities if they
+        are wanted."""
+        if self.computed is None:
+            return
+        sample, logits = self.computed
+        tensors = [tokens := sample()]
+        if self.parts or self.needs.num_logprobs is not None:
+            tensors += logprobs.logprob_tensors(self.runner.send, self.seqs, self.parts, tokens, logits, self.needs)
+        is_cuda = self.device.type == "cuda"
+        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+        for copy, tensor in zip(self.copies, tensors):
+            copy.copy_(tensor, non_blocking=True)
+        if is_cuda:
+            self.done = torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(self.device))
+        self.computed = None  # it holds the logits; last, because after Ctrl-C before this line all is done again
+
+    def is_done(self) -> bool:
+        self.sample()
+        return self.done is None or self.done.query()
+
+    def __call__(self) -> engine.Sampled:
+        self.sample()
+        if self.done is not None:
+            self.runner.wait(self.done)
+        place = {seq: i for i, seq in enumerate(self.sampled)}
+        # The scheduler's order. The rows of a sequence with drafts stay in order.
+        order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
+        tokens, *more = self.copies
+        ids = tokens.tolist()
+        ids = [ids[row] for row in order]
+        return logprobs.add_logprobs(ids, more, self.seqs, order, self.parts) if more else engine.Sampled(ids)
