@@ -31,7 +31,7 @@ Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable
 
 import torch
@@ -71,16 +71,6 @@ class Batch:
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampling_indices: Tensor | None = None  # the sequences that sample; their last tokens come first in logits_indices
     rectangles: dict[Any, Any] = field(default_factory=dict)  # torch attention's problems, shared by all layers
-
-    def decode_only(self, seq_indices: Tensor) -> "Batch":
-        """A decode batch of these sequences, each with its last token alone, for attention."""
-        seq_lens = self.seq_lens.index_select(0, seq_indices)
-        # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
-        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
-        starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
-        return replace(self, block_tables=self.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
-                       query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
-                       query_tiles=None, rectangles={})
 
 
 @dataclass
@@ -131,8 +121,7 @@ class Transformer(nn.Module):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         if c.learned_positions:
             self.embed_positions = Embedding(c.max_position_embeddings + c.position_offset, c.hidden_size)
-        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers - 1))
-        self.layers.append(LastLayer(c, c.num_layers - 1))
+        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers))
         self.norm = Norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
@@ -141,10 +130,17 @@ class Transformer(nn.Module):
         """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
         residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
         x = torch.zeros_like(residual)  # each norm first adds the previous sublayer's output; the first norm has none
-        for layer, cache in zip(self.layers, kv_cache):  # the last one returns only the rows that need logits
+        for layer, cache in zip(self.layers, kv_cache):
             x, residual = layer(x, residual, rope, batch, cache, kernels)
-        x, _ = self.norm(x, residual)  # [rows, D]
+        x, residual = self.select_rows(x, residual, batch)  # [rows, D]
+        x, _ = self.norm(x, residual)
         return self.logits(x, out)
+
+    def select_rows(self, x: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The rows that need logits: as a rule the last row of each sequence that samples. The next token of the others
+        is known, and a row of logits is larger than all the rest of a token (vocab_size numbers)."""
+        rows = batch.logits_indices
+        return (x, residual) if rows is None else (x.index_select(0, rows), residual.index_select(0, rows))
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, D] -> [rows, vocab_size]"""
@@ -220,37 +216,6 @@ class Layer(nn.Module):
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""
         return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
-
-
-class LastLayer(Layer):
-    """The last layer. No layer reads its output, so it returns only the rows that need logits, [rows, D]. Other
-    rows of a prompt neither attend nor pass the MLP, unless log probabilities of a prompt are wanted: then all do. A
-    decodes, B brings a whole prompt, and C a first chunk:
-
-        token             a6  b0  b1  b2  b3  c0  c1  c2
-        K and V           x   x   x   x   x   x   x   x
-        attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4 (rows), sampling_indices 0 1 (A, B)
-    """
-
-    def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
-        rows, seq_indices = batch.logits_indices, batch.sampling_indices
-        if rows is not None and not len(rows):  # nothing but K and V is needed
-            return residual[:0], residual[:0]
-        if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
-            o = self.attend(q, batch, cache, kernels)  # one token each, or all rows wanted, or prompt rows alone
-        else:
-            # Some query is longer than 1. Sampling needs each sequence's last row alone. It attends as a decode of one
-            # token, whose order of additions does not depend on how the prompt was cut; in earlier layers it does.
-            last_rows = rows[:len(seq_indices)]
-            o_last = self.attend(q.index_select(0, last_rows), batch.decode_only(seq_indices), cache, kernels)
-            if len(last_rows) == len(rows):
-                return self.project(o_last, residual.index_select(0, rows))
-            # The other rows are prompt tokens whose log probabilities are wanted.
-            o = self.attend(q, batch, cache, kernels).index_copy_(0, last_rows.long(), o_last)
-        x, residual = self.project(o, residual)  # x may be [count, T, D] with fused.py, hence -2
-        return (x, residual) if rows is None else (x.index_select(-2, rows), residual.index_select(0, rows))
 
 
 class Embedding(nn.Module):

@@ -27,6 +27,7 @@ from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Sta
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
+from nanopaged.device import last_layer
 from nanopaged.device.logits import encode_bad_words
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.drafts import Drafter, Drafting
@@ -1007,10 +1008,11 @@ def test_the_flat_batch_of_the_models_text():
 
 
 def test_the_rows_of_the_last_layer():
-    """The drawing in the model's text: the MLP of the last layer computes the rows that need logits, the others all."""
-    rows = {name: cells for name, *cells in as_rows(model.LastLayer.__doc__, "token  ")}
+    """The drawing in last_layer.py: the MLP of the last layer computes the rows that need logits, the others all."""
+    rows = {name: cells for name, *cells in as_rows(last_layer.__doc__, "token  ")}
     llm = load("qwen3", device="cpu", max_num_batched_tokens=8, enable_prefix_caching=False)
     decoder, batches, num_rows = llm.runner.model, [], []
+    last_layer.skip_rows_without_logits(decoder)
     decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
     for layer in decoder.layers:
         layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
@@ -1032,6 +1034,7 @@ def test_the_rows_of_the_last_layer():
 def test_the_last_layer_attends_only_for_what_samples():
     llm, rows = load("qwen3", max_num_batched_tokens=32, enable_prefix_caching=False), []
     kernels, layers = llm.runner.kernels, llm.config.num_layers
+    last_layer.skip_rows_without_logits(llm.runner.model)
 
     def attention(q, *args, **kwargs):
         rows.append(len(q))

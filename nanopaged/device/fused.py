@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
 from nanopaged.tiles import cdiv
 
 # Limits, found by timing products in bfloat16 on an H200.
@@ -37,65 +38,91 @@ COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
 def fuse(transformer: model.Transformer) -> None:
     """Replace the model's modules by the faster ones, which compile their functions when they first run."""
     raise_compilation_limit()
-    compiled_norm, compiled_activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
-    compiled_row, compiled_row_gate_up = (torch.compile(f, **COMPILER) for f in (one_row_linear, one_row_gate_up))
-    compiled_row_into = torch.compile(one_row_linear_into, **COMPILER)
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return (compiled_row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
-
-    class FusedLinear(model.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return linear(x, self.weight, self.bias)
-
-    class LinearBeforeNorm(model.Linear):
-        """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands.
-
-        buffer: with several GPUs (parallel.py), where the partial products of all of them are
-        """
-        buffer: Any = None
-
-        def forward(self, x: Tensor) -> Any:
-            weight, bias = self.weight, self.bias
-            count = num_partial_products(x, weight) if bias is None else 1
-            if self.buffer is None:
-                return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
-            shape = count, len(x), len(weight)
-            out = self.buffer.own(*shape)
-            if is_one_row_product(x, weight):
-                compiled_row_into(x, weight, bias, out[0])
-            elif count > 1:
-                partial_products(x, weight, count, out)
-            elif bias is None:
-                torch.mm(x, weight.T, out=out[0])
-            else:
-                torch.addmm(bias, x, weight.T, out=out[0])
-            return PeerProducts(self.buffer.all(*shape))
-
-    class FusedNorm(model.Norm):
-        def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-            if not len(residual):  # no row needs logits, and torch would compile the function again for no rows
-                return residual, residual
-            x = tuple(x) if isinstance(x, PeerProducts) else x
-            return compiled_norm(x, residual, self.weight, self.bias, self.eps)
-
-    class FusedLayer(model.Layer):
-        def mlp(self, x: Tensor) -> Tensor:
-            c, gate_up = self.config, self.gate_up_proj
-            if is_one_row_product(x, gate_up.weight):
-                return self.down_proj(compiled_row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp))
-            return self.down_proj(compiled_activate(gate_up(x), c.activation, c.gated_mlp))
-
-    class FusedLastLayer(FusedLayer, model.LastLayer):
-        pass
-
+    skip_rows_without_logits(transformer)
+    compiled = Compiled()
     for layer in transformer.layers:
-        layer.__class__ = FusedLastLayer if isinstance(layer, model.LastLayer) else FusedLayer
+        layer.__class__ = FusedLastLayer if isinstance(layer, LastLayer) else FusedLayer
         layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
         layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
     for module in transformer.modules():
         if isinstance(module, model.Norm):
             module.__class__ = FusedNorm
+        module.compiled = compiled  # type: ignore[assignment]
+
+
+class Compiled:
+    """The compiled functions of one model."""
+
+    def __init__(self) -> None:
+        self.norm, self.activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
+        self.row: Any = torch.compile(one_row_linear, **COMPILER)
+        self.row_into: Any = torch.compile(one_row_linear_into, **COMPILER)
+        self.row_gate_up: Any = torch.compile(one_row_gate_up, **COMPILER)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return (self.row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
+
+
+class FusedLinear(model.Linear):
+    compiled: Compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled.linear(x, self.weight, self.bias)
+
+
+class LinearBeforeNorm(model.Linear):
+    """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands.
+
+    buffer: with several GPUs (parallel.py), where the partial products of all of them are
+    """
+    compiled: Compiled
+    buffer: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        weight, bias = self.weight, self.bias
+        count = num_partial_products(x, weight) if bias is None else 1
+        if self.buffer is not None:
+            return self.share(x, count)
+        return self.compiled.linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
+
+    def share(self, x: Tensor, count: int) -> "PeerProducts":
+        """Write this GPU's partial products where the others can read them."""
+        weight, bias, shape = self.weight, self.bias, (count, len(x), len(self.weight))
+        out = self.buffer.own(*shape)
+        if is_one_row_product(x, weight):
+            self.compiled.row_into(x, weight, bias, out[0])
+        elif count > 1:
+            partial_products(x, weight, count, out)
+        elif bias is None:
+            torch.mm(x, weight.T, out=out[0])
+        else:
+            torch.addmm(bias, x, weight.T, out=out[0])
+        return PeerProducts(self.buffer.all(*shape))
+
+
+class FusedNorm(model.Norm):
+    compiled: Compiled
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(residual):  # no row needs logits, and torch would compile the function again for no rows
+            return residual, residual
+        x = tuple(x) if isinstance(x, PeerProducts) else x
+        return self.compiled.norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class FusedLayer(model.Layer):
+    compiled: Compiled
+
+    def mlp(self, x: Tensor) -> Tensor:
+        c, gate_up = self.config, self.gate_up_proj
+        if is_one_row_product(x, gate_up.weight):
+            x = self.compiled.row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp)
+            return self.down_proj(x)
+        return self.down_proj(self.compiled.activate(gate_up(x), c.activation, c.gated_mlp))
+
+
+class FusedLastLayer(FusedLayer, LastLayer):
+    pass
 
 
 def raise_compilation_limit() -> None:

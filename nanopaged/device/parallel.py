@@ -163,7 +163,7 @@ class ParallelRunner(Runner):
 
     def _model_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
-        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
+        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits, self.fused)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.last_tokens = tokens
@@ -179,11 +179,11 @@ class ParallelRunner(Runner):
         self.peers.barriers_left = 0
 
 
-def num_barriers(num_layers: int, num_logits: int) -> int:
+def num_barriers(num_layers: int, num_logits: int, fused: bool) -> int:
     """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits. If no row needs
-    logits, the last layer has none."""
+    logits, the last layer has none with fused.py (last_layer.py)."""
     rounds = cdiv(num_logits, LOGITS_ROWS)
-    return 2 + 2 * num_layers + 2 * rounds - 1 if rounds else 2 * num_layers
+    return 2 + 2 * num_layers + (2 * rounds - 1 if rounds else -2 * fused)
 
 
 class Driver(ParallelRunner):

@@ -8,9 +8,10 @@ from model import activate
 from nanopaged import LLM, SamplingParams
 from nanopaged.device import fused as fused_module
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
+from nanopaged.device.last_layer import skip_rows_without_logits
 from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import pick
-from nanopaged.tests.helpers import CUDA, GOLDEN, needs_gpu
+from nanopaged.tests.helpers import CUDA, GOLDEN, load, needs_gpu
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
@@ -42,6 +43,25 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert [x.logprob for _, x in ours] == pytest.approx([x.logprob for _, x in theirs], abs=1e-3)
     assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 7])
+def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens):
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=wanted, ignore_eos=True)
+              for wanted in (None, 2, None)]
+
+    def run(skips):
+        llm = load("qwen3", max_num_batched_tokens=max_num_batched_tokens, enforce_eager=True)
+        if skips:
+            skip_rows_without_logits(llm.runner.model)
+        outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9], [7] * 30], params)
+        found = [logprobs for output in outputs for logprobs in output.outputs[0].logprobs]
+        found += outputs[1].prompt_logprobs[1:]
+        return [[(token, entry.logprob) for token, entry in entries.items()] for entries in found]
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
 
 
 def test_compiled_functions_get_rows(monkeypatch):
