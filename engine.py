@@ -62,7 +62,8 @@ class Sequence:
     """One text: a prompt and the tokens generated after it.
 
         WAITING -> RUNNING     admitted: it gets a batch row and blocks
-        RUNNING -> WAITING     preempted, or its step failed (then SWAPPED, too): its blocks are freed
+        RUNNING -> WAITING     preempted, paused while no step is under way, or its step failed (then SWAPPED, too):
+                               its blocks are freed
         RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
@@ -127,7 +128,8 @@ class Sequence:
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def settle(self) -> bool:
-        """A launched step's sample has been read. Returns whether it counts: a void one does not."""
+        """A launched step's sample has been read. Returns whether it counts. Steps are read in the order of their
+        launch, so void samples, which are older than the pending ones, come first."""
         if self.num_void_tokens:
             self.num_void_tokens -= 1
             return False
@@ -194,8 +196,8 @@ class BlockManager:
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
     texts cannot collide. A prefix key is a number: each new pair gets the next one, which stands for all tokens up to
-    the block's end. A freed block stays in the prefix cache until it is reused, in the order in which blocks were freed
-    (LRU). A sequence frees its last block first, because a block cannot be found without those before it.
+    the block's end. A freed block stays in the prefix cache until it is reused. The block that was freed longest ago is
+    reused first (LRU). A sequence frees its last block first, because a block cannot be found without those before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
@@ -228,9 +230,9 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the block table to cover num_tokens tokens; False if the pool has too few free blocks. A block that
-        others hold is copied before it is written. Only the block of the first token to write can need this: earlier
-        blocks are not written, and later ones are not shared."""
+        """Extend the block table to cover the text's first num_tokens tokens; False if the pool has too few free
+        blocks. A block that others hold is copied before it is written. Only the block of the first token to write can
+        need this: earlier blocks are not written, and later ones are not shared."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
         must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
@@ -262,14 +264,15 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # The block may have a key if the table is a sibling's (PrefixHit.prefix_key None): (old number, these
-                # tokens). The old number came from another sequence's block of the tokens before. That was evicted, and
-                # its tokens were cached again under a new number, so nothing finds the old key any more.
+                # The block may have a key if the table is a sibling's (PrefixHit.prefix_key None). Its tokens are Q,
+                # after the tokens P, whose cached block is another sequence's. 1. P has the number 1, and Q is cached
+                # as (1, Q). 2. That block of P is evicted. 3. P is cached again, under the number 2. 4. Now Q is
+                # offered as (2, Q), and nothing finds (1, Q) any more.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
-            # else: another block holds the same tokens already, and this one stays private
+            # else: the cache has these tokens already. If it has them in another block, this one stays private
             seq.prefix_key = self.prefix_cache[key][1]
             seq.num_cached_blocks = index + 1
 
@@ -334,7 +337,7 @@ class BlockManager:
             self.num_saved_blocks += len(hit.blocks)
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
-        """The longest beginning that the prefix cache or a running sample of the same prompt has."""
+        """The longest beginning that the prefix cache has, or what a running sample of the same prompt can give."""
         hit, num_tokens = self._find_in_cache(seq), self._num_shareable(seq)
         if hit.num_tokens < num_tokens:
             for sibling in seq.siblings:
@@ -359,10 +362,11 @@ class BlockManager:
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
 
     def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. Copies are made before the forward pass, so a step must not copy a
-        block that it also fills: the sibling's prompt may be in this very step. A new sequence may share the partly
-        full last block. It computes the prompt's last token for its logits alone, and its copy comes a step later. One
-        that returns after a preemption would copy at once, to write generated tokens, so it shares only full blocks."""
+        """Prompt tokens that a sibling can give. The sibling's prompt may be in this very step. Copies are made before
+        the forward pass, so a copy of the prompt's last block, which is partly full, would miss the K and V that this
+        step writes. A new sequence shares that block all the same: it computes the prompt's last token for its logits
+        alone, and its copy comes a step later. One that returns after a preemption would copy at once, to write
+        generated tokens, so it shares only full blocks."""
         count = seq.num_prompt_tokens
         return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
@@ -418,9 +422,9 @@ class Scheduler:
     """Decides what each step computes.
 
     **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
-    the front of the order. When the pool runs dry, the last in the order lose their blocks (preemption), and
-    keep their place in it. Equal priorities are first come, first served: no step leaves a decoding text out for a
-    newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities a
+    the front of the order. When the pool runs dry, the last sequences in the order lose their blocks (preemption). They
+    keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text out for
+    a newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities a
     decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
     later ones wait until earlier ones end.
 
@@ -463,7 +467,7 @@ class Scheduler:
                     break  # it was itself the last of all, and was preempted: no sequence is left to schedule
                 if seq.drafter is not None:
                     seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
-                    num_tokens += len(seq.drafts)  # `draft` has allocated their blocks, if some were free
+                    num_tokens += len(seq.drafts)  # as many as `draft` could get blocks for
                 self._compute(seq, num_tokens, step)
                 budget -= num_tokens
             turn += 1
@@ -474,8 +478,8 @@ class Scheduler:
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
         seq = self.waiting[0]
-        # Not in the step that preempts it. Nor while a sample of it is under way: to compute its tokens again, the host
-        # needs the ids of all of them, and `update` appends that one while it waits.
+        # A sequence is not admitted in the step that preempts it, nor while a sample of it is under way: to compute its
+        # tokens again, the host needs the ids of all of them. `update` appends the last one while the sequence waits.
         if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
@@ -534,10 +538,10 @@ class Scheduler:
                 elif seq.status is not Status.FINISHED:
                     seq.append(token)
                     self.num_generated_tokens += 1
-            # Forced tokens (of a grammar) or a wrong draft: the samples still under way continue another text. Position
-            # num_known was computed from this sample, so its K and V hold, or from the wrong draft.
             if len(new) > 1 or not is_right:
-                seq.drop_pending(num_known + is_right)
+                # After forced tokens (of a grammar) or a wrong draft, the samples under way continue another text. The
+                # K and V of the known tokens hold. So do those of this sample, unless a wrong draft was in its place.
+                seq.drop_pending(num_known + 1 if is_right else num_known)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -598,7 +602,8 @@ class Scheduler:
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
+    sequence with drafts counts several times: it has an entry for its last token and one for each draft.)
 
     Sequences with one new token come first, the longest context at the front: attention computes these and the
     others in two kernel launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
@@ -720,9 +725,9 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next step may be planned before any is read. Not with drafts under way: a sequence whose drafts
-        are undecided would sit the next step out. Then half of the sequences would compute in even steps and half in
-        odd ones, and a step of half the sequences takes hardly less time."""
+        """Whether the next step may be planned before another is read. Not with drafts under way: a sequence whose
+        drafts are undecided would sit the next step out. Then half of the sequences would compute in even steps and
+        half in odd ones, and a step of half the sequences takes hardly less time."""
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
@@ -746,8 +751,8 @@ class Engine:
 
     def unblock(self, step: SchedulerOutput) -> None:
         """The step computes nothing. It is undone: sequences that it preempted are not moved to the host after all. If
-        no launched step is left either, all running sequences are paused (beams that wait for the others), or the first
-        could go on. They give up their blocks, and `resume` queues them again."""
+        no launched step is left either, all running sequences are paused (beams that wait for the others): otherwise
+        the first one could go on. They give up their blocks, and `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -156,7 +156,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8: the others even
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8 V: the others even
     block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
@@ -554,7 +554,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
-        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1)
+        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
+                                                               to the splits, so that it adds in the same order
 
         in plain loops:             for split in the program's splits:
                                         for tile in split: sums = _decode_tile(sums, tile)
@@ -601,7 +602,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
 @jit
 def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
     """The running sums after one more tile of keys. Tensor cores multiply at least 16 rows by 8 columns, and a group
-    often has fewer heads. The products are therefore transposed, with the heads as columns:
+    often has fewer than 16 heads. The products are therefore transposed, with the heads as columns, of which 8 suffice:
 
         K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
         V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]

@@ -65,11 +65,11 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
-    max_query_len: int  # 1 if every sequence has one new token; otherwise the longest query (a CUDA graph passes 2)
+    max_query_len: int  # the longest query; above 1 prefill's kernel is launched, too (a CUDA graph passes 1 or 2)
     max_seq_len: int  # upper bound of seq_lens
     num_decodes: int  # the first sequences, those with one new token (a CUDA graph passes the number of all)
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
-    sampling_indices: Tensor | None = None  # the sequences that sample; their last tokens come first in logits_indices
+    sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
     rectangles: dict[Any, Any] = field(default_factory=dict)  # torch attention's problems, shared by all layers
 
 
@@ -137,8 +137,8 @@ class Transformer(nn.Module):
         return self.logits(x, out)
 
     def select_rows(self, x: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows that need logits: as a rule the last row of each sequence that samples. The next token of the others
-        is known, and a row of logits is larger than all the rest of a token (vocab_size numbers)."""
+        """The rows that need logits: as a rule the last row of each sequence that samples. After other rows the next
+        token is known already, and a row of logits (vocab_size numbers) is larger than any other activation."""
         rows = batch.logits_indices
         return (x, residual) if rows is None else (x.index_select(0, rows), residual.index_select(0, rows))
 

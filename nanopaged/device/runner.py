@@ -1,6 +1,7 @@
 """The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
 
-The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
+The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order (if the step
+before has grammars, that one is sampled first, see transfer.py):
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
@@ -164,7 +165,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> Result:
-        """Start a step, and return what waits for its tokens. Nothing here waits for the device."""
+        """Start a step and return a Result; calling the Result waits for the tokens. The launch itself waits for
+        nothing, unless attention is in plain torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)
@@ -190,14 +192,14 @@ class Runner:
 
     def _send_rows(self, seqs: list[engine.Sequence]) -> tuple[list[int], list[int]]:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row. Returns the entries (cells and their blocks)."""
+        settings of sequences that are new in their row. Returns the entries, cells and blocks, for parallel.py."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
         new: list[engine.Sequence] = []
         for seq in seqs:
-            # A sequence that is new in its row has sent no block (num_sent_blocks 0), so it comes through here. One
-            # that grew or copied a block comes too, but its settings are there already.
+            # A sequence that is new in its row has sent no block (`BlockManager.free` sets num_sent_blocks to 0). One
+            # that grew or copied a block comes through here, too, but its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
@@ -218,7 +220,7 @@ class Runner:
         return cells, blocks
 
     def forget_free_rows(self) -> list[int]:
-        """Rows that their sequence has left. If it comes back, its settings are sent again."""
+        """Rows that their sequence has left (for logits.py). If it comes back, its settings are sent again."""
         owners = [owner() for owner in self.owners]
         free_rows = [row for row, seq in enumerate(owners) if seq is None or seq.row != row]
         for row in free_rows:
@@ -226,7 +228,7 @@ class Runner:
         return free_rows
 
     def forget_rows(self, seqs: list[engine.Sequence]) -> None:
-        """A step failed half-way: the settings of these rows are sent again."""
+        """A step failed half-way: the settings of these rows are sent again. (Their block tables are anyway.)"""
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
@@ -277,6 +279,8 @@ class Runner:
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
+        # A sequence with drafts has its row several times here, and any of its tokens may stay. No step reads it: the
+        # next one is planned after the drafts are decided (Engine.has_room), and then the host knows the token.
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
@@ -284,7 +288,7 @@ class Runner:
         return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
 
     def send_step(self, lists: list[list[int]]) -> StepTensors:
-        """A StepInput's lists on the device."""
+        """A StepInput's lists on the device, for trial steps (memory.py, choices.py)."""
         return StepTensors(*self.send(lists))
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:

@@ -45,11 +45,13 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 class Result:
     """A launched step: `result()` waits for it and gives a Sampled, and `result.is_done()` tells whether it would wait.
-    Both may be called once all earlier steps are read.
+    Call either only after all earlier steps have been read.
 
     As a rule, sampling is launched right after the forward pass. A step with **grammars** is sampled later. What a
     grammar allows depends on the token before, and the host knows that token only after it has read the step before.
-    The step is therefore sampled when the next one is launched (`Runner.unsampled`), or when it is read.
+    The step is therefore sampled when the next one is launched (`Runner.unsampled`), or when it is read:
+
+        launch 1, sample 1 | launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 
     indices: of the batch's sequences, those that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's
@@ -97,7 +99,7 @@ class Result:
         if is_cuda:
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
-        self.computed = None  # it holds the logits; last, because after Ctrl-C before this line all is done again
+        self.computed = None  # frees the logits; last: if Ctrl-C comes before this line, the next call starts again
 
     def is_done(self) -> bool:
         self.sample()
