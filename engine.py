@@ -264,10 +264,8 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # The block may have a key if the table is a sibling's (PrefixHit.prefix_key None). Its tokens are Q,
-                # after the tokens P, whose cached block is another sequence's. 1. P has the number 1, and Q is cached
-                # as (1, Q). 2. That block of P is evicted. 3. P is cached again, under the number 2. 4. Now Q is
-                # offered as (2, Q), and nothing finds (1, Q) any more.
+                # A sibling's block may have a key already, from the time when P, the tokens before it, had another
+                # number: the cached block of P was evicted, and P was cached again. Nothing finds that key any more.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key

@@ -344,9 +344,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
-    """A program takes one kv head and a tile of one sequence's queries. A row of this tile, called `row` below, is a
-    (token, query head) pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of
-    them. A sequence's query length alone picks its launch, so the result has the same bits in any batch:
+    """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
+    pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
+    query length alone picks its launch, so the result has the same bits in any batch:
 
                  new tokens   rows of a tile                    grid
         DECODE   1            GROUP                             (sequence and kv head, programs that share its splits)

@@ -51,7 +51,7 @@ class Result:
     grammar allows depends on the token before, and the host knows that token only after it has read the step before.
     The step is therefore sampled when the next one is launched (`Runner.unsampled`), or when it is read:
 
-        launch 1, sample 1 | launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
+        launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 
     indices: of the batch's sequences, those that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's
