@@ -504,7 +504,7 @@ def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
     model = checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
-    llm = LLM(model, **SMALL)
+    llm = LLM(model, enforce_eager=True, **SMALL)
     assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
     with pytest.raises(ValueError, match="tokenizer.json that cannot be read"):
         llm.generate(ROMEO)
