@@ -532,9 +532,13 @@ def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, 
     cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
     runners: list[Runner] = []
     for picked in pick_devices(device, count):
-        runner, kernels = _pick_runner(attention, picked, enforce_eager)
+        runner_class, kernels = _pick_runner(attention, picked, enforce_eager)
         weights = runners[0].model if runners else tensors
-        runners.append(runner(config, weights, device=picked, kernels=kernels, **options))
+        runner = runner_class(config, weights, device=picked, kernels=kernels, **options)
+        if not (enforce_eager or runner.fused):  # on a CPU
+            from nanopaged.device.last_layer import skip_rows_without_logits
+            skip_rows_without_logits(runner.model)
+        runners.append(runner)
     return runners
 
 

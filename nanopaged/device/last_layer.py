@@ -1,4 +1,4 @@
-"""The last layer computes only the rows that need logits. An addition to model.py, which fused.py puts on.
+"""The last layer computes only the rows that need logits. An addition to model.py; `enforce_eager=True` leaves it off.
 
 No layer reads the last layer's output, and most rows of a prompt need no logits. In the last layer these rows need K
 and V, and neither attention nor the MLP. A decodes, B brings a whole prompt, and C a first chunk:

@@ -4,11 +4,11 @@ import json
 import pytest
 import torch
 
-from model import activate
+from model import Layer, activate
 from nanopaged import LLM, SamplingParams
 from nanopaged.device import fused as fused_module
 from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
-from nanopaged.device.last_layer import skip_rows_without_logits
+from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
 from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import pick
 from nanopaged.tests.helpers import CUDA, GOLDEN, load, needs_gpu
@@ -62,6 +62,12 @@ def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens)
     for ours, theirs in zip(run(True), run(False), strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
+
+
+def test_enforce_eager_leaves_the_plain_layers():
+    for enforce_eager, expected in ((True, Layer), (False, LastLayer)):
+        llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, enforce_eager=enforce_eager)
+        assert type(llm.runner.model.layers[-1]) is expected and type(llm.runner.model.layers[0]) is Layer
 
 
 def test_compiled_functions_get_rows(monkeypatch):
