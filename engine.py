@@ -62,10 +62,10 @@ class Sequence:
     """One text: a prompt and the tokens generated after it.
 
         WAITING -> RUNNING     admitted: it gets a batch row and blocks
-        RUNNING -> WAITING     preempted, paused while no step is under way, or its step failed (then SWAPPED, too):
-                               its blocks are freed
+        RUNNING -> WAITING     preempted, paused while no step is under way, or its step failed: its blocks are freed
         RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
         SWAPPED -> RUNNING     admitted: its blocks come back
+        SWAPPED -> WAITING     the step that preempted it failed
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
     num_tokens is len(token_ids) + num_pending_tokens. A prompt of 8 tokens, 0 to 7:
@@ -229,14 +229,14 @@ class BlockManager:
 
     # ---- while a sequence runs
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the block table to cover the text's first num_tokens tokens; False if the pool has too few free
-        blocks. A block that others hold is copied before it is written. Only the block of the first token to write can
-        need this: earlier blocks are not written, and later ones are not shared."""
+    def allocate(self, seq: Sequence, end: int) -> bool:
+        """Extend the block table to cover the text's first `end` tokens; False if the pool has too few free blocks. A
+        block that others hold is copied before it is written. Only the block of the first token to write can need this:
+        earlier blocks are not written, and later ones are not shared."""
         table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
         first = position // self.block_size
-        must_copy = position < num_tokens and first < len(table) and self.ref_counts[table[first]] > 1
-        num_missing = max(0, cdiv(num_tokens, self.block_size) - len(table))  # wrong drafts may have left more
+        must_copy = position < end and first < len(table) and self.ref_counts[table[first]] > 1
+        num_missing = max(0, cdiv(end, self.block_size) - len(table))  # wrong drafts may have left more
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -279,7 +279,7 @@ class BlockManager:
             self._evict(block)
 
     def free(self, seq: Sequence) -> None:
-        """Free the blocks from last to first, so that the beginning, which is shared more often, is reused last."""
+        """Free the blocks, the last one first."""
         for block in reversed(seq.block_table):
             self._decref(block)
         seq.block_table, seq.prefix_key = [], seq.root
@@ -336,12 +336,8 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
         """The longest beginning that the prefix cache has, or what a running sample of the same prompt can give."""
-        hit, num_tokens = self._find_in_cache(seq), self._num_shareable(seq)
-        if hit.num_tokens < num_tokens:
-            for sibling in seq.siblings:
-                if self.has_prompt(sibling, num_tokens):
-                    return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
-        return hit
+        hit = self._find_in_cache(seq)
+        return self._find_in_sibling(seq, hit.num_tokens) or hit
 
     def _find_in_cache(self, seq: Sequence) -> PrefixHit:
         blocks: list[int] = []
@@ -355,18 +351,26 @@ class BlockManager:
                 blocks.append(block)
         return PrefixHit(blocks, len(blocks) * size, prefix_key)
 
+    def _find_in_sibling(self, seq: Sequence, num_found: int) -> PrefixHit | None:
+        """The blocks of a running sample of the same prompt (n > 1), if they have more than num_found tokens of it.
+
+        The sibling's prompt may be in this very step. Copies are made before the forward pass, so a copy of the
+        prompt's last block, which is partly full, would miss the K and V that this step writes. A new sequence shares
+        that block all the same: it computes the prompt's last token for its logits alone, and its copy comes a step
+        later. One that returns after a preemption would copy at once, to write generated tokens, so it shares only full
+        blocks."""
+        num_tokens = seq.num_prompt_tokens
+        if seq.num_tokens > num_tokens:
+            num_tokens = num_tokens // self.block_size * self.block_size
+        if num_found < num_tokens:
+            for sibling in seq.siblings:
+                if self.has_prompt(sibling, num_tokens):
+                    return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
+        return None
+
     def has_prompt(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether a running sequence has the first num_tokens tokens of its prompt in blocks of this pool."""
         return seq.pool is self and num_tokens <= seq.num_computed_tokens
-
-    def _num_shareable(self, seq: Sequence) -> int:
-        """Prompt tokens that a sibling can give. The sibling's prompt may be in this very step. Copies are made before
-        the forward pass, so a copy of the prompt's last block, which is partly full, would miss the K and V that this
-        step writes. A new sequence shares that block all the same: it computes the prompt's last token for its logits
-        alone, and its copy comes a step later. One that returns after a preemption would copy at once, to write
-        generated tokens, so it shares only full blocks."""
-        count = seq.num_prompt_tokens
-        return count if seq.num_tokens == count else count // self.block_size * self.block_size
 
     # ---- single blocks
 
@@ -419,11 +423,11 @@ def discard(queue: list[Sequence], seq: Sequence) -> None:
 class Scheduler:
     """Decides what each step computes.
 
-    **One order rules**: (priority, arrival). `running` and `waiting` are kept in it. The token budget is given out from
-    the front of the order. When the pool runs dry, the last sequences in the order lose their blocks (preemption). They
-    keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text out for
-    a newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities a
-    decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
+    **One order rules**: priority, then arrival. `running` and `waiting` are kept in it. The token budget is given out
+    from the front of the order. When the pool runs dry, the last sequences in the order lose their blocks (preemption).
+    They keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text
+    out for a newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities
+    a decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
     later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
@@ -454,7 +458,7 @@ class Scheduler:
         while budget > 0:
             if may_admit and self.waiting and (turn == len(self.running)
                                                or self.waiting[0].order < self.running[turn].order):
-                may_admit = self._admit(turn, step)
+                may_admit = self._admit(turn, step)  # then the admitted sequence is running[turn]
                 continue
             if turn == len(self.running):
                 break
@@ -462,7 +466,7 @@ class Scheduler:
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
-                    break  # it was itself the last of all, and was preempted: no sequence is left to schedule
+                    break  # it was itself the last of all, and was preempted; no waiting one may overtake it
                 if seq.drafter is not None:
                     seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
                     num_tokens += len(seq.drafts)  # as many as `draft` could get blocks for
@@ -634,7 +638,7 @@ class StepInput:
 
         batch = cls([], [])
         for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first):
-            end = seq.num_computed_tokens
+            end = seq.num_computed_tokens  # the scheduler has counted this step's tokens
             if not seq.drafts:
                 batch._add(seq, num_tokens, end, block_size)
             else:  # its last token and each draft: a row of one token each

@@ -24,7 +24,7 @@ neighbouring addresses. Triton arranges its loads itself, so K and V can have th
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of the
 `seq_len` that the cache then holds: a whole prompt or a chunk of it (**prefill**), or the one token sampled last
-(**decode**). The step stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the
+(**decode**). Each layer stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the
 keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
@@ -134,7 +134,7 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in float32, times weight (Zhang and Sennrich 2019)."""
-    exact = x.float()
+    exact = x.float()  # vector_norm needs no tensor of the squares
     mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
     return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
@@ -225,7 +225,8 @@ def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# In Triton: filling the cache. (Now read chapter 2, model.py: it needs only `Kernels`, the last lines.)
+# In Triton: filling the cache. (Now read chapter 2, model.py. Of what follows it needs only `TORCH`, the last line:
+# the functions rotate_and_store_reference and paged_attention_reference under the names rotate_and_store, attention.)
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,

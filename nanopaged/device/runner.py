@@ -8,7 +8,7 @@ before has grammars, that one is sampled first, see transfer.py):
     forward pass      model.py over one flat batch (engine.StepInput): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
-and returns a `Result` (transfer.py), which the engine calls for the tokens.
+and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens.
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
 its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its rows.
@@ -38,7 +38,7 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import choices, masks, memory, swapping, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
-from nanopaged.device.transfer import Result, on_its_device
+from nanopaged.device.transfer import LaunchedStep, on_its_device
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
@@ -108,7 +108,7 @@ class Runner:
         self.sampler = Sampler(self.fused)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         self.masker: masks.Masker | None = None  # until a sequence has a grammar
-        self.unsampled: list[Result] = []  # the last step, if it has grammars and is not sampled yet
+        self.unsampled: list[LaunchedStep] = []  # the last step, if it has grammars and is not sampled yet
 
     def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
@@ -164,17 +164,18 @@ class Runner:
 
     @on_its_device
     @torch.inference_mode()
-    def launch(self, step: engine.SchedulerOutput) -> Result:
-        """Start a step and return a Result; calling the Result waits for the tokens. The launch itself waits for
-        nothing, unless attention is in plain torch."""
+    def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
+        """Start a step; calling what is returned waits for its tokens. The launch itself waits for nothing, unless
+        attention is in plain torch. `_compute` launches the forward pass, and `start` calls the function that it
+        returns: `_sample`, which edits and masks logits and draws."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
         batch = engine.StepInput.of(step, self.block_size)
-        result = Result(self, step, batch)
-        result.start(*self._compute(batch, result.indices, result.more_rows, result.needs))
-        return result
+        launched = LaunchedStep(self, step, batch)
+        launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
+        return launched
 
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()

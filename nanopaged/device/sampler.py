@@ -103,7 +103,15 @@ class Sampler:
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Draw from softmax(logits / temperature); a greedy row takes its best token. Returns [R]."""
+    """Draw from softmax(logits / temperature); a greedy row takes its best token. Returns [R]. In short:
+
+        torch.searchsorted(softmax(logits / temperature).cumsum(-1), uniform, right=True)
+
+        probabilities  0.5  0.3  0.2     cumulative  0.5  0.8  1.0     0.6 draws token 1
+
+    The longer form below adds integers, so that the token does not depend on the batch (`units`). It first draws a
+    chunk of the vocabulary and then a token of the chunk, so that it passes over all logits only once.
+    """
     is_greedy = temperature < SMALLEST_TEMPERATURE
     # A GPU computes powers of 2, so exp(x / temperature) is written as 2 ** (x * inverse_temperature). A greedy row
     # draws, too, at a temperature so low that only its largest logit has any weight.

@@ -1,6 +1,7 @@
-"""Between the host and the device: integers go there, and a step's results come back. The host waits only for results.
+"""Between the host and the device: integers go there, and a step's results come back.
 
-`send` copies lists of integers to the device. A `Result` stands for a launched step until the engine reads its tokens.
+`send` copies lists of integers to the device, and the host does not wait. A `LaunchedStep` stands for a step until the
+engine reads its tokens, and waits for them.
 """
 from array import array
 from contextlib import nullcontext
@@ -43,9 +44,9 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class Result:
-    """A launched step: `result()` waits for it and gives a Sampled, and `result.is_done()` tells whether it would wait.
-    Call either only after all earlier steps have been read.
+class LaunchedStep:
+    """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
+    would wait. Use either only after all earlier steps have been read.
 
     As a rule, sampling is launched right after the forward pass. A step with **grammars** is sampled later. What a
     grammar allows depends on the token before, and the host knows that token only after it has read the step before.

@@ -27,9 +27,9 @@ class SlidingWindow(engine.BlockManager):
         self.max_blocks_per_seq = engine.cdiv(self.window + chunk, self.block_size) + 1
         return chunk
 
-    def allocate(self, seq: engine.Sequence, num_tokens: int) -> bool:
+    def allocate(self, seq: engine.Sequence, end: int) -> bool:
         self.free_out_of_window(seq)
-        return super().allocate(seq, num_tokens)
+        return super().allocate(seq, end)
 
     def free_out_of_window(self, seq: engine.Sequence) -> None:
         """Free the blocks that lie before the window of the sequence's next token."""

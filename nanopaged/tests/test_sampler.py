@@ -7,13 +7,14 @@ passes once passes always.
 import json
 import math
 import random
+import re
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanopaged.device.sampler import Sampler, SamplingBatch, mix, uniform
+from nanopaged.device.sampler import Sampler, SamplingBatch, mix, pick, uniform
 
 sample = Sampler()
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -199,6 +200,18 @@ def random_settings(rng: random.Random, vocab_size: int) -> dict:
                 top_k=rng.choice([-1, 0, 0, 1, 2, 5, vocab_size - 1, vocab_size, vocab_size + 1, INT64_MAX]),
                 top_p=rng.choice([1.0, 1.0, 1e-30, 0.01, 0.3, 0.63, 0.9, 0.999]),
                 min_p=rng.choice([0.0, 0.0, 1e-30, 0.01, 0.13, 0.5, 1.0]))
+
+
+def test_the_short_form_of_a_draw():
+    """As the text of `pick` has it, with its example."""
+    [row] = [line for line in pick.__doc__.splitlines() if line.strip().startswith("probabilities")]
+    numbers = torch.tensor([float(number) for number in re.findall(r"\d\.\d", row)], device=DEVICE)
+    probabilities, cumulative, u = numbers[:3], numbers[3:6], numbers[6:]
+    assert torch.allclose(probabilities.cumsum(0), cumulative)
+    assert row.endswith(f"draws token {torch.searchsorted(cumulative, u, right=True).item()}")
+    seeds, positions = integers(range(200)), integers(range(200))
+    tokens = pick(probabilities.log().repeat(200, 1), torch.ones(200, device=DEVICE), seeds, positions)
+    assert torch.equal(tokens, torch.searchsorted(cumulative, uniform(seeds, positions), right=True))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 17, 100, 1000])
