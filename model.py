@@ -140,7 +140,7 @@ class Transformer(nn.Module):
 
     def select_rows(self, x: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The rows that need logits: as a rule the last row of each sequence that samples. After other rows the next
-        token is known already, and a row of logits (vocab_size numbers) is larger than any other activation."""
+        token is known already, and a row of logits takes vocab_size numbers."""
         rows = batch.logits_indices
         return (x, residual) if rows is None else (x.index_select(0, rows), residual.index_select(0, rows))
 

@@ -1,14 +1,15 @@
 """Faster modules for the decoder on a GPU, put in place of its own by `fuse`. Read it after model.py.
 
-Three kinds of work get faster:
+Four kinds of work get faster:
 
 - **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is
   several kernels. torch.compile makes one kernel of each.
 - **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
+- **Rows of the last layer** that need no logits are left out (last_layer.py).
 
-`enforce_eager=True` leaves all of this off. The modules keep their names and weights; only their classes change.
+`enforce_eager=True` leaves all of this off. The modules keep their names and weights, and get other classes.
 """
 from itertools import chain
 from typing import Any, Callable
@@ -211,8 +212,8 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
 
 
 def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product. (The
-    model's last layer selects rows by dimension -2, so that it works for both.)
+    """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product.
+    (last_layer.py selects rows by dimension -2, so that it works for both.)
 
     The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
     own. Here the norm that follows adds them up while it reads them, which saves about 2 microseconds for each product

@@ -41,6 +41,9 @@ class Peers:
         options._devices = [backend.create_device(hostname="127.0.0.1")]
         self.gloo = backend(dist.PrefixStore("gloo", self.store), rank, size, options)
 
+    def connect(self) -> None:
+        """Once on each rank, before anything else."""
+
     def share(self, size: int, dtype: torch.dtype) -> "SharedBuffer":
         """A buffer of `size` numbers on each rank."""
         self.num_buffers += 1
@@ -189,8 +192,10 @@ class NcclPeers(Peers):
         self.nccl = backend(dist.PrefixStore("nccl", self.store), rank, size, options)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.aborting: threading.Thread | None = None
+
+    def connect(self) -> None:
         self.barrier()  # gloo's, which ends if a peer dies
-        self.gather([torch.zeros(1, device=device)], 1)  # NCCL connects when it is first used, by the store's file
+        self.gather([torch.zeros(1, device=self.device)], 1)  # NCCL connects when it is first used, by the store's file
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device)] * self.size

@@ -108,7 +108,8 @@ class Runner:
         self.sampler = Sampler(self.fused)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         self.masker: masks.Masker | None = None  # until a sequence has a grammar
-        self.unsampled: list[LaunchedStep] = []  # the last step, if it has grammars and is not sampled yet
+        # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
+        self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
@@ -165,7 +166,7 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
-        """Start a step; calling what is returned waits for its tokens. The launch itself waits for nothing, unless
+        """Start a step; calling what is returned waits for its tokens. The launch does not wait for the device, unless
         attention is in plain torch. `_compute` launches the forward pass, and `start` calls the function that it
         returns: `_sample`, which edits and masks logits and draws."""
         while self.unsampled:
@@ -297,4 +298,3 @@ class Runner:
         if self.kernels is not kernel.TRITON:
             return torch.empty(0, 2, dtype=torch.int32)
         return kernel.make_query_tiles(query_lens, seq_lens, self.query_tile)
-

@@ -78,7 +78,7 @@ class LaunchedStep:
         some."""
         self.computed = sample, logits
         if self.needs.grammars:
-            self.runner.unsampled.append(self)
+            self.runner.unsampled.add(self)
         else:
             self.sample()
 

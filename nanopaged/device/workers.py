@@ -259,6 +259,7 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
         workers.wait()  # until Python has started
         workers.awaited.update(workers.processes)
         workers.joined.append(peers := join_peers(0, size, device, workers.folder))
+        peers.connect()
         return rank_class(Driver, base)(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels,
                                         **options)
 
@@ -274,10 +275,11 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.cuda.set_device(own_device)
     else:
         torch.set_num_threads(max(1, threads // size))
+    peers = join_peers(rank, size, own_device, folder)
+    peers.connect()
     runner = rank_class(Follower, runner_class)(
         model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
-        peers=join_peers(rank, size, own_device, folder), device=own_device,
-        kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
+        peers=peers, device=own_device, kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
     runner.allocate_pool(*pool)
     runner.allocate_host_pool(swap_space)
     return runner

@@ -1,9 +1,11 @@
 """Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
 import contextlib
+import gc
 import json
 import random
 import re
 import sys
+import weakref
 from itertools import count
 from types import SimpleNamespace
 
@@ -219,6 +221,20 @@ def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
 
     llm.runner.launch, llm.step = fails_often, step
     assert mixed(llm) == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_engine_that_is_deleted_is_freed_at_once(llguidance, lookahead):
+    llm = load(device="cpu", lookahead=lookahead)
+    llm.generate("A", SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[a-c]{1,20}")))
+    parts = [weakref.ref(part) for part in (llm.runner, llm.runner.model, llm.runner.pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_sampling_that_fails_several_times_undoes_the_step(expected):

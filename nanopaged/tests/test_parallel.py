@@ -402,6 +402,7 @@ def test_nccls_end_does_not_wait_for_graphs_that_live_longer(tmp_path, monkeypat
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     graphs = [Graph(), Graph()]
     peers = NcclPeers(0, 1, torch.device("cpu"), str(tmp_path))
+    peers.connect()
     for graph in graphs:
         peers.note_graph(graph)
     peers.release()

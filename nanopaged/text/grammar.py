@@ -47,8 +47,8 @@ class GrammarCompiler:
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size))
         try:
             self.vocabulary = llguidance.LLTokenizer(wrapper, eos_token=eos)
-        except TypeError:  # older versions know one such token
-            raise ValueError("structured outputs need llguidance 1.7 or newer: pip install -U llguidance") from None
+        except TypeError as error:  # older versions know one such token
+            raise ValueError("structured outputs need llguidance 1.7 or newer: pip install -U llguidance") from error
         self.num_words = engine.cdiv(self.vocabulary.vocab_size, 32)  # of a mask
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
