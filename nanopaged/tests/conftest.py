@@ -20,11 +20,11 @@ def pytest_collection_finish(session):
     if torch.cuda.is_available() and len(items) > 50 and not session.config.option.collectonly:
         # torch's compiler would choose another folder for kernels that are compiled after its own.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-        session.compiling = ProcessPoolExecutor(8, get_context("spawn"))
+        session.compiling = ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn"))
         for item in items:
             session.compiling.submit(item.function, **item.callspec.params)  # the tests themselves report what fails
-        if session.items[0].path == items[0].path:
-            session.compiling.shutdown()  # no other tests come first: wait for the kernels
+        # The processes end with their work. If no other tests come first, wait for it.
+        session.compiling.shutdown(wait=session.items[0].path == items[0].path)
 
 
 def pytest_sessionfinish(session):
