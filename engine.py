@@ -61,11 +61,11 @@ class Listener(Protocol):
 class Sequence:
     """One text: a prompt and the tokens generated after it.
 
-        WAITING -> RUNNING     admitted: it gets a batch row and blocks
+        WAITING -> RUNNING     admitted: it gets a batch row, and blocks as its tokens are computed
         RUNNING -> WAITING     preempted, paused while no step is under way, or its step failed: its blocks are freed
         RUNNING -> SWAPPED     preempted: its blocks move to the host (with swapping)
         SWAPPED -> RUNNING     admitted: its blocks come back
-        SWAPPED -> WAITING     the step that preempted it failed
+        SWAPPED -> WAITING     the step that preempted it is undone
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
     num_tokens is len(token_ids) + num_pending_tokens. A prompt of 8 tokens, 0 to 7:
@@ -196,8 +196,9 @@ class BlockManager:
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
     texts cannot collide. A prefix key is a number: each new pair gets the next one, which stands for all tokens up to
-    the block's end. A freed block stays in the prefix cache until it is reused. The block that was freed longest ago is
-    reused first (LRU). A sequence frees its last block first, because a block cannot be found without those before it.
+    the block's end. (The key of no tokens is 0, or a request's cache_salt.) A freed block stays in the prefix cache
+    until it is reused. The block that was freed longest ago is reused first (LRU). A sequence frees its last block
+    first, because a block cannot be found without those before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
     write into it while others hold it gets a copy. The last holder writes into the original.
@@ -233,7 +234,8 @@ class BlockManager:
         """Extend the block table to cover the text's first `end` tokens; False if the pool has too few free blocks. A
         block that others hold is copied before it is written. Only the block of the first token to write can need this:
         earlier blocks are not written, and later ones are not shared."""
-        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)  # the first token to write
+        # The first token to write. Of a prompt that was found whole the last token is computed again, and not written.
+        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
         first = position // self.block_size
         must_copy = position < end and first < len(table) and self.ref_counts[table[first]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))  # wrong drafts may have left more
@@ -353,12 +355,15 @@ class BlockManager:
 
     def _find_in_sibling(self, seq: Sequence, num_found: int) -> PrefixHit | None:
         """The blocks of a running sample of the same prompt (n > 1), if they have more than num_found tokens of it.
+        With block_size 4 and a prompt of the tokens 0 to 5:
 
-        The sibling's prompt may be in this very step. Copies are made before the forward pass, so a copy of the
-        prompt's last block, which is partly full, would miss the K and V that this step writes. A new sequence shares
-        that block all the same: it computes the prompt's last token for its logits alone, and its copy comes a step
-        later. One that returns after a preemption would copy at once, to write generated tokens, so it shares only full
-        blocks."""
+            step    A, the first sample                 B, the second sample
+            0       computes 0 to 5, blocks 0 1         shares blocks 0 1, computes 5 for its logits alone
+            1       copies block 1 to 2, writes 6       holds block 1 alone by now, writes 6
+
+        Copies are made before the forward pass. A copy of block 1 in step 0 would miss the K and V that this step
+        writes. So a sample that returns after a preemption, and would copy at once to write generated tokens, shares
+        only full blocks."""
         num_tokens = seq.num_prompt_tokens
         if seq.num_tokens > num_tokens:
             num_tokens = num_tokens // self.block_size * self.block_size
@@ -431,7 +436,8 @@ class Scheduler:
     later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
-    and a chunk fit into it. So the first sequence in the order always makes progress, and in the end every other one.
+    and a chunk fit into it. So the first sequence in the order always makes progress. With equal priorities every other
+    one becomes the first in the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -607,8 +613,8 @@ class StepInput:
     """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
     sequence with drafts counts several times: it has an entry for its last token and one for each draft.)
 
-    Sequences with one new token come first, the longest context at the front: attention computes these and the
-    others in two kernel launches, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
+    Sequences with one new token come first, the longest context at the front: attention has one kernel launch for
+    these and one for the others, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
     (table [2, 6]) decode and the prompt of B (table [5]) comes in:
 
         seqs              A     C     B
@@ -727,9 +733,10 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next step may be planned before another is read. Not with drafts under way: a sequence whose
-        drafts are undecided would sit the next step out. Then half of the sequences would compute in even steps and
-        half in odd ones, and a step of half the sequences takes hardly less time."""
+        """Whether the next step may be planned before another is read: at most `lookahead` steps are launched, and none
+        of them has drafts. (A sequence whose drafts are undecided would sit the next step out. Then half of the
+        sequences would compute in even steps and half in odd ones, and a step of half the sequences takes hardly less
+        time.)"""
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
@@ -752,9 +759,10 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """The step computes nothing. It is undone: sequences that it preempted are not moved to the host after all. If
-        no launched step is left either, all running sequences are paused (beams that wait for the others): otherwise
-        the first one could go on. They give up their blocks, and `resume` queues them again."""
+        """The step computes nothing. (An ordinary request comes here only with a lookahead, when all that is left waits
+        for the launched step.) It is undone: sequences that it preempted are not moved to the host after all. If no
+        launched step is left either, all running sequences are paused (beams that wait for others): otherwise the first
+        one could go on. They give up their blocks, and `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -164,7 +164,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     k_scale, v_scale factors of the K and V in the cache (fp8)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
     rectangles       a dict shared by a step's layers; the first layer of each window puts `_rectangles` there
-    Returns out, like q; nothing is written for padding. Other arguments of `paged_attention` (below) are ignored.
+    Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
     """
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
@@ -573,7 +573,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
         split += splits_per_program * tl.program_id(1)  # this program's first split
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
-    start = start // sizes.TILE_N * sizes.TILE_N
+    start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
@@ -701,7 +701,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
                     query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention_reference` in Triton. It ignores `rectangles`, and takes three arguments more:
+    """`paged_attention_reference` in Triton. It ignores `rectangles`, and takes four arguments more:
 
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)

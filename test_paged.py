@@ -23,7 +23,7 @@ import torch
 
 import kernel
 import model
-from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Status
+from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Status, StepInput
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
@@ -545,6 +545,23 @@ def test_the_counters_of_the_sequences_text(lookahead):
     assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
     assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead
+
+
+def test_the_two_samples_of_the_block_managers_text():
+    """As `_find_in_sibling` draws them."""
+    model, (a, b) = fake(), siblings(2, range(6))
+    model.scheduler.add(a)
+    model.scheduler.add(b)
+    rows = [row[1:] for row in as_rows(BlockManager._find_in_sibling.__doc__, "step    A")[1:]]
+    step = model.scheduler.schedule()
+    batch = StepInput.of(step, 4)
+    assert step.num_tokens == [6, 1] and a.block_table == b.block_table == [0, 1] and batch.slot_mapping[0] == -1
+    assert rows[0] == ["computes 0 to 5, blocks 0 1", "shares blocks 0 1, computes 5 for its logits alone"]
+    model.scheduler.update(step, Sampled([6, 6]))
+    step = model.scheduler.schedule()
+    batch = StepInput.of(step, 4)
+    assert step.copies == [(1, 2)] and batch.positions == [6, 6] and batch.slot_mapping == [2 * 4 + 2, 1 * 4 + 2]
+    assert rows[1] == ["copies block 1 to 2, writes 6", "holds block 1 alone by now, writes 6"]
 
 
 def test_an_identity_is_the_exact_prefix_not_the_blocks_own_tokens():

@@ -108,7 +108,7 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
         if row <= WIDE_ROW and shared_memory > LARGE_SHARED_MEMORY:
             tile_m, num_warps = max(LARGE_TILE_M, heads), 8
     for tile_n, stages in ((64, max_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
-        if row > WIDE_ROW and tile_n * stages > 64:  # in prefill the accumulators need the registers
+        if row > WIDE_ROW and tile_n * stages > 64:  # the accumulators need the registers, above all in prefill
             continue
         if tile_m * dims * element_size + 2 * tile_n * stages * row <= shared_memory:
             break

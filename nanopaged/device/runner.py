@@ -11,7 +11,8 @@ before has grammars, that one is sampled first, see transfer.py):
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens.
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
-its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its rows.
+its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its
+rows. (For prompts Triton's kernel gets a work list in addition.)
 The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so it can be
 launched before the host knows them.
 
@@ -167,8 +168,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
         """Start a step; calling what is returned waits for its tokens. The launch does not wait for the device, unless
-        attention is in plain torch. `_compute` launches the forward pass, and `start` calls the function that it
-        returns: `_sample`, which edits and masks logits and draws."""
+        attention is in plain torch. `_compute` launches the forward pass and returns a function, which `start`
+        calls: `_sample`, which edits and masks logits and draws."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)

@@ -48,9 +48,12 @@ class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
     would wait. Use either only after all earlier steps have been read.
 
-    As a rule, sampling is launched right after the forward pass. A step with **grammars** is sampled later. What a
-    grammar allows depends on the token before, and the host knows that token only after it has read the step before.
-    The step is therefore sampled when the next one is launched (`Runner.unsampled`), or when it is read:
+    As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. The
+    call waits for the copy, and puts the tokens in the scheduler's order.
+
+    A step with **grammars** is sampled later. What a grammar allows depends on the token before, and the host knows
+    that token only after it has read the step before. The step is therefore sampled when the next one is launched
+    (`Runner.unsampled`), or at the latest when it is read:
 
         launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 
