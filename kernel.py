@@ -203,7 +203,7 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         block = block_tables[members].gather(1, position // block_size).long()
         slots = block * block_size + position % block_size
         mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
-        yield rows, slots, mask[:, None].repeat(1, 1, group, 1)
+        yield rows, slots, mask[:, None].repeat(1, 1, group, 1)  # every head of a group has the same mask
 
 
 def _attend_rectangle(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:

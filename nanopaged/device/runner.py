@@ -167,9 +167,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
-        """Start a step; calling what is returned waits for its tokens. The launch does not wait for the device, unless
-        attention is in plain torch. `_compute` launches the forward pass and returns a function, which `start`
-        calls: `_sample`, which edits and masks logits and draws."""
+        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and returns
+        `_sample`, which `start` calls. Neither waits for the device, unless attention is in plain torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)
@@ -246,7 +245,7 @@ class Runner:
             sampling_indices     0   1   2        all three sample
             batch rows           4   0   7        any
         """
-        last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]
+        last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
         tiles = self.to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
