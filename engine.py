@@ -472,7 +472,7 @@ class Scheduler:
             num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
-                    break  # it was itself the last of all, and was preempted; no waiting one may overtake it
+                    break  # the sequence was the last of all, and was preempted; no waiting one may overtake it
                 if seq.drafter is not None:
                     seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
                     num_tokens += len(seq.drafts)  # as many as `draft` could get blocks for
@@ -504,7 +504,8 @@ class Scheduler:
         insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
-        """Allocate blocks for its next tokens, preempting later sequences. False if it was itself the last."""
+        """Allocate blocks for a sequence's next tokens, preempting later sequences. False if all later ones were not
+        enough, so that the sequence itself was preempted."""
         while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
             if self._preempt(step) is seq:
                 return False

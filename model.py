@@ -6,8 +6,8 @@ share one architecture. Each token is a vector x of hidden_size numbers, and eve
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-The sum of these additions is the **residual stream**. In the code `residual` is this sum, without the last addition,
-which is `x`; each norm first adds x to it. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
+The sum of these additions is the **residual stream**. In the code `residual` is this sum without the last addition,
+and `x` is that addition; each norm first adds the two. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
 positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
 share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
 config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.

@@ -1,5 +1,8 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
+import gc
+import weakref
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +62,20 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
 def shared(model="shakespeare", **options) -> LLM:
     """An engine that `load` made once, for tests that leave it as it was."""
     return load(model, **options)
+
+
+@contextmanager
+def freed_at_once(*parts):
+    """What is deleted in this context frees these objects without the garbage collector."""
+    refs = [weakref.ref(part) for part in parts]
+    del parts
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
 
 
 def expectations(variant):

@@ -1,11 +1,9 @@
 """Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
 import contextlib
-import gc
 import json
 import random
 import re
 import sys
-import weakref
 from itertools import count
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import torch
 from nanopaged import LLM, SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
-from nanopaged.tests.helpers import BUNDLED, check_books, load
+from nanopaged.tests.helpers import BUNDLED, check_books, freed_at_once, load
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text import grammar as grammars
 from nanopaged.text.tokenizer import load_tokenizer
@@ -227,14 +225,8 @@ def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
 def test_an_engine_that_is_deleted_is_freed_at_once(llguidance, lookahead):
     llm = load(device="cpu", lookahead=lookahead)
     llm.generate("A", SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[a-c]{1,20}")))
-    parts = [weakref.ref(part) for part in (llm.runner, llm.runner.model, llm.runner.pool)]
-    gc.collect()
-    gc.disable()
-    try:
+    with freed_at_once(llm.runner, llm.runner.model, llm.runner.pool):
         del llm
-        assert [part() for part in parts] == [None] * 3
-    finally:
-        gc.enable()
 
 
 def test_sampling_that_fails_several_times_undoes_the_step(expected):

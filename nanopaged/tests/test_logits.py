@@ -3,10 +3,8 @@
 The editor is seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
 knows one sequence, as Python lists.
 """
-import gc
 import math
 import random
-import weakref
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words
 from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
+from nanopaged.tests.helpers import freed_at_once
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 VOCAB = 40
@@ -665,14 +664,8 @@ def test_an_engine_that_is_deleted_is_freed_at_once():
     """The garbage collector is not needed, since nothing in an engine refers to the whole of it."""
     llm = LLM(device="cpu", num_blocks=20)
     llm.generate(["To be", "or not"], SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2, stop="xyz"))
-    parts = [weakref.ref(part) for part in (llm, llm.runner, llm.runner.model, llm.runner.pool)]
-    gc.collect()
-    gc.disable()
-    try:
+    with freed_at_once(llm, llm.runner, llm.runner.model, llm.runner.pool):
         del llm
-        assert [part() for part in parts] == [None] * 4
-    finally:
-        gc.enable()
 
 
 def test_tables_of_an_engine_shrink():
