@@ -96,8 +96,6 @@ class Sequence:
     prefix_key: int | str | None = ROOT  # of the tokens in those blocks
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of its table that the runner has; a copy-on-write lowers it
-    # The samples of its prompt that run now, perhaps itself: one dict for all of them (n > 1).
-    siblings: "dict[Sequence, None]" = field(default_factory=dict)
 
     # For additions to this chapter
     listener: Listener | None = None
@@ -105,9 +103,9 @@ class Sequence:
     lookahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
+    samples: Any = None  # the other samples of its prompt, if n > 1 (nanopaged/scheduling/samples.py)
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a launched step, not checked yet
-    num_void_tokens: int = 0  # its samples under way to drop, after a wrong draft or tokens that a grammar forced
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
     num_null_blocks: int = 0  # leading entries of the block table that are NULL
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
@@ -127,21 +125,10 @@ class Sequence:
         known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
-    def settle(self) -> bool:
-        """A launched step's sample has been read. Returns whether it counts. Steps are read in the order of their
-        launch, so void samples, which are older than the pending ones, come first."""
-        if self.num_void_tokens:
-            self.num_void_tokens -= 1
-            return False
-        self.num_pending_tokens -= 1
-        return True
-
-    def drop_pending(self, num_valid_tokens: int) -> None:
-        """Samples under way are void: their steps' inputs are not the text any more. K and V of the first
-        num_valid_tokens stay valid."""
-        self.num_pending_tokens, self.num_void_tokens = 0, self.num_void_tokens + self.num_pending_tokens
-        self.num_computed_tokens = min(self.num_computed_tokens, num_valid_tokens)
-        self.drafts = []
+    def is_pending(self, position: int) -> bool:
+        """Whether a sample under way for this position may become a token of the text. Otherwise it continues another
+        text: a draft before it was wrong, or a grammar has forced the token at this position."""
+        return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token or the last possible one."""
@@ -157,11 +144,13 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
-    """What one step computes: how many tokens of each scheduled sequence, and for each sampled token its sequence.
-    Before that the runner moves blocks: out to the host, copies, and in from the host, in this order."""
+    """What one step computes: how many tokens of each scheduled sequence, and for each sampled token its sequence and
+    its position there. Before that the runner moves blocks: out to the host, copies, and in from the host, in this
+    order."""
     seqs: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
@@ -178,7 +167,8 @@ class PrefixHit(NamedTuple):
     """The beginning of a sequence whose K and V are in the pool already."""
     blocks: list[int]
     num_tokens: int
-    prefix_key: int | str | None  # of these blocks; None: unknown, so `cache_full_blocks` begins at the first block
+    prefix_key: int | str  # of the first num_cached_blocks of these blocks
+    num_cached_blocks: int
 
 
 class BlockManager:
@@ -266,7 +256,7 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # A sibling's block may have a key already, from the time when P, the tokens before it, had another
+                # A shared block may have a key already, from the time when P, the tokens before it, had another
                 # number: the cached block of P was evicted, and P was cached again. Nothing finds that key any more.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
@@ -327,9 +317,8 @@ class BlockManager:
             self._incref(block)
         # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
-        seq.pool = self
-        seq.block_table, is_known = list(hit.blocks), hit.prefix_key is not None
-        seq.num_cached_blocks, seq.prefix_key = (len(hit.blocks), hit.prefix_key) if is_known else (0, seq.root)
+        seq.pool, seq.block_table = self, list(hit.blocks)
+        seq.num_cached_blocks, seq.prefix_key = hit.num_cached_blocks, hit.prefix_key
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens
@@ -337,9 +326,9 @@ class BlockManager:
             self.num_saved_blocks += len(hit.blocks)
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
-        """The longest beginning that the prefix cache has, or what a running sample of the same prompt can give."""
+        """The longest beginning that the prefix cache has, or what another sample of the same prompt can give."""
         hit = self._find_in_cache(seq)
-        return self._find_in_sibling(seq, hit.num_tokens) or hit
+        return hit if seq.samples is None else seq.samples.find(self, seq, hit)
 
     def _find_in_cache(self, seq: Sequence) -> PrefixHit:
         blocks: list[int] = []
@@ -351,31 +340,7 @@ class BlockManager:
                     break
                 block, prefix_key = found
                 blocks.append(block)
-        return PrefixHit(blocks, len(blocks) * size, prefix_key)
-
-    def _find_in_sibling(self, seq: Sequence, num_found: int) -> PrefixHit | None:
-        """The blocks of a running sample of the same prompt (n > 1), if they have more than num_found tokens of it.
-        With block_size 4 and a prompt of the tokens 0 to 5:
-
-            step    A, the first sample                 B, the second sample
-            0       computes 0 to 5, blocks 0 1         shares blocks 0 1, computes 5 for its logits alone
-            1       copies block 1 to 2, writes 6       holds block 1 alone by now, writes 6
-
-        Copies are made before the forward pass. A copy of block 1 in step 0 would miss the K and V that this step
-        writes. So a sample that returns after a preemption, and would copy at once to write generated tokens, shares
-        only full blocks."""
-        num_tokens = seq.num_prompt_tokens
-        if seq.num_tokens > num_tokens:
-            num_tokens = num_tokens // self.block_size * self.block_size
-        if num_found < num_tokens:
-            for sibling in seq.siblings:
-                if self.has_prompt(sibling, num_tokens):
-                    return PrefixHit(sibling.block_table[:cdiv(num_tokens, self.block_size)], num_tokens, None)
-        return None
-
-    def has_prompt(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether a running sequence has the first num_tokens tokens of its prompt in blocks of this pool."""
-        return seq.pool is self and num_tokens <= seq.num_computed_tokens
+        return PrefixHit(blocks, len(blocks) * size, prefix_key, len(blocks))
 
     # ---- single blocks
 
@@ -500,7 +465,6 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
-        seq.siblings[seq] = None
         insort(self.running, seq, key=by_order)
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
@@ -526,19 +490,21 @@ class Scheduler:
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens == seq.num_tokens + len(seq.drafts):  # caught up: the step samples the next token
+            for position in range(seq.num_tokens, seq.num_computed_tokens + 1):  # and the one after each draft
+                step.sampled.append(seq)
+                step.positions.append(position)
             seq.num_pending_tokens += 1 + len(seq.drafts)
-            step.sampled += [seq] * (1 + len(seq.drafts))  # and the tokens after its drafts
             step.num_drafts += len(seq.drafts)
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
         sequence here. For a stop string, an abort or another error the caller calls `finish`."""
-        for i, (seq, sample) in enumerate(zip(step.sampled, sampled.tokens, strict=True)):
-            if not seq.settle() or seq.status is Status.FINISHED:  # by `finish`, while the step was under way
+        for i, (seq, position, sample) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
+            if seq.status is Status.FINISHED or not seq.is_pending(position):
                 continue
-            num_known, new = len(seq.token_ids), [sample]
-            is_right = not seq.drafts or seq.drafter.decide(seq, sample)
+            seq.num_pending_tokens -= 1
+            is_right, new = not seq.drafts or seq.drafter.decide(seq, sample), [sample]
             if seq.listener is not None:
                 new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
             for token in new:
@@ -550,7 +516,8 @@ class Scheduler:
             if len(new) > 1 or not is_right:
                 # After forced tokens (of a grammar) or a wrong draft, the samples under way continue another text. The
                 # K and V of the known tokens hold. So do those of this sample, unless a wrong draft was in its place.
-                seq.drop_pending(num_known + 1 if is_right else num_known)
+                seq.num_computed_tokens = min(seq.num_computed_tokens, position + 1 if is_right else position)
+                seq.num_pending_tokens, seq.drafts = 0, []
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -568,7 +535,8 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child the parent's tokens. It shares the parent's blocks if the parent is running and a batch row is
-        free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see `find_prefix`.)"""
+        free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see
+        scheduling/samples.py.)"""
         child.token_ids = list(parent.token_ids)
         if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.block_manager.fork(parent, child)
@@ -586,12 +554,9 @@ class Scheduler:
         prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
         start over. So do those that it preempted, because their planned moves to the host never happen."""
         self.block_manager.uncache(step.cached)
-        for seq in step.sampled:  # not `settle`, which takes void tokens first: those may be an earlier step's
-            if seq.num_pending_tokens:
-                seq.num_pending_tokens -= 1
-            else:
-                seq.num_void_tokens -= 1
-        for seq in step.preempted[::-1] + step.seqs[::-1]:  # reversed: later ones' blocks are reused first
+        for seq, position in zip(step.sampled, step.positions):
+            seq.num_pending_tokens -= seq.is_pending(position)
+        for seq in reversed(step.seqs + step.preempted):  # reversed: later ones' blocks are reused first
             if seq.status is not Status.FINISHED:
                 self.release(seq)
                 self.add(seq)
@@ -602,7 +567,6 @@ class Scheduler:
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1
-            del seq.siblings[seq]
 
 
 # --------------------------------------------------------------------------------------------------

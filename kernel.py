@@ -65,7 +65,7 @@ interpreter runs a kernel line by line, also under a debugger: `python engine.py
 """
 import math
 from collections import namedtuple
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, NamedTuple
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
@@ -151,8 +151,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                               query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
-                              out: Tensor | None = None, rectangles: dict | None = None, k_scale: float = 1.0,
-                              v_scale: float = 1.0, **_) -> Tensor:
+                              out: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
     """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
@@ -163,65 +162,25 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     scale            factor of the scores, usually head_dim ** -0.5
     k_scale, v_scale factors of the K and V in the cache (fp8)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
-    rectangles       a dict shared by a step's layers; the first layer of each window puts `_rectangles` there
     Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
     """
     out = torch.empty_like(q) if out is None else out
-    group = q.shape[1] // k_cache.shape[2]
-    rectangles = {} if rectangles is None else rectangles
-    if sliding_window not in rectangles:
-        rectangles[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
-                                                      sliding_window, q.dtype))
-    for rows, slots, mask in rectangles[sliding_window]:
-        out[rows] = _attend_rectangle(q[rows], k_cache, v_cache, slots, mask, scale * k_scale)
+    group, block_size, starts = q.shape[1] // k_cache.shape[2], k_cache.shape[1], query_start_loc.tolist()
+    for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
+        if start == end:  # padding
+            continue
+        first, window = seq_len - (end - start), sliding_window or seq_len
+        position = torch.arange(seq_len, device=q.device)
+        query, key = position[first:, None], position[max(0, first - window + 1):]  # earlier keys no query sees
+        visible = (key <= query) & (key > query - window)  # [query_len, num_keys]
+        block, offset = table[key // block_size], key % block_size
+        # The kv heads are a batch: [num_kv_heads, group, tokens, head_dim]. The heads of a group share K and V.
+        k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype).transpose(0, 1)[:, None]
+                .expand(-1, group, -1, -1) for cache in (k_cache, v_cache))
+        heads = q[start:end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        result = F.scaled_dot_product_attention(heads, k, v, visible, scale=scale * k_scale)
+        out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2)
     return out if v_scale == 1 else out.mul_(v_scale)
-
-
-def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
-                sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The n sequences with the same query_len are computed as one padded batch, a rectangle; a decode step is a single
-    one. Yields its rows of q [n, query_len], the slots to read [n, num_keys], where num_keys is the longest seq_len,
-    and the mask to add to the scores [n, 1, group * query_len, num_keys]. Two sequences decode, block_size 4:
-
-        block table 3 1, 7 tokens    slots  12 13 14 15  4  5  6      mask  0 0 0 0 0 0 0
-        block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0      mask  0 0 0 0 0 -inf -inf    (0: token 4 again)
-    """
-    query_lens = query_start_loc.diff()
-    for query_len in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
-        members = (query_lens == query_len).nonzero()[:, 0]  # [n]
-        query = torch.arange(query_len, device=members.device)
-        rows = query_start_loc[members, None] + query
-        lens = seq_lens[members, None].long()  # [n, 1]
-        key_position = torch.arange(int(lens.max()), device=members.device)  # [num_keys]
-        query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
-        window = sliding_window or len(key_position)
-        visible = (key_position <= query_position) & (key_position > query_position - window)
-        # A masked key is read all the same. An unwritten slot may hold NaN, which a weight of 0 does not remove. So
-        # positions that no query sees, after the end or before the window, read the nearest visible slot.
-        oldest = (lens - query_len - window + 1).clamp(min=0)
-        position = key_position.clamp(oldest, lens - 1)  # [n, num_keys]
-        block = block_tables[members].gather(1, position // block_size).long()
-        slots = block * block_size + position % block_size
-        mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
-        yield rows, slots, mask[:, None].repeat(1, 1, group, 1)  # every head of a group has the same mask
-
-
-def _attend_rectangle(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention for n sequences: q and the result are [n, query_len, num_heads, head_dim]."""
-    (n, query_len, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    k = _read_slots(k_cache, slots, q.dtype)  # [n, num_kv_heads, num_keys, head_dim]
-    v = _read_slots(v_cache, slots, q.dtype)
-    # The query heads of a kv head become further query rows of that head, so K and V are not repeated.
-    q = q.view(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
-    o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return o.view(n, num_kv_heads, -1, query_len, head_dim).permute(0, 3, 1, 2, 4).reshape(n, -1, num_heads, head_dim)
-
-
-def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The slots [n, num_keys] of a cache as [n, num_kv_heads, num_keys, head_dim]."""
-    flat = as_bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view if blocks are contiguous
-    picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
-    return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -701,7 +660,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
                     query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention_reference` in Triton. It ignores `rectangles`, and takes four arguments more:
+    """`paged_attention_reference` in Triton. It takes four arguments more:
 
     max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)

@@ -72,7 +72,7 @@ class Batch:
     num_decodes: int  # the first sequences, those with one new token (a CUDA graph passes the number of all)
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
-    rectangles: dict[Any, Any] = field(default_factory=dict)  # torch attention's problems, shared by all layers
+    shared: dict[Any, Any] = field(default_factory=dict)  # what attention computes once for all layers; rectangles.py
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Layer(nn.Module):
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             self.config.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
-            rectangles=batch.rectangles, k_scale=k_scale, v_scale=v_scale)
+            k_scale=k_scale, v_scale=v_scale, shared=batch.shared)
 
     def project(self, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """o_proj of attention's result, and the MLP."""

@@ -27,8 +27,9 @@ from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Sta
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
-from nanopaged.device import last_layer
+from nanopaged.device import last_layer, rectangles
 from nanopaged.device.logits import encode_bad_words
+from nanopaged.scheduling import samples
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.drafts import Drafter, Drafting
 from nanopaged.scheduling.swapping import Swapping
@@ -143,7 +144,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 @pytest.mark.parametrize("case, dtype", [
     (case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
     if dtype is (torch.bfloat16 if CUDA else torch.float32) or case in ("mixed batch", "splits", "head_dim 256")])
-@pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference])
+@pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference,
+                                       rectangles.paged_attention])
 def test_attention_equals_float64(attention, case, dtype):
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
     options = dict(options)
@@ -249,11 +251,11 @@ def test_padding_is_not_written():
 
 
 def test_a_decode_step_in_torch_is_one_call(monkeypatch):
-    """The path in torch makes one call, however many sequences there are and however long they are."""
+    """The default path in torch makes one call, however many sequences there are and however long they are."""
     calls, attend = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
                         lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
-    run_attention(paged_attention_reference, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
+    run_attention(rectangles.paged_attention, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
     assert len(calls) == 1
 
 
@@ -332,7 +334,7 @@ def test_attention_over_an_fp8_cache(case):
     q, k_cache, v_cache, *rest = paged_problem(query_lens, seq_lens, dtype=torch.float16, **options)
     k8, v8 = [(cache / scale).to(torch.float8_e4m3fn) for cache, scale in ((k_cache, 0.25), (v_cache, 2.0))]
     expected = reference(q, k8.to(torch.float16) * 0.25, v8.to(torch.float16) * 2.0, *rest, q.shape[-1] ** -0.5, window)
-    for attention in (paged_attention, paged_attention_reference):
+    for attention in (paged_attention, paged_attention_reference, rectangles.paged_attention):
         out = run_attention(attention, [q, k8, v8, *rest], window, k_scale=0.25, v_scale=2.0)
         assert relative_error(out, expected) < 3e-3
 
@@ -362,11 +364,12 @@ def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
                     **fields)
 
 
-def siblings(n, *args, **kwargs):
+def samples_of(n, *args, **kwargs):
     """n samples of one prompt."""
     seqs = [sequence(*args, **kwargs) for _ in range(n)]
+    group = samples.Samples(seqs)
     for seq in seqs:
-        seq.siblings = seqs[0].siblings
+        seq.samples = group
     return seqs
 
 
@@ -547,12 +550,12 @@ def test_the_counters_of_the_sequences_text(lookahead):
     assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead
 
 
-def test_the_two_samples_of_the_block_managers_text():
-    """As `_find_in_sibling` draws them."""
-    model, (a, b) = fake(), siblings(2, range(6))
+def test_the_two_samples_of_the_drawing():
+    """As scheduling/samples.py draws them."""
+    model, (a, b) = fake(), samples_of(2, range(6))
     model.scheduler.add(a)
     model.scheduler.add(b)
-    rows = [row[1:] for row in as_rows(BlockManager._find_in_sibling.__doc__, "step    A")[1:]]
+    rows = [row[1:] for row in as_rows(samples.__doc__, "step    A")[1:]]
     step = model.scheduler.schedule()
     batch = StepInput.of(step, 4)
     assert step.num_tokens == [6, 1] and a.block_table == b.block_table == [0, 1] and batch.slot_mapping[0] == -1
@@ -682,7 +685,7 @@ def test_priority_goes_before_arrival_when_rows_or_blocks_are_short():
 def test_a_blocked_sample_is_admitted_as_soon_as_it_can_share_the_prompt():
     """The first of three samples has most of the pool; the others fit as soon as they can share its blocks."""
     model = fake(num_blocks=24, caching=False)
-    seqs = siblings(3, range(60), max_new=5)
+    seqs = samples_of(3, range(60), max_new=5)
     seqs[0].max_chunk = 40
     for seq in seqs:
         model.scheduler.add(seq)
@@ -730,7 +733,7 @@ def test_block_operations_do_not_depend_on_the_pool():
 def test_samples_of_a_prompt_compute_it_once_and_copy_the_block_that_they_write():
     for caching in (True, False):
         model = fake(caching=caching)
-        seqs = siblings(3, range(10), max_new=5)
+        seqs = samples_of(3, range(10), max_new=5)
         for seq in seqs:
             model.scheduler.add(seq)
         step = model.step()
@@ -747,7 +750,7 @@ def test_samples_of_a_prompt_compute_it_once_and_copy_the_block_that_they_write(
 
 def test_a_prompt_of_whole_blocks_needs_no_copy():
     model = fake()
-    for seq in siblings(4, range(8), max_new=3):
+    for seq in samples_of(4, range(8), max_new=3):
         model.scheduler.add(seq)
     model.run()
     assert model.events["copies"] == 0
@@ -871,7 +874,7 @@ def random_operations(count, rng, events):
         prompt = rng.choice(texts)[:rng.randint(1, max_len - 1)]
         if action < 0.30 and len(alive) < 20:
             priority, new = rng.choice([0, 0, 1]), rng.randint(1, 20)
-            for seq in siblings(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority, sampling=sampling):
+            for seq in samples_of(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority, sampling=sampling):
                 seq.drafter = rng.choice([None, Drafter(drafting)])
                 alive.append(seq)
                 scheduler.add(seq)
@@ -932,9 +935,13 @@ def test_greedy_continuations_equal_transformers(variant):
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
 
 
-def test_the_torch_path_on_any_device():
-    prompts, continuations, _ = expectations("qwen3")
-    outputs = load("qwen3", attention="torch").generate([prompt.tolist() for prompt in prompts], GREEDY)
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("variant", ["qwen3", "mistral"])  # without and with a window
+def test_the_torch_paths_on_any_device(variant, enforce_eager):
+    prompts, continuations, _ = expectations(variant)
+    llm = load(variant, attention="torch", enforce_eager=enforce_eager)
+    assert llm.runner.kernels is (kernel.TORCH if enforce_eager else rectangles.KERNELS)
+    outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
     assert tokens_of(outputs) == [continuation.tolist()[:24] for continuation in continuations]
 
 

@@ -75,7 +75,8 @@ class LLM:
     tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
         (nanopaged/device/parallel.py)
     speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/scheduling/drafts.py)
-    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead
+    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead; in
+        torch attention computes one sequence after the other
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
         asks for a missing feature raises ValueError
@@ -295,8 +296,12 @@ class LLM:
             self._compute_whole_prompt(sequences[0], params.prompt_logprobs)
         request.start(str(arrival), sequences, is_reported)
         self.requests[request.request_id] = request
+        if params.n > 1:
+            from nanopaged.scheduling.samples import Samples
+            samples = Samples(sequences)
+            for seq in sequences:
+                seq.samples = samples
         for seq in sequences:
-            seq.siblings = sequences[0].siblings
             self.scheduler.add(seq)
 
     def _compute_whole_prompt(self, seq: engine.Sequence, count: int) -> None:
@@ -528,7 +533,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
 
 def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, config: model.ModelConfig, tensors: Any,
                   **options: Any) -> list[Runner]:
-    """The plain runner, or on CUDA the one with recorded steps. (The torch path asks the device for lengths, which
+    """The plain runner, or on CUDA the one with recorded steps. (Attention in torch asks the device for lengths, which
     cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
     runners: list[Runner] = []
     for picked in pick_devices(device, count):
@@ -554,6 +559,8 @@ def _split_model(size: int, path: Path, pool: tuple, swap_space: float, device: 
 
 def _pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
     kernels, runner = pick_kernels(attention, device), Runner
+    if kernels is kernel.TORCH and not enforce_eager:
+        from nanopaged.device.rectangles import KERNELS as kernels
     if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
         from nanopaged.device.graphs import GraphRunner as runner
     return runner, kernels

@@ -191,10 +191,10 @@ class Trace:
 
     def _placements(self) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
-        lines, siblings = [], None
+        lines, samples = [], None
         for seq, pool, offers in getattr(self.scheduler, "placements", []):
-            has_samples = seq.siblings is siblings or any(other.pool is pool.block_manager for other in seq.siblings)
-            siblings = seq.siblings
+            has_samples = seq.samples is not None and (seq.samples is samples or pool._has_sample(seq))
+            samples = seq.samples
             no_choice = ": its samples are there" if has_samples else ": the last sequence there gives way to it"
             why = ": its next step has " + ", ".join(
                 [f"{offers[pool].num_tokens} tokens with it" if offers else ""]

@@ -182,9 +182,9 @@ class GraphRunner(Runner):
         graph.replay()
 
     def _sample_masked(self, batch: engine.StepInput, sampling_indices: list[int], tokens: Tensor,
-                       seqs: list[tuple[int, engine.Sequence]]) -> Tensor:
+                       grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
         """The tokens of a replayed step, sampled again in the rows of sequences with a grammar."""
-        masked = {sampling_indices[i]: seq for i, seq in seqs if not seq.num_void_tokens}  # void: forced already
+        masked = {sampling_indices[i]: seq for i, seq, position in grammars if seq.is_pending(position)}
         if masked:
             at, drawn = self._replay_masked(batch, masked)
             tokens.index_copy_(0, at, drawn)

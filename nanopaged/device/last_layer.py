@@ -47,7 +47,7 @@ def decode_only(batch: model.Batch, seq_indices: Tensor) -> model.Batch:
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
     return replace(batch, block_tables=batch.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
                    query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
-                   query_tiles=None, rectangles={})
+                   query_tiles=None, shared={})
 
 
 def skip_rows_without_logits(transformer: model.Transformer) -> None:

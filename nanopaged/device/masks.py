@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
 
 
-def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, engine.Sequence]]) -> Tensor:
-    """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence) of those that have
-    one."""
-    seqs = dict(grammars)
+def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
+    """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence, position) of those
+    that have one. A token that the grammar has forced by now is not sampled."""
+    seqs = {row: seq for row, seq, position in grammars if seq.is_pending(position)}
     return mask_logits(logits, send_masks(runner, [seqs.get(row) for row in range(len(logits))]))
 
 
@@ -45,7 +45,7 @@ class Masker:
         start, num_rows = self.host.data_ptr(), Counter[engine.Sequence | None]()
         for row, seq in enumerate(seqs):
             address = start + self.num_bytes * row
-            if seq is None or seq.num_void_tokens:  # void: the grammar has forced this token already
+            if seq is None:
                 ctypes.memset(address, 0xFF, self.num_bytes)
             else:
                 size = seq.sampling.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])

@@ -21,9 +21,9 @@ num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 3
 tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
 
 This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place and fused.py compiled functions;
-`enforce_eager=True` leaves both off. warmup.py compiles ahead. choices.py decides types and kernels, and
-memory.py how large a GPU's pool can be. Rare features: swapping.py, logits.py (edited logits), logprobs.py, masks.py
-(grammars).
+last_layer.py, and rectangles.py for attention in torch, leave out work on a CPU, too. `enforce_eager=True` leaves all
+four off. warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large a GPU's pool can be.
+Rare features: swapping.py, logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref

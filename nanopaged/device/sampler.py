@@ -29,12 +29,12 @@ class SamplingNeeds(NamedTuple):
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False  # penalties, biases, bans: nanopaged/device/logits.py
     processors: list[tuple] = []  # see LogitsEditor.__call__
-    grammars: list[tuple] = []  # (index, sequence) of those that have one: nanopaged/device/masks.py
+    grammars: list[tuple] = []  # (index, sequence, position) of those that have one: nanopaged/device/masks.py
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
-    def of(cls, seqs: list[engine.Sequence], editor: "LogitsEditor | None") -> "SamplingNeeds":
-        """editor: None while no sequence has edited its logits."""
+    def of(cls, seqs: list[engine.Sequence], positions: list[int], editor: "LogitsEditor | None") -> "SamplingNeeds":
+        """positions: of the sampled tokens. editor: None while no sequence has edited its logits."""
         params = [seq.sampling.params for seq in seqs]
         processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:],
                        partial(setattr, seq, "stop_reason"))
@@ -42,7 +42,7 @@ class SamplingNeeds(NamedTuple):
         wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
         return cls(greedy=all(p.is_greedy for p in params), filters=any(p.has_filter for p in params),
                    edits=editor is not None and editor.edits(seq.row for seq in seqs), processors=processors,
-                   grammars=[(i, seq) for i, seq in enumerate(seqs) if seq.sampling.grammar],
+                   grammars=[(i, seq, positions[i]) for i, seq in enumerate(seqs) if seq.sampling.grammar],
                    num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
 
 

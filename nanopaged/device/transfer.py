@@ -68,7 +68,8 @@ class LaunchedStep:
         sampled = set(step.sampled)
         self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
         self.seqs = [batch.seqs[i] for i in self.indices]
-        self.needs = SamplingNeeds.of(self.seqs, runner.editor) if self.seqs else SamplingNeeds()
+        positions = [batch.seq_lens[i] for i in self.indices]
+        self.needs = SamplingNeeds.of(self.seqs, positions, runner.editor) if self.seqs else SamplingNeeds()
         wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
         self.parts = logprobs.prompt_parts(batch) if wants_prompts else []
         self.more_rows = [row for part in self.parts for row in part.rows]

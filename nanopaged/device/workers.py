@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nanopaged import kernel, model
+from nanopaged.device import rectangles
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
@@ -279,7 +280,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     peers.connect()
     runner = rank_class(Follower, runner_class)(
         model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
-        peers=peers, device=own_device, kernels=kernel.TRITON if is_triton else kernel.TORCH, **options)
+        peers=peers, device=own_device, kernels=kernel.TRITON if is_triton else rectangles.KERNELS, **options)
     runner.allocate_pool(*pool)
     runner.allocate_host_pool(swap_space)
     return runner

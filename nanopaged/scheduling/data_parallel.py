@@ -86,13 +86,13 @@ class PoolScheduler(engine.Scheduler):
             insort(self.queue, seq, key=engine.by_order)
 
     def _is_bound(self, seq: engine.Sequence) -> bool:
-        """Whether a waiting sequence belongs to this pool: its blocks are on this pool's host, or a sibling runs here,
+        """Whether a waiting sequence belongs to this pool: its blocks are on this pool's host, or a sample runs here,
         or a step of this device that samples for it is not read yet."""
-        is_sampled = seq.num_pending_tokens or seq.num_void_tokens
-        return bool(seq.host_table or is_sampled) or self._has_sibling(seq)
+        return bool(seq.host_table or seq.num_pending_tokens) or self._has_sample(seq)
 
-    def _has_sibling(self, seq: engine.Sequence) -> bool:
-        return any(other.pool is self.block_manager for other in seq.siblings)
+    def _has_sample(self, seq: engine.Sequence) -> bool:
+        """Whether another sample of its prompt runs here."""
+        return seq.samples is not None and seq.samples.run_in(self.block_manager)
 
     def _run(self, seq: engine.Sequence) -> None:
         super()._run(seq)
@@ -112,8 +112,8 @@ class PoolScheduler(engine.Scheduler):
                  for pool in self.pools}
         limits = {pool: pool._order_of_blocked() for pool in self.pools}
         for seq in list(self.queue):
-            homes = [pool for pool in self.pools if pool._has_sibling(seq)]
-            if placements and placements[-1].seq.siblings is seq.siblings:  # a sample of the prompt placed last
+            homes = [pool for pool in self.pools if pool._has_sample(seq)]
+            if placements and placements[-1].seq.samples is seq.samples is not None:  # the prompt placed last
                 homes = [placements[-1].pool]
             offers = {pool: offer for pool in homes or self.pools
                       if seq.order < limits[pool] and (offer := pool._offer(seq, loads[pool]))}
@@ -173,7 +173,8 @@ class PoolScheduler(engine.Scheduler):
     def _follow_promises(self, seq: engine.Sequence, hit: engine.PrefixHit, extend: bool = False) -> int:
         """The number of blocks after the hit that sequences placed before will cache. extend: promise the others."""
         size, num_shared, prefix_key = self.block_manager.block_size, 0, hit.prefix_key
-        if not self.block_manager.enable_prefix_caching or not seq.reads_prefix_cache or prefix_key is None:
+        is_cached = hit.num_cached_blocks == len(hit.blocks)  # else a sample's
+        if not (self.block_manager.enable_prefix_caching and seq.reads_prefix_cache and is_cached):
             return 0
         for start in range(hit.num_tokens, len(seq.token_ids) - size + 1, size):
             key = (prefix_key, tuple(seq.token_ids[start:start + size]))

@@ -124,8 +124,8 @@ class Drafter:
             return []
         self._guess(seq.token_ids)
         seq.lookahead = self.mean_right < self.drafting.pays
-        # The last token must be known. One whose K and V were found is computed for its logits alone, and a sibling may
-        # be computing the block behind it in this very step (engine.BlockManager._find_in_sibling).
+        # The last token must be known. One whose K and V were found is computed for its logits alone, and another
+        # sample may be computing the block behind it in this very step (samples.py).
         is_known = seq.num_new_tokens == 1 and not seq.num_pending_tokens
         if seq.lookahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
             return []

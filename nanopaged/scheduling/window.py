@@ -33,7 +33,7 @@ class SlidingWindow(engine.BlockManager):
 
     def free_out_of_window(self, seq: engine.Sequence) -> None:
         """Free the blocks that lie before the window of the sequence's next token."""
-        for i in range(seq.num_null_blocks, self._num_blocks_before_window(seq.num_computed_tokens)):
+        for i in range(seq.num_null_blocks, self.num_blocks_before_window(seq.num_computed_tokens)):
             self._decref(seq.block_table[i])
             seq.block_table[i] = engine.NULL
             seq.num_null_blocks = i + 1
@@ -46,7 +46,7 @@ class SlidingWindow(engine.BlockManager):
     def num_null_blocks(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
         """Leading entries of its block table that will be NULL, if it is admitted with this hit."""
         num_computed_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
-        before_window = self._num_blocks_before_window(min(num_computed_tokens, seq.num_tokens - 1))
+        before_window = self.num_blocks_before_window(min(num_computed_tokens, seq.num_tokens - 1))
         return min(before_window, max(len(hit.blocks), len(seq.host_table)))
 
     def num_blocks_needed(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
@@ -58,10 +58,6 @@ class SlidingWindow(engine.BlockManager):
         super().start(seq, hit)
         seq.num_null_blocks = seq.block_table.count(engine.NULL)
 
-    def has_prompt(self, seq: engine.Sequence, num_tokens: int) -> bool:
-        before_window = self._num_blocks_before_window(num_tokens - 1)
-        return super().has_prompt(seq, num_tokens) and seq.num_null_blocks <= before_window
-
     def fork(self, parent: engine.Sequence, child: engine.Sequence) -> None:
         super().fork(parent, child)
         child.num_null_blocks = parent.num_null_blocks
@@ -70,7 +66,7 @@ class SlidingWindow(engine.BlockManager):
         super().free(seq)
         seq.num_null_blocks = 0
 
-    def _num_blocks_before_window(self, position: int) -> int:
+    def num_blocks_before_window(self, position: int) -> int:
         """Leading blocks that the token at this position does not attend to."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 

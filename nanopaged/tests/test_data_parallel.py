@@ -17,6 +17,7 @@ from nanopaged.api import llm as api
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
 from nanopaged.scheduling.data_parallel import Engines, Pools, make_schedulers
+from nanopaged.scheduling.samples import Samples
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, freed_at_once, load, tokens_of
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -177,7 +178,8 @@ def test_a_sequence_does_not_wait_behind_one_that_its_pool_has_no_blocks_for():
     first.add(sequence(range(400, 440), max_new=50))
     first.add(sample := sequence(range(100, 132), max_new=120))
     step(first)
-    bound = sequence(range(100, 132), max_new=120, siblings=sample.siblings)
+    bound = sequence(range(100, 132), max_new=120)
+    sample.samples = bound.samples = Samples([sample, bound])
     bound.token_ids += range(200, 300)  # it was preempted
     first.add(bound)
     step(first)

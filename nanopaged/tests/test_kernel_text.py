@@ -9,6 +9,7 @@ import torch
 
 import kernel
 from nanopaged import tiles
+from nanopaged.device import rectangles
 from nanopaged.tiles import cdiv
 
 
@@ -52,19 +53,22 @@ def test_the_block_table():
 
 
 def test_a_chunk_sees_the_keys_up_to_its_own():
+    values = torch.eye(8).view(2, 4, 1, 8)  # V of token t is 1 at t alone, so the result has the weights of all keys
     starts, lens = torch.tensor([0, 3]), torch.tensor([7])
-    [(_, _, mask)] = kernel._rectangles(torch.tensor([[0, 1]]), lens, starts, 4, 1, 0, torch.float32)
+    weights = kernel.paged_attention_reference(torch.zeros(3, 1, 8), values, values, torch.tensor([[0, 1]]), lens,
+                                               starts, 1.0)
     for i in range(3):
         row = drawn(kernel.__doc__, f"query {i}, position {4 + i}")[:7]
-        assert row == ["." if masked else "x" for masked in mask[0, 0, i].isinf().tolist()]
+        assert row == ["x" if weight > 0 else "." for weight in weights[i, 0, :7].tolist()]
 
 
 def test_slots_of_two_contexts_of_different_lengths():
     drawing = re.findall(r"block table (\d) (\d), (\d) tokens    slots +([ \d]+) mask +(0(?: 0| -inf){6})",
-                         text_of(kernel._rectangles))
+                         rectangles.__doc__)
     tables, lens = [[int(word) for word in row[:2]] for row in drawing], [int(row[2]) for row in drawing]
     starts = torch.arange(3)  # one new token each
-    [(_, slots, mask)] = kernel._rectangles(torch.tensor(tables), torch.tensor(lens), starts, 4, 1, 0, torch.float32)
+    [(_, slots, mask)] = rectangles._rectangles(torch.tensor(tables), torch.tensor(lens), starts, 4, 1, 0,
+                                                torch.float32)
     assert slots.tolist() == [[int(word) for word in row[3].split()] for row in drawing]
     assert mask[:, 0, 0].tolist() == [[float(word) for word in row[4].split()] for row in drawing]
 

@@ -269,7 +269,7 @@ def test_an_editor_made_while_other_rows_run_leaves_them_as_they_are(device):
 
 def test_without_an_editor_no_sequence_edits():
     seq = engine.Sequence([1], (0, 0, 0), 9, sampling=SequenceSampling(SamplingParams(temperature=0)))
-    assert SamplingNeeds.of([seq], None) == SamplingNeeds(greedy=True)
+    assert SamplingNeeds.of([seq], [1], None) == SamplingNeeds(greedy=True)
 
 
 def test_tables_hold_the_rows_that_need_them(device):

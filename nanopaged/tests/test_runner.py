@@ -71,7 +71,7 @@ def test_a_machine_without_triton_attends_with_torch(monkeypatch):
     """A machine with CUDA does so too, since Windows has no Triton."""
     monkeypatch.setattr(kernel, "triton", None)
     prompts, continuations, _ = expectations("qwen3")
-    llm = load("qwen3")
+    llm = load("qwen3", enforce_eager=True)
     assert llm.runner.kernels is kernel.TORCH
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = llm.generate([prompt.tolist() for prompt in prompts], params)

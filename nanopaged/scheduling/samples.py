@@ -1,0 +1,60 @@
+"""Samples of one prompt (n > 1) share the blocks of the prompt, also without prefix caching. An addition to chapter 3.
+
+Each sample is a sequence of its own: it waits, runs and is preempted like any other. When it is admitted it shares the
+blocks of a sample that runs, the last one included, which may be partly filled. Whichever writes there first copies
+the block, and the last holder keeps the original (copy-on-write, engine.BlockManager). With block_size 4 and a prompt
+of the tokens 0 to 5:
+
+    step    A, the first sample                 B, the second sample
+    0       computes 0 to 5, blocks 0 1         shares blocks 0 1, computes 5 for its logits alone
+    1       copies block 1 to 2, writes 6       holds block 1 alone by now, writes 6
+
+Copies are made before the forward pass. A copy of block 1 in step 0 would miss the K and V that this step writes. So a
+sample that returns after a preemption, and would copy at once to write generated tokens, shares only full blocks.
+"""
+import weakref
+from collections import deque
+from collections.abc import Iterator
+
+from nanopaged import engine
+from nanopaged.scheduling.window import SlidingWindow
+
+
+class Samples:
+    """The samples of one prompt: Sequence.samples of each of them."""
+
+    def __init__(self, seqs: list[engine.Sequence]):
+        self.seqs = deque(weakref.ref(seq) for seq in seqs)  # a sample has this, and the two need not outlive a request
+
+    def running(self, manager: engine.BlockManager) -> Iterator[engine.Sequence]:
+        """Those that run with blocks of this pool."""
+        while self.seqs and ((first := self.seqs[0]()) is None or first.status is engine.Status.FINISHED):
+            self.seqs.popleft()
+        for ref in self.seqs:
+            seq = ref()
+            if seq is not None and seq.status is engine.Status.RUNNING and seq.pool is manager:
+                yield seq
+
+    def run_in(self, manager: engine.BlockManager) -> bool:
+        return next(self.running(manager), None) is not None
+
+    def find(self, manager: engine.BlockManager, seq: engine.Sequence, hit: engine.PrefixHit) -> engine.PrefixHit:
+        """What the sequence can share: the prompt of a sample that runs, or the hit in the prefix cache if that is not
+        shorter."""
+        num_tokens = seq.num_prompt_tokens
+        if seq.num_tokens > num_tokens:
+            num_tokens = num_tokens // manager.block_size * manager.block_size
+        if hit.num_tokens < num_tokens:
+            for other in self.running(manager):
+                if _has_prompt(manager, other, num_tokens):
+                    blocks = other.block_table[:engine.cdiv(num_tokens, manager.block_size)]
+                    return engine.PrefixHit(blocks, num_tokens, seq.root, 0)
+        return hit
+
+
+def _has_prompt(manager: engine.BlockManager, seq: engine.Sequence, num_tokens: int) -> bool:
+    """Whether a running sequence has the first num_tokens tokens of its prompt in blocks; under a sliding window, those
+    that the next token attends to."""
+    if isinstance(manager, SlidingWindow) and seq.num_null_blocks > manager.num_blocks_before_window(num_tokens - 1):
+        return False
+    return num_tokens <= seq.num_computed_tokens
