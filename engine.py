@@ -438,10 +438,10 @@ class Scheduler:
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # the sequence was the last of all, and was preempted; no waiting one may overtake it
-                if seq.drafter is not None:
-                    seq.drafts = seq.drafter.draft(seq, self, min(budget, self.max_chunk) - num_tokens)
-                    num_tokens += len(seq.drafts)  # as many as `draft` could get blocks for
-                self._compute(seq, num_tokens, step)
+                if seq.drafter is None:
+                    self.compute(seq, num_tokens, step)
+                else:  # the last token and some guesses
+                    num_tokens = seq.drafter.compute(seq, num_tokens, step, self, min(budget, self.max_chunk))
                 budget -= num_tokens
             turn += 1
         manager = self.block_manager
@@ -485,16 +485,14 @@ class Scheduler:
         self.num_preemptions += 1
         return seq
 
-    def _compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
+    def compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
-        if seq.num_computed_tokens == seq.num_tokens + len(seq.drafts):  # caught up: the step samples the next token
-            for position in range(seq.num_tokens, seq.num_computed_tokens + 1):  # and the one after each draft
-                step.sampled.append(seq)
-                step.positions.append(position)
-            seq.num_pending_tokens += 1 + len(seq.drafts)
-            step.num_drafts += len(seq.drafts)
+        if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
+            step.sampled.append(seq)
+            step.positions.append(seq.num_computed_tokens)
+            seq.num_pending_tokens += 1
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:

@@ -99,17 +99,28 @@ class Drafter:
         self.mean_right = 0.0  # the moving average of a guess's tokens that came true
         self.metrics = RequestMetrics()
 
-    def draft(self, seq: engine.Sequence, scheduler: engine.Scheduler, most: int) -> list[int]:
-        """At most `most` tokens to compute after the sequence's last one, in the step that is being scheduled. Their
-        blocks are allocated: free ones, and none is taken from another sequence."""
-        drafts = self._drafts(seq, len(scheduler.running))[:max(0, min(most, seq.max_len - len(seq.token_ids) - 1))]
+    def compute(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput, scheduler: engine.Scheduler,
+                most: int) -> int:
+        """Let the step that is being scheduled compute num_tokens tokens of the sequence, and guesses after its last
+        one: at most `most` tokens together. Returns their number. The guesses get free blocks, none of another
+        sequence."""
+        most = min(most - num_tokens, seq.max_len - len(seq.token_ids) - 1)
+        drafts = self._drafts(seq, len(scheduler.running))[:max(0, most)]
         while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
             drafts.pop()
+        scheduler.compute(seq, num_tokens, step)
+        seq.drafts, num_drafts = drafts, len(drafts)
         if drafts:
+            step.num_tokens[-1] += num_drafts
+            step.sampled += [seq] * num_drafts  # the token after each draft
+            step.positions += range(seq.num_computed_tokens + 1, seq.num_computed_tokens + num_drafts + 1)
+            step.num_drafts += num_drafts
+            seq.num_computed_tokens += num_drafts
+            seq.num_pending_tokens += num_drafts
             for metrics in (self.metrics, self.drafting.metrics):
                 metrics.num_draft_steps += 1
-                metrics.num_draft_tokens += len(drafts)
-        return drafts
+                metrics.num_draft_tokens += num_drafts
+        return num_tokens + num_drafts
 
     def decide(self, seq: engine.Sequence, sample: int) -> bool:
         """Whether the first undecided draft is the token sampled in its place."""
