@@ -36,7 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block freed when it left the sliding window (window.py, swapping.py); never read
+NULL = -1  # in a block table: a block freed when it left the sliding window (window.py has such tables); K, V unread
 NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -88,24 +88,25 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
     num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0  # tokens whose K and V are in the KV cache, or will be after the scheduled steps
+    # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
+    num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
     num_hit_tokens: int = 0  # leading tokens whose K and V it was given (prefix hit, fork, swap): it never writes them
     block_table: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
-    prefix_key: int | str | None = ROOT  # of the tokens in those blocks
+    prefix_key: int | str = ROOT  # of the tokens in those blocks
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of its table that the runner has; a copy-on-write lowers it
 
     # For additions to this chapter
     listener: Listener | None = None
     max_chunk: int | None = None  # the most tokens of it that a step may compute; None: the token budget
-    lookahead: bool = True  # its next step may be planned before its last token is known on the host
+    may_look_ahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
     samples: Any = None  # the other samples of its prompt, if n > 1 (nanopaged/scheduling/samples.py)
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
-    drafts: list[int] = field(default_factory=list)  # guesses in a launched step, not checked yet
+    drafts: list[int] = field(default_factory=list)  # guesses in a scheduled step, not checked yet
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
     num_null_blocks: int = 0  # leading entries of the block table that are NULL
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED
@@ -122,12 +123,13 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Tokens that could be computed now. The last possible token is never an input, so it needs no K and V. With
         drafts under way the next input, the token after the last right draft, is not known yet."""
-        known = self.num_tokens if self.lookahead and not self.drafts else len(self.token_ids)
+        known = self.num_tokens if self.may_look_ahead and not self.drafts else len(self.token_ids)
         return min(known, self.max_len - 1) - self.num_computed_tokens
 
     def is_pending(self, position: int) -> bool:
-        """Whether a sample under way for this position may become a token of the text. Otherwise it continues another
-        text: a draft before it was wrong, or a grammar has forced the token at this position."""
+        """Whether a sample under way for this position may become a token of the text. Samples are read in the order of
+        their positions, so this one's is the next, or the text has passed it: a grammar has forced tokens. (After a
+        wrong draft no sample is pending.)"""
         return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
     def append(self, token: int) -> None:
@@ -203,7 +205,8 @@ class BlockManager:
         self.key_of_block: dict[int, tuple] = {}  # block -> its key in `prefix_cache`
         self.prefix_keys = itertools.count(ROOT + 1)
         self.step = SchedulerOutput()  # the step that is being scheduled
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = 0  # of all sequences admitted so far
+        # Of all first admissions so far: tokens of prompts, those that were found, and the blocks that have them
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = 0
         self.most_blocks_held = 0  # after `schedule`, of all steps so far
 
     @property
@@ -211,7 +214,7 @@ class BlockManager:
         return len(self.free_queue)
 
     def largest_chunk(self, max_num_batched_tokens: int) -> int:
-        """The most tokens of one sequence that a step may compute."""
+        """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
         return max_num_batched_tokens
 
     def begin_step(self) -> SchedulerOutput:
@@ -223,11 +226,11 @@ class BlockManager:
     def allocate(self, seq: Sequence, end: int) -> bool:
         """Extend the block table to cover the text's first `end` tokens; False if the pool has too few free blocks. A
         block that others hold is copied before it is written. Only the block of the first token to write can need this:
-        earlier blocks are not written, and later ones are not shared."""
-        # The first token to write. Of a prompt that was found whole the last token is computed again, and not written.
-        table, position = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
-        first = position // self.block_size
-        must_copy = position < end and first < len(table) and self.ref_counts[table[first]] > 1
+        earlier blocks are not written, and later ones are not shared, because what a hit or a fork gave ends there."""
+        # Of a prompt that was found whole the last token is computed again, and not written.
+        table, first_to_write = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
+        first = first_to_write // self.block_size
+        must_copy = first_to_write < end and first < len(table) and self.ref_counts[table[first]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))  # wrong drafts may have left more
         if not (num_missing or must_copy):
             return True
@@ -256,8 +259,9 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # A shared block may have a key already, from the time when P, the tokens before it, had another
-                # number: the cached block of P was evicted, and P was cached again. Nothing finds that key any more.
+                # The block may have a key that nothing finds any more. Two samples share the blocks of P and X. P's
+                # block is evicted, and the same tokens are cached again in another block, so P gets a new number.
+                # X's block still has its key with P's old number.
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -370,7 +374,7 @@ class BlockManager:
 
     def check_idle(self) -> None:
         """With no request under way every block must be free. RuntimeError otherwise: a mistake in this file."""
-        self.begin_step()
+        self.begin_step()  # with swapping, host blocks that the last step read are free from here on
         num_held = self.num_blocks - len(self.free_queue)
         if num_held or any(self.ref_counts):
             raise RuntimeError(f"the engine is idle, yet {num_held} blocks are held: please report this")
@@ -400,9 +404,9 @@ class Scheduler:
     a decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
     later ones wait until earlier ones end.
 
-    Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless a sliding window
-    and a chunk fit into it. So the first sequence in the order always makes progress. With equal priorities every other
-    one becomes the first in the end.
+    Every accepted sequence can run alone: LLM limits max_len to the tokens of the whole pool, unless the pool is larger
+    than a sliding window and a block. So the first sequence in the order always fits, at the latest after all others
+    are preempted. With equal priorities every other one becomes the first in the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -502,7 +506,8 @@ class Scheduler:
             if seq.status is Status.FINISHED or not seq.is_pending(position):
                 continue
             seq.num_pending_tokens -= 1
-            is_right, new = not seq.drafts or seq.drafter.decide(seq, sample), [sample]
+            is_right = not seq.drafts or seq.drafter.decide(seq, sample)
+            new = [sample]
             if seq.listener is not None:
                 new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
             for token in new:
@@ -512,8 +517,8 @@ class Scheduler:
                     seq.append(token)
                     self.num_generated_tokens += 1
             if len(new) > 1 or not is_right:
-                # After forced tokens (of a grammar) or a wrong draft, the samples under way continue another text. The
-                # K and V of the known tokens hold. So do those of this sample, unless a wrong draft was in its place.
+                # A grammar has forced more tokens, or a draft was wrong: samples under way continue another text. The
+                # sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
                 seq.num_computed_tokens = min(seq.num_computed_tokens, position + 1 if is_right else position)
                 seq.num_pending_tokens, seq.drafts = 0, []
             if seq.status is Status.FINISHED:
@@ -662,7 +667,8 @@ class Engine:
     host. They stay on the device, where step 2 finds them. A sequence that turns out to be finished has wasted one
     token. Its blocks are freed at once although a launched step still writes into one of them. That is safe: a step
     that reuses the block is launched later, and the device runs steps in order. With a lookahead of 0 each step is
-    read before the next one is planned; more than 1 is not supported. The counters of a prompt of 8 tokens, 0 to 7:
+    read before the next one is planned. More than 1 would keep the device no busier, and is not supported. The counters
+    of a prompt of 8 tokens, 0 to 7:
 
                               admitted   0 to 7 scheduled   8 scheduled   8 known   9 scheduled
         num_computed_tokens   0          8                  9             9         10
@@ -672,7 +678,7 @@ class Engine:
     runner: runner.launch(step) starts a step and returns a function, which waits for the step and gives a Sampled
     updates: SchedulerOutput.sampled and the Sampled of each step that was read, for the caller to take
     interruptible: the context of sections in which Ctrl-C does no harm
-    recover: called with the engine, a step that failed, and the error (nanopaged/scheduling/recovery.py)
+    recover: called with the engine, a step whose launch failed, and the error (nanopaged/scheduling/recovery.py)
     """
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0,
@@ -712,11 +718,11 @@ class Engine:
             self.launched.append((step, read))
 
     def update(self) -> None:
-        """Read the oldest launched step."""
+        """Read the oldest launched step. If reading fails, the step stays the oldest one, to be read again."""
         if self.launched:
             step, read = self.launched[0]
             with self.interruptible():
-                sampled = read()  # waits for the GPU; after an interrupt the step is still the first in the queue
+                sampled = read()  # waits for the GPU
             self.launched.popleft()
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))
@@ -724,8 +730,9 @@ class Engine:
     def unblock(self, step: SchedulerOutput) -> None:
         """The step computes nothing. (An ordinary request comes here only with a lookahead, when all that is left waits
         for the launched step.) It is undone: sequences that it preempted are not moved to the host after all. If no
-        launched step is left either, all running sequences are paused (beams that wait for others): otherwise the first
-        one could go on. They give up their blocks, and `resume` queues them again."""
+        step is launched either, the first sequence in the order, for which there is always room, waits for a token from
+        outside: it is paused (a beam that waits for others), and so are all that run. They give up their blocks, and
+        `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -53,8 +53,9 @@ tensor of addresses, `tl.dot` is a matrix product. The sizes of tensors are powe
 elements exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for
 each combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline
 with num_stages stages: it loads the next num_stages - 1 tiles while it computes. The compiler divides this work among
-the threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a thread loads 16 bytes). On a CPU, Triton's
-interpreter runs a kernel line by line, also under a debugger: `python engine.py --attention triton --enforce-eager`.
+the threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a few threads load 16 bytes of K). On a CPU,
+Triton's interpreter runs a kernel line by line, also under a debugger: `python engine.py --prompt "ROMEO:" --attention
+triton --enforce-eager`.
 
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 
@@ -81,7 +82,7 @@ from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_t
 # Kernels may read a global only if it is a constexpr.
 FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
 MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
-MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (H200)
+MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (measured on an H200)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8 V: the others even
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8 V: all else is even
     block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
@@ -292,7 +293,7 @@ Keys = namedtuple("Keys", [
     "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
 Sums = namedtuple("Sums", [
     "acc",  # the weighted sum of values of each query: [rows, DIM_PADDED], in decode [DIM_PADDED, rows]
-    "max",  # the largest score of each query, times scale and log2(e): weights are powers of 2
+    "max",  # the largest score of each query, times scale, which has a factor of log2(e): weights are powers of 2
     "sum"])  # the sum of the weights of each query
 
 
@@ -303,7 +304,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, DECODE: tl.constexpr, KV_HEADS: tl.constexpr,
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           PRECISION: tl.constexpr, NO_SPLIT: tl.constexpr, PDL: tl.constexpr):
+                           PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, PDL: tl.constexpr):
     """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
     pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
     query length alone picks its launch, so the result has the same bits in any batch:
@@ -313,7 +314,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of query_tiles and kv head)
 
     query_tiles   [n, 2], prefill only: (sequence, tile of its queries); sequence -1 is padding
-    split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not NO_SPLIT
+    split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     _wait_for_previous_kernel(PDL)
@@ -341,7 +342,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT,
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
                       TILE_M, TILE_N, PRECISION))
     else:
@@ -375,6 +376,7 @@ def _query_rows(queries, keys, row, sizes):
 @jit
 def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
+    (With TILE_N 64, blocks of 64 give one block id, and blocks of 16 give 64 ids: four blocks, 16 times each.)
     The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The loops
     therefore load block ids one tile ahead. No program reads the table after the sequence's last block, where it may
     hold anything."""
@@ -423,7 +425,7 @@ def _normalize(acc, weights, v_scale):
 @jit
 def _prefill(queries, keys, first_position, scale, v_scale, sizes):
     """The result of TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of
-    the other. Every row sees the tiles of keys before the diagonal, so these need no mask:
+    the other. Without a window every row sees the tiles of keys before the diagonal, so these need no mask:
 
         3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
         at position 6                       x x x x   x x x .   .
@@ -509,12 +511,12 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 
 @jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO_SPLIT: tl.constexpr, sizes):
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
-        NO_SPLIT: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
+        ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
                                                                to the splits, so that it adds in the same order
 
         in plain loops:             for split in the program's splits:
@@ -522,12 +524,16 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
                                         merge the sums into `total`, or store them
 
     Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all tiles. Its
-    last part runs for every tile, but takes effect only if `ends`, on the last tile of a split.
+    last part runs for every tile, but takes effect only if `ends`, on the last tile of a split:
+
+        300 tokens, splits of 128, TILE_N 64        tile   0    64    128  192    256
+                                                    split  0    0     1    1      2
+                                                    ends   .    x     .    x      x
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
-    if not NO_SPLIT:
+    if not ONE_PROGRAM:
         splits_per_program = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
         split += splits_per_program * tl.program_id(1)  # this program's first split
         start = tl.maximum(start, split * split_len)
@@ -544,7 +550,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
         sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
         ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
-        if NO_SPLIT:
+        if ONE_PROGRAM:
             total = _where(ends, _merge(total, sums), total)
         else:
             split_row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
@@ -555,7 +561,7 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, NO
             tl.store(split_sums + 2 * split_row + 1, sums.sum, mask=complete)
         sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
         split += ends.to(tl.int32)
-    if NO_SPLIT:
+    if ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
 
 
@@ -614,7 +620,7 @@ def _where(condition, yes, no):
 
 @jit
 def _merge(total, split):
-    """The sums of the splits so far and of this one, as one. NO_SPLIT and merge_splits_kernel call this in the same
+    """The sums of the splits so far and of this one, as one. ONE_PROGRAM and merge_splits_kernel call this in the same
     order. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
     new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -662,7 +668,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
     """`paged_attention_reference` in Triton. It takes four arguments more:
 
-    max_query_len, max_seq_len   upper bounds; they size the grid and do not change the result
+    max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
+                                 too, and the longest context bounds the number of splits
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     """
@@ -683,7 +690,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
-                out, out, out, *inputs, query_tiles, *scales, 1, *strides, DECODE=False, NO_SPLIT=True, **constants,
+                out, out, out, *inputs, query_tiles, *scales, 1, *strides, DECODE=False, ONE_PROGRAM=True, **constants,
                 **tiles.prefill_config(group, head_dim, q.dtype, q.device), **launch_options(q.device))
     num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
@@ -705,7 +712,7 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     config = tiles.decode_config(num_contexts, sharing, constants["GROUP"], head_dim, q.dtype, k_cache.dtype, q.device)
     paged_attention_kernel[(num_contexts, sharing)](
         out, split_acc, split_sums, *inputs, seq_lens, *scales, num_splits, *strides, DECODE=True,
-        NO_SPLIT=sharing == 1, **constants, **config, **launch_options(q.device))
+        ONE_PROGRAM=sharing == 1, **constants, **config, **launch_options(q.device))
     if sharing > 1:
         merge_splits_kernel[(num_decodes, num_heads)](
             out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *strides[2:4], num_splits,

@@ -21,7 +21,7 @@ per step: the last sampled one, whose K and V are not in the cache yet. It fills
     decode    .                    6           6               6               Then
 
 Both are the same computation, but their cost differs. A step reads every weight once, two bytes in bfloat16. T tokens
-need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 180 FLOPs
+need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 190 FLOPs
 (measured). A step of more tokens than that, as with long prompts, is therefore bound by compute. One of fewer tokens is
 bound by memory, above all decode, which also reads the K and V of a whole sequence for one token. Sequences that decode
 in the same step share the reading of the weights, which is why an engine batches them.

@@ -176,7 +176,7 @@ class BeamSearch:
     def _new_beam(self) -> engine.Sequence:
         return engine.Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
                                len(self.prompt_token_ids) + self.group.max_tokens, request_id=f"beam {self.arrival}",
-                               sampling=self.sampling, listener=self, lookahead=False)
+                               sampling=self.sampling, listener=self, may_look_ahead=False)
 
     def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
         """engine.Listener's method: keep the candidates; no token is appended yet."""

@@ -289,7 +289,7 @@ class LLM:
                             str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
                                              grammar=request.grammar and request.grammar.copy()),
-                            lookahead=not params.logits_processors, root=request.cache_salt or engine.ROOT,
+                            may_look_ahead=not params.logits_processors, root=request.cache_salt or engine.ROOT,
                             drafter=self.drafting and self.drafting.drafter(params))
             for j in range(params.n)]
         if params.prompt_logprobs is not None:

@@ -106,7 +106,7 @@ class GraphRunner(Runner):
         most_seqs = min(self.max_num_samples, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
         # A step with room for few sequences computes logits, and samples, for few rows.
-        mixed = [Shape(size, seqs, size // self.query_tile + seqs)
+        mixed = [Shape(size, seqs, size // self.tokens_per_tile + seqs)
                  for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}
                  for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
         return sorted(decodes + mixed, reverse=True)

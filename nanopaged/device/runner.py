@@ -64,7 +64,7 @@ class Runner:
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, max_num_drafts: int = 0):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # Rows of logits in a step: a sequence with drafts has several.
+        # Rows of logits in a step: a sequence with drafts has several (max_num_drafts in a step), and all are tokens.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
         self.to_device, self.send = partial(transfer.to_device, device), partial(transfer.send, device)
@@ -84,10 +84,10 @@ class Runner:
             self.compiled = ThreadPoolExecutor(1).submit(on_its_device(warmup.compile_kernels), self)
         with warmup.no_garbage_collection() if device.type == "cuda" else nullcontext():
             self._make_model(tensors)
-        self.query_tile = 1  # tokens of a prefill tile, as the kernel cuts them
+        self.tokens_per_tile = 1  # of queries in prefill, as the kernel cuts them
         if kernels is kernel.TRITON:
             group = config.num_heads // config.num_kv_heads
-            self.query_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
+            self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
 
     def _make_rows(self) -> None:
         """A row for each running sequence, and one that no sequence has, for padding (CUDA graphs, trial steps)."""
@@ -167,8 +167,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
-        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and returns
-        `_sample`, which `start` calls. Neither waits for the device, unless attention is in plain torch."""
+        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and gives
+        `start` a function that samples. Neither waits for the device, unless attention is in torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)
@@ -208,7 +208,7 @@ class Runner:
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # a NULL is never read
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: K, V are masked
                 seq.num_sent_blocks = len(seq.block_table)
         if new and (self.editor is not None or any(seq.sampling.params.edits_logits
                                                    or seq.sampling.params.logits_processors for seq in new)):
@@ -241,8 +241,8 @@ class Runner:
 
             sequence             A   C   B
             flat rows            0   1   2..5
-            last_rows            0   1   5        that of each sequence that samples
-            sampling_indices     0   1   2        all three sample
+            sampling_indices     0   1   2        all three sample (LaunchedStep.indices)
+            last_rows            0   1   5        of these; with more_rows behind them: logits_indices
             batch rows           4   0   7        any
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
@@ -297,4 +297,4 @@ class Runner:
         """The kernel's work list for prompts, on the host. Torch needs none."""
         if self.kernels is not kernel.TRITON:
             return torch.empty(0, 2, dtype=torch.int32)
-        return kernel.make_query_tiles(query_lens, seq_lens, self.query_tile)
+        return kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)

@@ -1,7 +1,7 @@
 """Between the host and the device: integers go there, and a step's results come back.
 
-`send` copies lists of integers to the device, and the host does not wait. A `LaunchedStep` stands for a step until the
-engine reads its tokens, and waits for them.
+`send` copies lists of integers to the device, and the host does not wait. `Runner.launch` returns a `LaunchedStep`. The
+engine calls it to wait for the step and to get its tokens.
 """
 from array import array
 from contextlib import nullcontext

@@ -131,14 +131,14 @@ class Drafter:
 
     def _drafts(self, seq: engine.Sequence, num_running: int) -> list[int]:
         if num_running > self.drafting.most_drafting:
-            seq.lookahead = True
+            seq.may_look_ahead = True
             return []
         self._guess(seq.token_ids)
-        seq.lookahead = self.mean_right < self.drafting.pays
+        seq.may_look_ahead = self.mean_right < self.drafting.pays
         # The last token must be known. One whose K and V were found is computed for its logits alone, and another
         # sample may be computing the block behind it in this very step (samples.py).
         is_known = seq.num_new_tokens == 1 and not seq.num_pending_tokens
-        if seq.lookahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
+        if seq.may_look_ahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
             return []
         drafts = self.guess[len(seq.token_ids) - self.start:]
         if seq.sampling.grammar:

@@ -69,7 +69,7 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
                                 1 if fp8 else dtype.itemsize, stages)
     strides = cache_strides(head_dim, block_size)
     constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
-        DECODE=phase == "decode", NO_SPLIT=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+        DECODE=phase == "decode", ONE_PROGRAM=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
                               config["num_stages"], fp8)
     return compiled, config

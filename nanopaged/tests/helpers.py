@@ -47,12 +47,12 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
 
     model: a golden checkpoint, or whatever LLM takes
     graphs: on a GPU, with CUDA graphs and compiled functions. Making them takes 5 to 20 seconds, so only tests of these
-        ask for them; the others run the plain path there. A CPU has none, and `enforce_eager` is as users have it.
+        ask for them; the others run the plain path there. On a CPU `enforce_eager` is what users have.
     lookahead: None leaves it to the runner
     """
     path = GOLDEN / model
     defaults = dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16),
-                    enforce_eager=CUDA and not graphs)
+                    enforce_eager=CUDA and not graphs and str(options.get("device")) != "cpu")
     llm = LLM(str(path) if path.is_dir() else model, **defaults | options)
     llm.engine.lookahead = llm.engine.lookahead if lookahead is None else lookahead
     return llm

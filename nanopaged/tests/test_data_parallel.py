@@ -294,7 +294,7 @@ def test_one_busy_device_has_its_lookahead(lookahead):
 def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
     """A step that only preempted is not launched, so the one before may still be under way when the next is planned."""
     pool, other = parts = schedulers(2, num_blocks=4)
-    first, last = sequence(range(8), lookahead=False), sequence(range(50, 58))
+    first, last = sequence(range(8), may_look_ahead=False), sequence(range(50, 58))
     pool.add(first)
     pool.add(last)
     launched = pool.schedule()

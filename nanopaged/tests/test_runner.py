@@ -62,7 +62,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     llm.generate([[7] * 130], params)
     llm.generate([[8, i] for i in range(max_num_seqs)], params)
     assert {form[0] for form in forms} == {"paged_attention_kernel", "rotate_and_store_kernel", "merge_splits_kernel"}
-    assert {dict(form[1:]).get("NO_SPLIT") for form in forms} == {True, False, None}
+    assert {dict(form[1:]).get("ONE_PROGRAM") for form in forms} == {True, False, None}
     assert forms <= compiled
     assert all(dict(form[1:])["enable_fp_fusion"] for form in forms)  # Triton's default differs between versions
 
