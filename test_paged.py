@@ -719,6 +719,30 @@ def test_a_failed_step_is_undone():
     assert all(len(seq.token_ids) == 19 for seq in seqs)
 
 
+@pytest.mark.parametrize("read", ["before the next step", "after the next step", "never: it is undone"])
+def test_a_sample_that_the_text_has_passed_is_dropped(read):
+    """A step is under way when the tokens that it samples are forced otherwise (a grammar does so)."""
+    scheduler = fake().scheduler
+    forced = SimpleNamespace(on_token=lambda seq, token, _: [token, 21, 22] if token == 20 else [token])
+    scheduler.add(seq := sequence(range(8), listener=forced))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.positions, second.positions, seq.num_pending_tokens) == ([8], [9], 2)
+    scheduler.update(first, Sampled([20]))
+    # The first step's sample has its K and V from the second step. The forced tokens have none.
+    assert (seq.token_ids[8:], seq.num_computed_tokens, seq.num_pending_tokens) == ([20, 21, 22], 9, 0)
+    steps = [second, scheduler.schedule()]
+    assert (steps[1].num_tokens, steps[1].positions) == ([2], [11])
+    if read == "never: it is undone":
+        scheduler.undo(steps.pop())
+        scheduler.undo(steps.pop())
+        assert (seq.num_computed_tokens, seq.num_pending_tokens) == (0, 0)
+        steps.append(scheduler.schedule())
+    for step in steps if read == "before the next step" else steps[::-1]:
+        scheduler.update(step, Sampled([30 if step is second else 23]))
+        check_books(scheduler)
+    assert seq.token_ids[8:] == [20, 21, 22, 23] and seq.num_pending_tokens == 0
+
+
 def test_block_operations_do_not_depend_on_the_pool():
     """The same work touches the same blocks, and only those, in a pool of 100 and in one of 100,000."""
     for num_blocks in (100, 100_000):

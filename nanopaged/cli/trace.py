@@ -193,7 +193,7 @@ class Trace:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
         lines, samples = [], None
         for seq, pool, offers in getattr(self.scheduler, "placements", []):
-            has_samples = seq.samples is not None and (seq.samples is samples or pool._has_sample(seq))
+            has_samples = seq.samples is samples is not None or pool._run_here(seq.samples, but=seq)
             samples = seq.samples
             no_choice = ": its samples are there" if has_samples else ": the last sequence there gives way to it"
             why = ": its next step has " + ", ".join(

@@ -39,6 +39,7 @@ ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, S
 WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
 OUT_OF_MEMORY = "OutOfMemoryError"
+KERNELS = {"triton": kernel.TRITON, "torch": kernel.TORCH, "rectangles": rectangles.KERNELS}
 
 
 class Workers:
@@ -254,8 +255,9 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
         config=vars(config) | dict(torch_dtype=None), path=None if tensors is None else str(path.resolve()),
-        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space, is_triton=kernels is kernel.TRITON,
-        threads=torch.get_num_threads(), options=options))
+        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space,
+        kernels=next(name for name, known in KERNELS.items() if known is kernels), threads=torch.get_num_threads(),
+        options=options))
     with workers.explained():
         workers.wait()  # until Python has started
         workers.awaited.update(workers.processes)
@@ -266,7 +268,7 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
 
 
 def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
-                  pool: list, swap_space: float, is_triton: bool, threads: int, options: dict[str, Any]) -> Follower:
+                  pool: list, swap_space: float, kernels: str, threads: int, options: dict[str, Any]) -> Follower:
     """A worker's runner."""
     runner_class, own_device = Runner, torch.device(device)
     if base == "GraphRunner":
@@ -280,7 +282,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     peers.connect()
     runner = rank_class(Follower, runner_class)(
         model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
-        peers=peers, device=own_device, kernels=kernel.TRITON if is_triton else rectangles.KERNELS, **options)
+        peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     runner.allocate_pool(*pool)
     runner.allocate_host_pool(swap_space)
     return runner

@@ -35,6 +35,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanopaged import engine
+from nanopaged.scheduling.samples import Samples
 
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
 
@@ -81,18 +82,17 @@ class PoolScheduler(engine.Scheduler):
     def return_unbound(self) -> None:
         """Give the waiting sequences that another pool could serve as well back to the queue."""
         self._forget_promises()
-        for seq in [seq for seq in self.waiting if not self._is_bound(seq)]:
-            engine.discard(self.waiting, seq)
-            insort(self.queue, seq, key=engine.by_order)
+        here = {samples for samples in {seq.samples for seq in self.waiting} if self._run_here(samples)}
+        for seq in list(self.waiting):
+            # Its blocks are on this pool's host, or a step of this device that samples for it is not read yet, or
+            # another sample of its prompt runs here: it stays.
+            if not (seq.host_table or seq.num_pending_tokens or seq.samples in here):
+                engine.discard(self.waiting, seq)
+                insort(self.queue, seq, key=engine.by_order)
 
-    def _is_bound(self, seq: engine.Sequence) -> bool:
-        """Whether a waiting sequence belongs to this pool: its blocks are on this pool's host, or a sample runs here,
-        or a step of this device that samples for it is not read yet."""
-        return bool(seq.host_table or seq.num_pending_tokens) or self._has_sample(seq)
-
-    def _has_sample(self, seq: engine.Sequence) -> bool:
-        """Whether another sample of its prompt runs here."""
-        return seq.samples is not None and seq.samples.run_in(self.block_manager)
+    def _run_here(self, samples: Samples | None, but: engine.Sequence | None = None) -> bool:
+        """Whether a sample of this prompt, other than `but`, runs in this pool."""
+        return samples is not None and any(seq is not but for seq in samples.running(self.block_manager))
 
     def _run(self, seq: engine.Sequence) -> None:
         super()._run(seq)
@@ -112,9 +112,10 @@ class PoolScheduler(engine.Scheduler):
                  for pool in self.pools}
         limits = {pool: pool._order_of_blocked() for pool in self.pools}
         for seq in list(self.queue):
-            homes = [pool for pool in self.pools if pool._has_sample(seq)]
-            if placements and placements[-1].seq.samples is seq.samples is not None:  # the prompt placed last
+            if placements and placements[-1].seq.samples is seq.samples is not None:
                 homes = [placements[-1].pool]
+            else:
+                homes = [pool for pool in self.pools if pool._run_here(seq.samples)]
             offers = {pool: offer for pool in homes or self.pools
                       if seq.order < limits[pool] and (offer := pool._offer(seq, loads[pool]))}
             if offers:

@@ -35,9 +35,6 @@ class Samples:
             if seq is not None and seq.status is engine.Status.RUNNING and seq.pool is manager:
                 yield seq
 
-    def run_in(self, manager: engine.BlockManager) -> bool:
-        return next(self.running(manager), None) is not None
-
     def find(self, manager: engine.BlockManager, seq: engine.Sequence, hit: engine.PrefixHit) -> engine.PrefixHit:
         """What the sequence can share: the prompt of a sample that runs, or the hit in the prefix cache if that is not
         shorter."""

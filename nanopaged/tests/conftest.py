@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,9 @@ def pytest_collection_finish(session):
                 env=os.environ | {IS_AHEAD: "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL))
         if name(session.items[0]) in COMPILING:  # no other tests come first
-            for process in session.ahead:
-                process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                for process in session.ahead:
+                    process.wait(timeout=120)
 
 
 def pytest_sessionfinish(session):
