@@ -93,7 +93,7 @@ class Sequence:
     num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
     num_hit_tokens: int = 0  # leading tokens whose K and V it was given (prefix hit, fork, swap): it never writes them
     block_table: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0  # leading blocks found in the prefix cache or offered to it
+    num_cached_blocks: int = 0  # leading blocks whose tokens the prefix cache has, or had when they were looked up
     prefix_key: int | str = ROOT  # of the tokens in those blocks
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of its table that the runner has; a copy-on-write lowers it
@@ -132,6 +132,12 @@ class Sequence:
         wrong draft no sample is pending.)"""
         return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
+    def rewind(self, end: int) -> None:
+        """A grammar has forced more tokens, or a draft was wrong. The samples under way continue another text, and the
+        K and V from position `end` on are not those of this one."""
+        self.num_computed_tokens = min(self.num_computed_tokens, end)
+        self.num_pending_tokens, self.drafts = 0, []
+
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token or the last possible one."""
         self.token_ids.append(token)
@@ -166,7 +172,7 @@ class SchedulerOutput:
 # --------------------------------------------------------------------------------------------------
 
 class PrefixHit(NamedTuple):
-    """The beginning of a sequence whose K and V are in the pool already."""
+    """The beginning of a sequence whose K and V are in the pool, or will be before the sequence attends."""
     blocks: list[int]
     num_tokens: int
     prefix_key: int | str  # of the first num_cached_blocks of these blocks
@@ -226,7 +232,9 @@ class BlockManager:
     def allocate(self, seq: Sequence, end: int) -> bool:
         """Extend the block table to cover the text's first `end` tokens; False if the pool has too few free blocks. A
         block that others hold is copied before it is written. Only the block of the first token to write can need this:
-        earlier blocks are not written, and later ones are not shared, because what a hit or a fork gave ends there."""
+        earlier blocks are not written, and later ones are not shared, because what a hit or a fork gave ends there.
+        (block_size 4, 6 tokens found: token 5 is computed again and needs no copy. Token 6 is written, into a copy of
+        block 1 if others hold block 1.)"""
         # Of a prompt that was found whole the last token is computed again, and not written.
         table, first_to_write = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
         first = first_to_write // self.block_size
@@ -259,9 +267,9 @@ class BlockManager:
                 block = seq.block_table[index]
                 if block == NULL:  # it left the sliding window, and later blocks could be found only through it
                     return
-                # The block may have a key that nothing finds any more. Two samples share the blocks of P and X. P's
-                # block is evicted, and the same tokens are cached again in another block, so P gets a new number.
-                # X's block still has its key with P's old number.
+                # The block may have a key that nothing finds any more. Say the cache had the tokens P in another block,
+                # and X after P in this one. The other block was evicted, and P was cached again, with a new number.
+                # This block still has the key (old number of P, X).
                 self._evict(block)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
@@ -438,7 +446,7 @@ class Scheduler:
             if turn == len(self.running):
                 break
             seq = self.running[turn]
-            num_tokens = min(seq.num_new_tokens, budget, seq.max_chunk or self.max_chunk, self.max_chunk)
+            num_tokens = min(seq.num_new_tokens, budget, self.max_chunk, seq.max_chunk or budget)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # the sequence was the last of all, and was preempted; no waiting one may overtake it
@@ -501,7 +509,8 @@ class Scheduler:
 
     def update(self, step: SchedulerOutput, sampled: "Sampled") -> None:
         """Take the tokens that a launched step sampled. A stop token, max_len, or an output that is not a number ends a
-        sequence here. For a stop string, an abort or another error the caller calls `finish`."""
+        sequence here. For a stop string, an abort or another error the caller calls `finish`. (Without additions each
+        sample is pending, is_right holds, and `new` is the sample.)"""
         for i, (seq, position, sample) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
             if seq.status is Status.FINISHED or not seq.is_pending(position):
                 continue
@@ -517,10 +526,8 @@ class Scheduler:
                     seq.append(token)
                     self.num_generated_tokens += 1
             if len(new) > 1 or not is_right:
-                # A grammar has forced more tokens, or a draft was wrong: samples under way continue another text. The
-                # sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
-                seq.num_computed_tokens = min(seq.num_computed_tokens, position + 1 if is_right else position)
-                seq.num_pending_tokens, seq.drafts = 0, []
+                # The sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
+                seq.rewind(position + 1 if is_right else position)
             if seq.status is Status.FINISHED:
                 self.release(seq)
 
@@ -634,8 +641,8 @@ class StepInput:
         else:  # a chunk: its ids are known, and none is a hit (a recomputed hit token is always alone)
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
-            for index in range(start // size, cdiv(end, size)):  # block by block
-                offset = table[index] * size - index * size  # from position to slot
+            for index in range(start // size, cdiv(end, size)):  # as above, for all tokens of a block at once
+                offset = (table[index] - index) * size  # from position to slot
                 self.slot_mapping += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
         self.query_start_loc.append(len(self.input_ids))
         self.seq_lens.append(end)
@@ -728,9 +735,9 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """The step computes nothing. (An ordinary request comes here only with a lookahead, when all that is left waits
-        for the launched step.) It is undone: sequences that it preempted are not moved to the host after all. If no
-        step is launched either, the first sequence in the order, for which there is always room, waits for a token from
+        """The step computes nothing. (With a lookahead this is so when all that is left waits for the launched step. On
+        the plain path no step is empty.) It is undone: sequences that it preempted are not moved to the host after all.
+        If no step is launched either, the first sequence in the order, which always fits, waits for a token from
         outside: it is paused (a beam that waits for others), and so are all that run. They give up their blocks, and
         `resume` queues them again."""
         self.scheduler.undo(step)

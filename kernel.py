@@ -60,7 +60,7 @@ triton --enforce-eager`.
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 
     registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   228 KiB per multiprocessor    K and V of 64 tokens x 128 numbers: 32 KiB for each pipeline stage
+    shared memory   228 KiB per multiprocessor    64 tokens' K and V, 128 bf16 numbers each: 32 KiB for each pipeline stage
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
     HBM             141 GB, 4.2 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
 """
@@ -175,9 +175,10 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
         query, key = position[first:, None], position[max(0, first - window + 1):]  # earlier keys no query sees
         visible = (key <= query) & (key > query - window)  # [query_len, num_keys]
         block, offset = table[key // block_size], key % block_size
-        # The kv heads are a batch: [num_kv_heads, group, tokens, head_dim]. The heads of a group share K and V.
-        k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype).transpose(0, 1)[:, None]
-                .expand(-1, group, -1, -1) for cache in (k_cache, v_cache))
+        k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
+        # [num_keys, num_kv_heads, head_dim] -> [num_kv_heads, group, num_keys, head_dim]: a group shares K and V
+        k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        # [query_len, num_heads, head_dim] -> [num_kv_heads, group, query_len, head_dim]
         heads = q[start:end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         result = F.scaled_dot_product_attention(heads, k, v, visible, scale=scale * k_scale)
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2)
@@ -185,8 +186,8 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
 
 
 # --------------------------------------------------------------------------------------------------
-# In Triton: filling the cache. (Now read chapter 2, model.py. Of what follows it needs only `TORCH`, the last line:
-# the functions rotate_and_store_reference and paged_attention_reference under the names rotate_and_store, attention.)
+# In Triton: filling the cache. (Now read chapter 2, model.py. Of what follows it needs only `Kernels`, at the end:
+# `TORCH` has rotate_and_store_reference and paged_attention_reference as rotate_and_store and attention.)
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
@@ -474,7 +475,7 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
 @jit
 def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
     """A tile of K or V. MASKED reads 0 for slots after the last token, which hold garbage, and for blocks that left the
-    window, which may have other holders by now: a weight of 0 would not remove a NaN."""
+    window, which may have other holders by now: a weight of 0 would not remove a NaN from V."""
     if MASKED:
         tile = tl.load(at, mask=exists & inside, other=0.0)
     elif sizes.HEAD_DIM < sizes.DIM_PADDED:
@@ -705,7 +706,7 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     _, num_heads, head_dim = q.shape
     num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
     sharing = programs_per_context(num_contexts, num_splits)
-    split_acc = split_sums = out  # not used by a program that has a context to itself
+    split_acc = split_sums = out  # not read by a program that has a context to itself; nor is seq_lens as query_tiles
     if sharing > 1:
         split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
         split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)

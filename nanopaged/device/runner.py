@@ -64,7 +64,7 @@ class Runner:
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, max_num_drafts: int = 0):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # Rows of logits in a step: a sequence with drafts has several (max_num_drafts in a step), and all are tokens.
+        # Rows of logits in a step: a sequence with drafts has several (max_num_drafts in a step). Each is a token.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
         self.to_device, self.send = partial(transfer.to_device, device), partial(transfer.send, device)
@@ -187,7 +187,7 @@ class Runner:
         if step.swaps_out:
             swapping.move_out(self, step.swaps_out)
         if step.copies:
-            sources, copies = self.send(list(map(list, zip(*step.copies))))
+            sources, copies = self.send([list(blocks) for blocks in zip(*step.copies)])
             self.pool.index_copy_(2, copies.long(), self.pool.index_select(2, sources))
         if step.swaps_in:
             swapping.move_in(self, step.swaps_in)
@@ -240,10 +240,10 @@ class Runner:
         then of more rows of the flat batch, [num_samples + ..., vocab_size].
 
             sequence             A   C   B
-            flat rows            0   1   2..5
-            sampling_indices     0   1   2        all three sample (LaunchedStep.indices)
-            last_rows            0   1   5        of these; with more_rows behind them: logits_indices
-            batch rows           4   0   7        any
+            flat rows            0   1   2..5     a row for each token
+            sampling_indices     0   1   2        sequences that sample, here all three (LaunchedStep.indices)
+            last_rows            0   1   5        their last tokens; with more_rows behind them: logits_indices
+            batch rows           4   0   7        their places in the tensors that stay on the device
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
@@ -281,7 +281,7 @@ class Runner:
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
-        # A sequence with drafts has its row several times here, and any of its tokens may stay. No step reads it: the
+        # A sequence with drafts has its row several times, and any of its tokens may end up here. No step reads it: the
         # next one is planned after the drafts are decided (Engine.has_room), and then the host knows the token.
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens

@@ -40,13 +40,14 @@ def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy from pinned memory waits for nothing: one from ordinary memory would wait for the step under way."""
+    """The tensor on the device. A copy from pinned memory waits for nothing; one from ordinary memory would wait for
+    the step under way."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
-    would wait. Use either only after all earlier steps have been read.
+    would return at once. Use either only after all earlier steps have been read.
 
     As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. The
     call waits for the copy, and puts the tokens in the scheduler's order.

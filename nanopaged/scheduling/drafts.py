@@ -27,7 +27,7 @@ and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us 
 
 **Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, engine.Engine), because its guesses
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
-too, and compares the guesses with the tokens that come. With many running sequences all rest.
+too, and compares the guesses with the tokens that come. With many running sequences all rest, and none guesses.
 """
 import operator
 import warnings
@@ -123,7 +123,7 @@ class Drafter:
         return num_tokens + num_drafts
 
     def decide(self, seq: engine.Sequence, sample: int) -> bool:
-        """Whether the first undecided draft is the token sampled in its place."""
+        """Take the first undecided draft. Whether it is the token sampled in its place."""
         is_right = seq.drafts.pop(0) == sample
         for metrics in (self.metrics, self.drafting.metrics):
             metrics.num_accepted_tokens += is_right
