@@ -60,7 +60,7 @@ triton --enforce-eager`.
 **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 
     registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   228 KiB per multiprocessor    64 tokens' K and V, 128 bf16 numbers each: 32 KiB for each pipeline stage
+    shared memory   228 KiB per multiprocessor    K, V of 64 tokens x 128 bf16 numbers: 32 KiB for each pipeline stage
     L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
     HBM             141 GB, 4.2 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
 """
