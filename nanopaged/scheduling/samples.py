@@ -24,7 +24,8 @@ class Samples:
     """The samples of one prompt: Sequence.samples of each of them."""
 
     def __init__(self, seqs: list[engine.Sequence]):
-        self.seqs = deque(weakref.ref(seq) for seq in seqs)  # a sample has this, and the two need not outlive a request
+        # Weakly: a sample has this object, and a circle of references lives until the garbage collector comes by.
+        self.seqs = deque(weakref.ref(seq) for seq in seqs)
 
     def running(self, manager: engine.BlockManager) -> Iterator[engine.Sequence]:
         """Those that run with blocks of this pool."""
