@@ -498,6 +498,7 @@ class Scheduler:
         return seq
 
     def compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
+        """Let the step compute the sequence's next num_tokens tokens, whose blocks it has."""
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
         seq.num_computed_tokens += num_tokens
