@@ -36,7 +36,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block freed when it left the sliding window (window.py has such tables); K, V unread
+NULL = -1  # in a block table: a block that left the sliding window and was freed (scheduling/window.py)
 NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -50,7 +50,7 @@ def cdiv(a: int, b: int) -> int:
 # --------------------------------------------------------------------------------------------------
 
 class Listener(Protocol):
-    """The one hook into a sequence, for log probabilities, beam search and other additions. See nanopaged/api/."""
+    """A hook into the tokens of a sequence, for log probabilities, beam search and grammars. See nanopaged/api/."""
 
     def on_token(self, seq: "Sequence", token: int, logprobs: Any) -> list[int]:
         """The step has sampled `token`. Returns the tokens to append. An empty list pauses the sequence until tokens
@@ -104,7 +104,7 @@ class Sequence:
     may_look_ahead: bool = True  # its next step may be planned before its last token is known on the host
     reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
     root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
-    samples: Any = None  # the other samples of its prompt, if n > 1 (nanopaged/scheduling/samples.py)
+    samples: Any = None  # all samples of its prompt, if n > 1 (nanopaged/scheduling/samples.py)
     drafter: Any = None  # guesses its next tokens (nanopaged/scheduling/drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a scheduled step, not checked yet
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
@@ -736,11 +736,11 @@ class Engine:
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """The step computes nothing. (With a lookahead this is so when all that is left waits for the launched step. On
-        the plain path no step is empty.) It is undone: sequences that it preempted are not moved to the host after all.
-        If no step is launched either, the first sequence in the order, which always fits, waits for a token from
-        outside: it is paused (a beam that waits for others), and so are all that run. They give up their blocks, and
-        `resume` queues them again."""
+        """The step computes nothing. (With a lookahead this is so when all that is left waits for the launched step, on
+        the plain path only when there is no request.) It is undone: sequences that it preempted are not moved to the
+        host after all. If no step is launched either, the first sequence in the order, which always fits, waits for a
+        token from outside: it is paused (a beam that waits for others), and so are all that run. They give up their
+        blocks, and `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

@@ -156,7 +156,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
 
     q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; Triton: last stride 1; fp8 V: all else is even
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; for Triton the last stride must be 1
     block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
@@ -673,6 +673,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                                  too, and the longest context bounds the number of splits
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
+
+    An fp8 v_cache is read in pairs, so head_dim, its other strides and its address must be even.
     """
     out = torch.empty_like(q) if out is None else out
     head_dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
@@ -706,7 +708,7 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     _, num_heads, head_dim = q.shape
     num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
     sharing = programs_per_context(num_contexts, num_splits)
-    split_acc = split_sums = out  # not read by a program that has a context to itself; nor is seq_lens as query_tiles
+    split_acc = split_sums = out  # stand-ins, if one program has a whole context; so is seq_lens for query_tiles, below
     if sharing > 1:
         split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
         split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)

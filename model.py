@@ -26,8 +26,8 @@ need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byt
 bound by memory, above all decode, which also reads the K and V of a whole sequence for one token. Sequences that decode
 in the same step share the reading of the weights, which is why an engine batches them.
 
-The runner puts faster modules in the place of some (`nanopaged/device/last_layer.py`, and on a GPU `fused.py` beside
-it); `enforce_eager=True` leaves them as here.
+Faster modules take the place of some (`nanopaged/device/last_layer.py`, and on a GPU `fused.py` beside it).
+`enforce_eager=True` leaves all as they are here.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """

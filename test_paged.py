@@ -42,6 +42,7 @@ from nanopaged.tests.helpers import (
     PROMPT,
     ROOT,
     check_books,
+    compiles,
     expectations,
     load,
     needs_gpu,
@@ -146,6 +147,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
     if dtype is (torch.bfloat16 if CUDA else torch.float32) or case in ("mixed batch", "splits", "head_dim 256")])
 @pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference,
                                        rectangles.paged_attention])
+@compiles
 def test_attention_equals_float64(attention, case, dtype):
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
     options = dict(options)
@@ -157,6 +159,7 @@ def test_attention_equals_float64(attention, case, dtype):
 
 
 @needs_kernel
+@compiles
 def test_cache_strides_are_read():
     """The pool's memory order is the caller's choice: here heads come before slots, and layers lie between blocks."""
     problem = paged_problem(*MIXED)
@@ -171,6 +174,7 @@ def test_cache_strides_are_read():
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+@compiles
 def test_attention_does_not_depend_on_the_batch(dtype, monkeypatch):
     """A sequence's result is the same bits alone and among others, and whatever bounds size the grid."""
     query_lens, seq_lens = [1, 6, 1, 1], [60, 40, 17, 280]
@@ -326,6 +330,7 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
     "decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80", "window shorter than the chunk",
     "head_dim 8", "block size 1", "splits under a window", "padding rows"])
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+@compiles
 def test_attention_over_an_fp8_cache(case):
     """Both paths read the same numbers, so the kernel is compared with float64 over what the cache holds."""
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
@@ -937,6 +942,7 @@ def random_operations(count, rng, events):
 # --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
+@compiles
 def test_logits_equal_transformers(variant):
     prompts, _, logits = expectations(variant)
     llm = load(variant, enable_prefix_caching=False)
@@ -945,6 +951,7 @@ def test_logits_equal_transformers(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
+@compiles
 def test_greedy_continuations_equal_transformers(variant):
     """The models whose modules (biases, a relu) are not among those of test_graphs.py run with CUDA graphs.
 
@@ -971,6 +978,7 @@ def test_the_torch_paths_on_any_device(variant, enforce_eager):
 
 @needs_kernel
 @pytest.mark.parametrize("variant", VARIANTS)
+@compiles
 def test_the_triton_path_equals_transformers(variant):
     prompts, continuations, _ = expectations(variant)
     llm = load(variant, attention="triton")
@@ -984,6 +992,7 @@ def test_the_triton_path_equals_transformers(variant):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@compiles
 def test_half_precision_on_the_gpu(dtype):
     """The bundled model's logits are not equal to those in float32, but within a few units of the type's precision."""
     prompts, _, logits = expectations("shakespeare")
@@ -1124,6 +1133,7 @@ def test_chunks_that_sample_nothing_get_no_logits():
     dict(num_blocks=9, block_size=8), dict(num_blocks=65, block_size=1, max_num_batched_tokens=7),
     dict(num_blocks=10, block_size=8, enable_prefix_caching=False),
 ], ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+@compiles
 def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     prompts, continuations, _ = expectations(variant)
     llm, preemptions = load(variant, **options), []  # a lookahead comes with CUDA graphs; here without them, too
@@ -1157,6 +1167,7 @@ def test_outputs_are_the_same_alone_in_a_batch_and_from_the_cache():
     assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@compiles
 def test_a_request_draws_the_same_numbers_in_any_batch():
     llm = load()
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=20)
@@ -1192,6 +1203,7 @@ def samples_alone():
 @pytest.mark.parametrize("options", [
     {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
     dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
+@compiles
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
     output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
@@ -1199,6 +1211,7 @@ def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
 
 @pytest.mark.parametrize("variant", ["mistral", "qwen2"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
+@compiles
 def test_swapping_changes_no_output(variant, caching):
     prompts, continuations, _ = expectations(variant)
     prompts = [prompt.tolist() for prompt in prompts] * 3
@@ -1257,6 +1270,7 @@ BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_s
 @pytest.mark.parametrize("model, options", [
     *((model, {}) for model in sorted({case["model"] for case in BEAM_CASES})),
     *itertools.product(["mistral", "qwen3"], BEAM_SHORTAGES), ("shakespeare", BEAM_SHORTAGES[0])], ids=str)
+@compiles
 def test_beam_search_equals_transformers(model, options):
     cases = [case for case in BEAM_CASES if case["model"] == model][::3 if options else 1]
     if "num_blocks" in options:
@@ -1323,6 +1337,7 @@ def each_alone():
     dict(graphs=True), dict(lookahead=0), dict(num_blocks=30, block_size=4),
     dict(num_blocks=30, block_size=4, swap_space=0.01),
     dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
+@compiles
 def test_settings_mean_the_same_in_any_batch(options):
     """All the requests together, with preemptions and lookahead, give what each request gives alone."""
     params, alone = each_alone()
@@ -1334,6 +1349,7 @@ def test_settings_mean_the_same_in_any_batch(options):
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
 
 
+@compiles
 def test_settings_do_what_they_say():
     llm = load()
 
@@ -1359,6 +1375,7 @@ def test_settings_do_what_they_say():
     assert short.finish_reason == "length" and len(short.token_ids) == 40 - len(PROMPT)
 
 
+@compiles
 def test_log_probabilities_equal_a_plain_log_softmax():
     """The log probabilities of the prompt and of the generated tokens, in chunks too, equal those of one forward pass
     over the whole text."""

@@ -64,7 +64,7 @@ class Runner:
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, max_num_drafts: int = 0):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # Rows of logits in a step: a sequence with drafts has several (max_num_drafts in a step). Each is a token.
+        # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
         self.to_device, self.send = partial(transfer.to_device, device), partial(transfer.send, device)
@@ -208,7 +208,7 @@ class Runner:
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: K, V are masked
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: masked
                 seq.num_sent_blocks = len(seq.block_table)
         if new and (self.editor is not None or any(seq.sampling.params.edits_logits
                                                    or seq.sampling.params.logits_processors for seq in new)):

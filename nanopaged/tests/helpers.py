@@ -86,6 +86,12 @@ def expectations(variant):
     return tuple([expected[f"{kind}.{i}"] for i in indices] for kind in ("prompt", "continuation", "logits"))
 
 
+def compiles(test):
+    """A test that compiles much on a GPU: conftest.py runs it ahead."""
+    test.compiles = True
+    return test
+
+
 def tokens_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 

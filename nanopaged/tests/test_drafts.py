@@ -11,7 +11,18 @@ import torch
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.scheduling.drafts import Drafting, Ngram
-from nanopaged.tests.helpers import BUNDLED, DEVICE, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, tokens_of
+from nanopaged.tests.helpers import (
+    BUNDLED,
+    DEVICE,
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    check_books,
+    compiles,
+    expectations,
+    load,
+    tokens_of,
+)
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text.grammar import GrammarCompiler
 
@@ -186,6 +197,7 @@ def test_an_abort_within_a_draft_and_beams_beside_drafts(expected):
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
+@compiles
 def test_replayed_steps(monkeypatch, options, expected):
     """Drafts are rows of recorded decode steps."""
     llm = drafting(method=knowing(expected[1], 0.8), graphs=True, device=DEVICE, max_num_seqs=8, **options)

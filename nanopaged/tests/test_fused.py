@@ -11,10 +11,11 @@ from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, nu
 from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
 from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import pick
-from nanopaged.tests.helpers import CUDA, GOLDEN, load, needs_gpu
+from nanopaged.tests.helpers import CUDA, GOLDEN, compiles, load, needs_gpu
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
+@compiles
 def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
     """On a GPU torch.compile compiles the functions, and CUDA graphs record the fused modules. On a CPU the same
     functions run without being compiled."""

@@ -13,7 +13,7 @@ import torch
 from nanopaged import LLM, SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
-from nanopaged.tests.helpers import BUNDLED, check_books, freed_at_once, load
+from nanopaged.tests.helpers import BUNDLED, check_books, compiles, freed_at_once, load
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text import grammar as grammars
 from nanopaged.text.tokenizer import load_tokenizer
@@ -416,6 +416,7 @@ def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the test above pretends one")
+@compiles
 def test_replayed_steps_wait_for_the_masks(llguidance):
     expected = mixed(load(str(BUNDLED), lookahead=0))
     assert mixed(load(str(BUNDLED), graphs=True)) == expected

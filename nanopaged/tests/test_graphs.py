@@ -10,7 +10,7 @@ from nanopaged import SamplingParams, engine
 from nanopaged.device import graphs
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
-from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, expectations, load, tokens_of
+from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, compiles, expectations, load, tokens_of
 
 
 class PretendedGraph:
@@ -71,6 +71,7 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", {}), ("mistral", {}), ("gpt2", SHORTAGES[3]),
     ("mistral", SHORTAGES[1])], ids=str)
+@compiles
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """The steps are with prompts and without, padded and full, and in some of them not all sequences sample."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
@@ -91,6 +92,7 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
 
 
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+@compiles
 def test_replayed_steps_over_an_fp8_cache(monkeypatch):
     """Replayed steps give the tokens of the same steps launched kernel by kernel."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
