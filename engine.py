@@ -26,7 +26,6 @@ up with `num_tokens`. When it has, the step samples the next token.
 StepInput, and nanopaged/api/llm.py has what users call.
 """
 import itertools
-import sys
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from contextlib import nullcontext
@@ -752,5 +751,5 @@ class Engine:
 
 
 if __name__ == "__main__":
-    from nanopaged.cli.main import main
-    sys.exit(main())
+    from nanopaged.__main__ import run
+    run()

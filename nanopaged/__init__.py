@@ -4,6 +4,7 @@
 
 Importing this costs nothing: what a name stands for is loaded when the name is first used.
 """
+import os
 import sys
 import warnings
 from importlib import import_module, util
@@ -11,10 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what __getattr__ loads, for editors and type checkers
     import engine as engine
     import kernel as kernel
     import model as model
+    from nanopaged.api.llm import LLM as LLM
+    from nanopaged.inputs import PromptType as PromptType
+    from nanopaged.inputs import TextPrompt as TextPrompt
+    from nanopaged.inputs import TokensPrompt as TokensPrompt
+    from nanopaged.outputs import CompletionOutput as CompletionOutput
+    from nanopaged.outputs import RequestOutput as RequestOutput
+    from nanopaged.sampling_params import BeamSearchParams as BeamSearchParams
+    from nanopaged.sampling_params import SamplingParams as SamplingParams
+    from nanopaged.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.2.0"
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's warning, where nothing needs numpy
@@ -27,13 +37,27 @@ _HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_param
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)
 
+# On a CPU torch computes with OpenMP threads, and between two operations a thread waits in a loop before it sleeps.
+# libgomp's default is 300,000 rounds. On x86 a round takes 10 to 45 ns, so a thread keeps its core for milliseconds,
+# and beside another program the threads wait for each other. These rounds outlast the gap between two operations.
+# libgomp reads the variable when torch is imported. On ARM a round takes about 1 ns, and its default is short enough.
+SPIN_ROUNDS = 10_000
+if ("torch" not in sys.modules and sys.platform == "linux" and os.uname().machine == "x86_64"
+        and os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"))):
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)
 
-def __getattr__(name: str) -> Any:
-    if name in _CHAPTERS:
-        return _chapter(name)
-    if name not in _HOME:
-        raise AttributeError(f"module 'nanopaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__, *_CHAPTERS]
+
+
+if not TYPE_CHECKING:  # a checker knows the names above, and any other name is a mistake
+    def __getattr__(name: str) -> Any:
+        if name in _CHAPTERS:
+            return _chapter(name)
+        if name not in _HOME:
+            raise AttributeError(f"module 'nanopaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        return getattr(import_module(_HOME[name]), name)
 
 
 def _chapter(name: str) -> ModuleType:

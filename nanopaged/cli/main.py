@@ -530,3 +530,8 @@ def _check_combination(args, talks: bool) -> None:
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
     if talks and ("beam_width" in has or args.n not in (None, 1)):
         raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
+
+
+if __name__ == "__main__":
+    from nanopaged.__main__ import run
+    run()

@@ -1,6 +1,9 @@
-"""Importing nanopaged: what it costs, and that a user's own kernel.py, model.py or engine.py stays his."""
+"""Importing nanopaged and starting the program: what it costs, what Ctrl-C does meanwhile, and that a user's own
+kernel.py, model.py or engine.py stays his."""
+import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -43,6 +46,16 @@ def test_nanopaged_offers_what_it_says_and_names_what_it_lacks():
         nanopaged.Engine
 
 
+def test_an_editor_sees_every_name_with_its_type():
+    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed."""
+    tree = ast.parse((ROOT / "nanopaged" / "__init__.py").read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    homes = {alias.asname: getattr(node, "module", None) for node in typed.body for alias in node.names}
+    assert homes == nanopaged._HOME | dict.fromkeys(CHAPTERS)
+    assert {*CHAPTERS, *nanopaged.__all__, "__version__"} <= set(dir(nanopaged))
+    assert (ROOT / "nanopaged" / "py.typed").exists()
+
+
 def test_the_version_is_one():
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", nanopaged.__version__)
 
@@ -71,6 +84,57 @@ def test_the_scheduler_and_the_help_need_no_torch(tmp_path, argv):
         (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
     done = python(*argv, path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs libgomp on x86")
+@pytest.mark.parametrize("given, before, rounds", [
+    ({}, "", "10000"), ({}, "import types; sys.modules['torch'] = types.ModuleType('torch')", "None"),
+    (dict(OMP_WAIT_POLICY="active"), "", "None"), (dict(OMP_NUM_THREADS="1"), "", "None"),
+    (dict(GOMP_SPINCOUNT="5"), "", "5")], ids=["default", "after torch", "policy", "threads", "rounds"])
+def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
+    """The user's settings stay as they are, and nothing is set where torch would not read it."""
+    names = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    code = f"import os, sys; {before}\nimport nanopaged; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (rounds, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# Starting the program
+# --------------------------------------------------------------------------------------------------
+
+# Torch, as far as Ctrl-C is concerned: an interrupt while it is imported is swallowed.
+SWALLOWS = """
+import os, signal, sys
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(1000)]
+except KeyboardInterrupt:
+    pass
+print("goes on")
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "in the background of a script"])
+@pytest.mark.parametrize("argv", [["engine.py"], ["-m", "nanopaged"], ["-m", "nanopaged.cli.main"]], ids=" ".join)
+def test_ctrl_c_ends_the_program_while_torch_is_imported(tmp_path, argv, ignored):
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)  # it is inherited
+    try:
+        done = python(*argv, "--prompt", "x", path=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    expected = (5, "goes on\n", "") if ignored else (130, "", "interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+@pytest.mark.parametrize("module", ["nanopaged", "nanopaged.cli.main"])
+def test_the_package_is_a_program(tmp_path, module):
+    """From another folder too, with PYTHONPATH."""
+    done = python("-m", module, "--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"nanopaged {nanopaged.__version__}\n", "")
 
 
 # --------------------------------------------------------------------------------------------------
