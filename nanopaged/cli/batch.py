@@ -23,14 +23,17 @@ in that format too:
     {"line": 1, "hash": "77aa..", "custom_id": "a", "response": {"status_code": 200, "body": {..}}, "error": null, ..}
 
 **A bad line** does not stop the other lines. It is reported on stderr, gets a result with "error", and makes the exit
-code 1. **After an interruption** the same command continues: lines with a result are skipped, and a half-written result
-is cut off. The hash covers the line and the command line's settings. A result whose hash differs belongs to another
-line or other settings, and then the run is refused. To run a line again, remove its result from the file. A run locks
-the output file, so a second run with the same output file is refused.
+code 1. Blank lines are skipped. **After an interruption** the same command continues: lines with a result are skipped,
+and a half-written result is cut off. Lines whose result has an "error" run again, as they are or corrected: a later
+result supersedes an "error" of the same line. The hash covers the line and the command line's settings. A result
+without "error" whose hash differs belongs to another line or other settings, and then the run is refused. To run a line
+again, remove its result from the file. A run locks the output file, so a second run with the same output file is
+refused.
 
 A file may have millions of lines: only a few lines are read ahead of the engine, and only the hash of a finished line
 is kept. Without --output each text is printed under the number and the prompt of its line.
 """
+import codecs
 import json
 import os
 import sys
@@ -110,9 +113,10 @@ class PromptFile:
         self.source = source
         self.target = target
         self.settings = settings.encode("utf-8", "backslashreplace") + b"\n"
-        self.num_done = self.num_bad = 0  # lines with a result, and the bad lines among them
-        self.num_lines: int | None = None  # None: unknown
-        self.hashes = array("Q")  # for each line, the hash of its result; 0: the line has no result
+        self.num_done = self.num_bad = 0  # lines with a result, and the bad lines of this run among them
+        self.num_lines: int | None = None  # not counting blank lines; None: unknown
+        self.hashes = array("Q")  # for each line, the hash of its result; 0: the line has no result, or an error
+        self.errors: dict[int, int] = {}  # line number -> hash of its result, an error
         if source != "-" and not source.endswith((".txt", ".jsonl")):
             raise ValueError(f"--prompts takes FILE.txt, FILE.jsonl or - for stdin, not {source!r}")
         self.is_json = None if source == "-" else source.endswith(".jsonl")  # None: the first line will tell
@@ -144,13 +148,15 @@ class PromptFile:
                 digest = int(result["hash"], 16)
                 if index < 0:
                     raise ValueError
-                self.hashes.extend([0] * (index + 1 - len(self.hashes)))
-                self.hashes[index] = digest
+                if result.get("error") is not None:
+                    self.errors[index + 1] = digest
+                else:
+                    self.hashes.extend([0] * (index + 1 - len(self.hashes)))
+                    self.hashes[index] = digest
             except (ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError):
                 raise ValueError(f"--output {target!r} exists, and its line {number} is not the result of a prompt; "
                                  "give another file") from None
             end += len(raw)
-            self.num_bad += result.get("error") is not None
         file.truncate(end)
         self.num_done = len(self.hashes) - self.hashes.count(0)
         # Without a buffer, because closing a buffered file would write again the bytes that a full disk has refused.
@@ -168,10 +174,15 @@ class PromptFile:
             pass
 
     def _read_lines(self) -> Iterator[tuple[int, bytes, int]]:
-        """The number, the content and the hash of each line. The hash is 0 if the line already has a result."""
+        """The number, the content and the hash of each line that is not blank. The hash is 0 if the line already has a
+        result."""
         number = 0
         for number, raw in enumerate(self.lines, 1):
-            raw = raw.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf" if number == 1 else b"")  # Windows editors' mark
+            if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError(f"--prompts {self.source!r} is a text in UTF-16; save it as UTF-8")
+            raw = raw.rstrip(b"\r\n").removeprefix(codecs.BOM_UTF8 if number == 1 else b"")  # Windows editors' mark
+            if not raw.strip():
+                continue
             if self.is_json is None:
                 self.is_json = raw.lstrip().startswith(b"{")
             digest = int.from_bytes(blake2b(self.settings + raw, digest_size=8).digest(), "big") or 1
@@ -276,8 +287,9 @@ class PromptFile:
         self.bar.clear()
         print(f"line {number}: {error}", file=sys.stderr, flush=True)
         is_call = isinstance(error, ApiError)
-        self._write(number, digest, labels | (batch_result(error.body, error.status) if is_call else
-                                              {"error": str(error)}))
+        if self.errors.get(number) != digest:  # an unchanged line has its error already
+            self._write(number, digest, labels | (batch_result(error.body, error.status) if is_call else
+                                                  {"error": str(error)}))
 
     def _write(self, number: int, digest: int, result: dict[str, Any]) -> None:
         """Append a result to the output file, if the run has one."""
@@ -306,8 +318,6 @@ def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1}, {raw[error.start]:#x}, is not UTF-8; save the file as "
                          "UTF-8") from None
-    if not text or is_json and not text.strip():
-        raise ValueError("the line is empty; write a prompt on it, or remove the line")
     if not is_json:
         return {"prompt": text}
     try:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 
 import pytest
 
@@ -45,11 +44,12 @@ def write_lines(path, *lines) -> None:
 
 
 def results(path="out.jsonl") -> dict[int, dict]:
-    """A dict from each line's number to its one result."""
-    found = [json.loads(line) for line in open(path, encoding="utf-8")]
-    assert set(Counter(result["line"] for result in found).values()) <= {1}
-    return {result["line"]: {key: value for key, value in result.items() if key not in ("line", "hash")}
-            for result in sorted(found, key=lambda result: result["line"])}
+    """A dict from each line's number to its one result, which may supersede errors."""
+    found, results = [json.loads(line) for line in open(path, encoding="utf-8")], {}
+    for result in found:
+        assert results.get(result["line"], {"error": ""}).get("error") is not None, "a second result"
+        results[result["line"]] = {key: value for key, value in result.items() if key not in ("line", "hash")}
+    return dict(sorted(results.items()))
 
 
 def comparable(found: dict[int, dict]) -> dict[int, dict]:
@@ -176,7 +176,7 @@ def test_priorities_reach_the_engine(folder, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 BAD_LINES = [
-    ("", "empty"), ("   ", "empty"), ('{"prompt": "x"', "not JSON"), ("what light", "not JSON"),
+    ('{"prompt": "x"', "not JSON"), ("what light", "not JSON"),
     ('"what light"', "object"), ("[1, 2]", "object"), ("null", "object"), ("{}", "prompt"),
     ('{"max_tokens": 5}', "prompt"), ('{"prompt": "a", "prompt_token_ids": [5]}', "prompt_token_ids"),
     ('{"prompt": ""}', "empty"), ('{"prompt": 5}', "prompt must be a string, not 5"), ('{"prompt": null}', "not None"),
@@ -220,8 +220,35 @@ def test_bad_lines_of_text(capsys, folder):
     (folder / "in.txt").write_bytes(b"ROMEO:\n\nJos\xe9:\nJULIET:\n")
     assert run("--prompts", "in.txt", *GREEDY, *POOL) == 1
     captured = capsys.readouterr()
-    assert "line 2: the line is empty" in captured.err and "line 3: byte 4, 0xe9, is not UTF-8" in captured.err
+    assert "line 3: byte 4, 0xe9, is not UTF-8" in captured.err and "3 lines, 1 bad" in captured.err
     assert captured.out.count("===") == 2 and "=== line 4: 'JULIET:'" in captured.out
+
+
+@pytest.mark.parametrize("name, content", [
+    ("in.txt", f"\n{ROMEO}\n\r\n \t\n{JULIET}\n\n"),
+    ("in.jsonl", f'\n{{"prompt": "{ROMEO}"}}\n\n \n{{"prompt": "{JULIET}"}}\n\n')])
+def test_blank_lines_are_no_lines(capsys, folder, monkeypatch, name, content):
+    (folder / name).write_text(content)
+    assert run("--prompts", name, "--output", "out.jsonl", *GREEDY, *POOL) == 0
+    captured = capsys.readouterr()
+    assert results().keys() == {2, 5} and captured.err.splitlines()[-1].startswith("2 lines, ")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(content.encode())))
+    assert run("--prompts", "-", "--output", "out.jsonl", *GREEDY, *POOL) == 0
+    assert "2 lines, 2 of them done before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("source", ["in.txt", "in.jsonl", "-"])
+def test_a_file_in_utf_16_is_refused_as_such(capsys, folder, monkeypatch, source, encoding):
+    """Nothing is loaded, unless the text comes through a pipe."""
+    content = f"\ufeff{ROMEO}\r\n".encode(encoding)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    if source != "-":
+        (folder / source).write_bytes(content)
+    assert run("--prompts", source, llm_class=lambda *_, **__: pytest.fail("it is loaded")) == 2
+    assert_refused(capsys.readouterr(), "--prompts", repr(source), "UTF-16", "UTF-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(content)))
+    assert run("--prompts", "-", *POOL) == 2 and "UTF-16" in capsys.readouterr().err
 
 
 def test_conversations_without_a_template_are_bad_lines(capsys, folder):
@@ -296,11 +323,39 @@ def test_an_interrupted_run_goes_on(capsys, folder, monkeypatch, more):
             captured = capsys.readouterr()
             break
     assert code == 1 and comparable(results()) == whole and len(numbers) > 2
-    assert f"8 lines, {numbers[-1]} of them done before, 1 bad" in captured.err
+    num_good = sum("error" not in result for result in found.values())
+    assert f"8 lines, {num_good} of them done before, 1 bad" in captured.err
     before = (folder / "out.jsonl").read_bytes()
     monkeypatch.setattr(LLM, "add_request", lambda *_: pytest.fail("it is done"))
     assert run(*argv, "--output", "out.jsonl") == 1  # there is nothing left to do, and there is a bad line still
-    assert (folder / "out.jsonl").read_bytes() == before
+    assert (folder / "out.jsonl").read_bytes() == before  # whose error is there already
+
+
+def test_a_line_that_failed_is_tried_again(capsys, folder, monkeypatch):
+    """Corrected or not, or taken out at the end: its error stands in nobody's way."""
+    body = {"prompt": ROMEO, "temperature": 0, "max_tokens": 0}
+    call = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    lines = [{"prompt": ROMEO, "temperature": "hot"}, {"prompt": JULIET}, call, "{", "{"]
+    write_lines(folder / "in.jsonl", *lines)
+    argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL]
+
+    def full(llm, prompt, *_):
+        raise ValueError("there is no room at present")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "add_request", full)
+        assert run(*argv) == 1
+    assert [result["error"] is None for result in results().values()] == [False] * 5
+    body["max_tokens"] = 5
+    write_lines(folder / "in.jsonl", {"prompt": ROMEO}, *lines[1:4])
+    capsys.readouterr()
+    assert run(*argv) == 1
+    expected = [generate(prompt).outputs[0].text for prompt in (ROMEO, JULIET)]
+    assert texts() == {1: expected[:1], 2: expected[1:]}
+    assert results()[3]["response"]["body"]["choices"][0]["text"] == expected[0] and "error" in results()[4]
+    assert "4 lines, 1 bad" in capsys.readouterr().err
+    write_lines(folder / "in.jsonl", {"prompt": ROMEO}, *lines[1:3])
+    assert run(*argv) == 0 and "3 lines, 3 of them done before, " in capsys.readouterr().err
 
 
 def test_a_run_that_was_killed_goes_on_from_any_byte(folder):
