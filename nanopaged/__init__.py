@@ -38,10 +38,10 @@ _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)
 
 # On a CPU torch computes with OpenMP threads, and between two operations a thread waits in a loop before it sleeps.
-# libgomp's default is 300,000 rounds. On x86 a round takes 10 to 45 ns, so a thread keeps its core for milliseconds,
-# and beside another program the threads wait for each other. These rounds outlast the gap between two operations.
-# libgomp reads the variable when torch is imported. On ARM a round takes about 1 ns, and its default is short enough.
-SPIN_ROUNDS = 10_000
+# libgomp's default is 300,000 rounds. On x86 a round takes about 30 ns, so a thread keeps its core for 8 ms, and beside
+# another program the threads keep each other from computing. These rounds take 30 us, as long as the gap between two
+# operations of a step. libgomp reads the variable when torch is imported. On ARM a round takes about 1 ns.
+SPIN_ROUNDS = 1000
 if ("torch" not in sys.modules and sys.platform == "linux" and os.uname().machine == "x86_64"
         and os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"))):
     os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, drawn only if stderr is a terminal:
+"""A progress bar on stderr, drawn only if stderr is a terminal or a notebook's cell:
 
     [########............] 8/20 prompts, 0:12, 0:18 left, 1043 tokens/s
 """
@@ -10,7 +10,8 @@ INTERVAL = 0.1  # seconds between two drawings
 
 
 class ProgressBar:
-    """One line that is redrawn at every update. Call `clear` before other output to remove the line.
+    """One line that is redrawn at every update. Call `clear` before other output to remove the line. Blanks cover what
+    is left of a longer line, because neither a notebook nor a dumb terminal knows the sequence that erases it.
 
     total: the number of units; None if unknown, and then the line has neither bar nor remaining time
     enabled: False draws nothing
@@ -22,9 +23,11 @@ class ProgressBar:
         self.total = total
         self.unit = unit
         self.num_before = num_before
-        self.enabled = bool(enabled) and sys.stderr is not None and sys.stderr.isatty()
+        self.enabled = bool(enabled) and sys.stderr is not None and (
+            sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"))
         self.started = time.perf_counter()
         self.drawn = 0.0  # the time of the last drawing; 0: the line is empty
+        self.width = 0  # of the line, in characters
 
     @property
     def due(self) -> bool:
@@ -47,12 +50,17 @@ class ProgressBar:
         more = f", {more}" * bool(more)
         line = f"{bar}{num_done}{of} {unit}, {_clock(elapsed)}{left}, {rate:.0f} tokens/s{more}"
         columns = shutil.get_terminal_size().columns - 1  # some terminals begin a new line at the last column
-        print(f"\r{line[:columns]}\x1b[K", end="", file=sys.stderr, flush=True)
+        self._print(f"\r{line[:columns]:{self.width}}")
+        self.width = len(line[:columns])
 
     def clear(self) -> None:
         if self.drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._print(f"\r{'':{self.width}}\r")
             self.drawn = 0.0
+            self.width = 0
+
+    def _print(self, text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

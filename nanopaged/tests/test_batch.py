@@ -576,12 +576,13 @@ def test_the_progress_bar(folder, monkeypatch):
     argv = ["--prompts", "in.jsonl", "--output", "out.jsonl", *GREEDY, *POOL, "--max-num-seqs", "1", "--device", "cpu"]
     assert run(*argv) == 1
     drawn = terminal.getvalue().split("\r")
-    bars = [text.removesuffix("\x1b[K") for text in drawn if text.startswith("[")]
+    bars = [text.rstrip(" ") for text in drawn if text.startswith("[")]
+    assert "\x1b" not in terminal.getvalue()  # which TERM=dumb would show
     assert re.fullmatch(r"\[\.{20}\] 0/5 lines, \d:\d\d, \d+ tokens/s, 1/128 blocks", bars[0])
     assert re.match(r"\[################\.{4}\] 4/5 lines, \d:\d\d, \d:\d\d left, \d+ tokens/s, 1 bad", bars[-1])
     assert all(len(text) < 80 for text in bars)
-    assert drawn[-1].startswith("\x1b[K5 lines, 1 bad, ") and drawn[-1].endswith("/128 blocks\n")
-    assert any(text.startswith("\x1b[Kline 4: this is not JSON") for text in drawn)
+    assert drawn[-1].startswith("5 lines, 1 bad, ") and drawn[-1].endswith("/128 blocks\n")
+    assert drawn[-2].isspace() and any(text.startswith("line 4: this is not JSON") for text in drawn)
     for more, stream in ((["--trace"], Terminal()), ([], io.StringIO())):
         (folder / "out.jsonl").unlink()
         monkeypatch.setattr(sys, "stderr", stream)
@@ -597,10 +598,13 @@ def test_the_remaining_time(monkeypatch):
     bar = ProgressBar(30, unit="line", num_before=10)
     bar.started -= 3600
     bar.update(14, 7200)
-    assert terminal.getvalue() == "\r[#########...........] 14/30 lines, 1:00:00, 4:00:00 left, 2 tokens/s\x1b[K"
+    assert terminal.getvalue() == "\r[#########...........] 14/30 lines, 1:00:00, 4:00:00 left, 2 tokens/s"
     assert not bar.due
+    bar.update(30, 7200)
+    *_, longer, last = terminal.getvalue().split("\r")
+    assert last.endswith(", 0:00 left, 2 tokens/s   ") and len(last) == len(longer)  # blanks cover the longer line
     bar.clear()
-    assert terminal.getvalue().endswith("left, 2 tokens/s\x1b[K\r\x1b[K")
+    assert terminal.getvalue().endswith("\r" + " " * len(last.rstrip()) + "\r")
 
 
 def test_the_progress_bar_when_nobody_knows_how_many_lines_there_are(folder, monkeypatch):
@@ -609,4 +613,13 @@ def test_the_progress_bar_when_nobody_knows_how_many_lines_there_are(folder, mon
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(b"ROMEO:\nJULIET:\n")))
     assert run("--prompts", "-", *GREEDY, *POOL) == 0
-    assert "\r0 lines, " in terminal.getvalue() and "[" not in terminal.getvalue().replace("\x1b[K", "")
+    assert "\r0 lines, " in terminal.getvalue() and "[" not in terminal.getvalue()
+
+
+def test_a_notebooks_cell_has_a_progress_bar(monkeypatch):
+    """Its stderr is no terminal, but draws over a line after a carriage return."""
+    out_stream = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
+    monkeypatch.setattr(sys, "stderr", cell := out_stream())
+    shared_llm(num_blocks=128).generate([ROMEO, JULIET], SamplingParams(max_tokens=5))
+    assert cell.getvalue().startswith("\r[....................] 0/2 prompts, 0:00, ") and cell.getvalue()[-1] == "\r"
+    assert not ProgressBar(2, enabled=False).enabled

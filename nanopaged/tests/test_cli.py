@@ -329,7 +329,7 @@ def test_several_prompts_have_a_progress_bar(capsys, monkeypatch, more):
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     assert run(*argv, *POOL) == 0
     assert re.search(r"\r\[\.{20}\] 0/2 prompts, \d:\d\d, \d+ tokens/s", screen.getvalue())
-    assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r\x1b[K")[-1])
+    assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r")[-1])
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     assert run(*argv, "--num-blocks", "20", "--trace", llm_class=LLM) == 0
     assert "step 1" in screen.getvalue() and "\r" not in screen.getvalue()

@@ -88,7 +88,7 @@ def test_the_scheduler_and_the_help_need_no_torch(tmp_path, argv):
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs libgomp on x86")
 @pytest.mark.parametrize("given, before, rounds", [
-    ({}, "", "10000"), ({}, "import types; sys.modules['torch'] = types.ModuleType('torch')", "None"),
+    ({}, "", "1000"), ({}, "import types; sys.modules['torch'] = types.ModuleType('torch')", "None"),
     (dict(OMP_WAIT_POLICY="active"), "", "None"), (dict(OMP_NUM_THREADS="1"), "", "None"),
     (dict(GOMP_SPINCOUNT="5"), "", "5")], ids=["default", "after torch", "policy", "threads", "rounds"])
 def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
