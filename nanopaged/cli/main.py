@@ -25,13 +25,14 @@ from typing import Any, Callable
 
 from nanopaged import __version__
 from nanopaged.cli.batch import PromptFile, open_file, run_all
-from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError, RequestOutput
+from nanopaged.outputs import EngineDeadError, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
-
+for example: python engine.py --prompt "ROMEO:" --max-tokens 64 --temperature 0
+             python engine.py --model Qwen/Qwen3-0.6B --chat
 PROMPTS: texts go to stdout, everything else to stderr
   --prompt TEXT                continue this text; may be given several times
   --prompts FILE               .txt: a prompt per line; .jsonl: {"prompt": "Hi", "n": 2, ..} or
@@ -50,8 +51,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   -n N, --n N; --seed S        samples per prompt [1]; seed [0; with --chat a random one]
   --presence-penalty P, --frequency-penalty P    against repetition [0, 0]
   --repetition-penalty P       against repetition, above 1 [1]
-  --stop TEXT                  end before this; may be given several times
-  --include-stop-str-in-output                   end after it
+  --stop TEXT, --include-stop-str-in-output      end before this, or after; several times
   --stop-token-ids ID,ID,..    end at one of these
   --ignore-eos, --no-skip-special-tokens         go on after end tokens; show special tokens
   --bad-words TEXT             never generate this; may be given several times
@@ -173,7 +173,10 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
     if beams:
         progress = Progress(llm)
-        return _print_all(args.prompt, llm.beam_search(prompts, beams, use_tqdm=not is_printed), progress)
+        outputs = llm.beam_search(prompts, beams, use_tqdm=not is_printed)
+        for output in outputs:
+            progress.note_end(output)
+        return _print_all(args.prompt, outputs, progress)
     return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not is_printed))
 
 
@@ -225,8 +228,7 @@ def _load(args, llm_class):
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
     pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
     _say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
-              f"{llm.scheduler.block_manager.num_blocks} blocks of {llm.runner.block_size} tokens, loaded in "
-              f"{time.perf_counter() - started:.1f} s"))
+              f"{_blocks(llm.scheduler.block_manager)}, loaded in {time.perf_counter() - started:.1f} s"))
     return llm
 
 
@@ -347,7 +349,7 @@ class Progress:
         self.pool.most_blocks_held = self.blocks_in_use
         self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
         self.num_finished = 0
-        self.num_cut = 0  # texts that ended because the pool was full
+        self.num_cut = 0  # texts that max_model_len ended
 
     def step(self) -> list[RequestOutput]:
         outputs = self.llm.step()
@@ -363,7 +365,10 @@ class Progress:
 
     def note_end(self, output: RequestOutput) -> None:
         self.num_finished += 1
-        self.num_cut += sum(self._is_cut(output, sample) for sample in output.outputs)
+        self.num_cut += sum(
+            sample.finish_reason == "length"
+            and len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len
+            for sample in output.outputs)
 
     def count(self, num_new_tokens: int) -> None:
         """Take these tokens for the new ones: the engine does not count those of beams."""
@@ -376,13 +381,6 @@ class Progress:
     @property
     def blocks_in_use(self) -> int:
         return self.pool.num_blocks - self.pool.num_free_blocks
-
-    def _is_cut(self, output: RequestOutput, sample: CompletionOutput) -> bool:
-        """Whether the text fills the whole pool and is shorter than the model allows."""
-        num_tokens = len(output.prompt_token_ids) + len(sample.token_ids)
-        pool_size = self.pool.num_blocks * self.pool.block_size
-        return (sample.finish_reason == "length" and num_tokens == self.llm.max_model_len == pool_size
-                and pool_size < self.llm.config.max_position_embeddings)
 
     def rate(self, after_first: bool = False) -> float:
         """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
@@ -405,8 +403,22 @@ class Progress:
         if not self.num_cut:
             return line
         texts = "the text" if self.num_cut == self.num_finished == 1 else f"{self.num_cut} texts"
-        return line + "\n" + fold(f"the pool of {self.pool.num_blocks} blocks ended {texts}; raise --num-blocks or "
-                                  "--gpu-memory-utilization")
+        most = self.llm.max_model_len
+        num_blocks = min(pool.num_blocks for pool in getattr(self.pool, "managers", [self.pool]))
+        if most == self.llm.config.max_position_embeddings:
+            reason = f"the model's limit of {most} tokens ended {texts}"
+        elif most == num_blocks * self.pool.block_size:
+            reason = (f"the pool of {num_blocks} {plural('block', num_blocks)} ended {texts}; raise --num-blocks or "
+                      "--gpu-memory-utilization")
+        else:
+            reason = f"max_model_len {most} ended {texts}; raise --max-model-len"
+        return line + "\n" + fold(reason)
+
+
+def _blocks(pool) -> str:
+    """64 blocks of 16 tokens."""
+    return (f"{pool.num_blocks} {plural('block', pool.num_blocks)} of {pool.block_size} "
+            + plural("token", pool.block_size))
 
 
 def fold(line: str) -> str:
@@ -466,10 +478,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence instead of the whole usage, with a hint for a typo."""
         import difflib
-        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        unknown = re.search(r"unrecognized arguments: (\S*)", message)
         names = [name for name in self._option_string_actions if name.startswith("--")]
         close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
         hint = f"; did you mean {close[0]}?" if close else ""
+        if unknown and not unknown[1].startswith("-"):
+            hint = '; write a prompt as --prompt "TEXT"'
         raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
 
     def format_help(self):
@@ -528,6 +542,9 @@ def _check_combination(args, talks: bool) -> None:
     for name, others in EXCLUDES.items():
         if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
+    if args.chat and args.model == "shakespeare" and args.chat_template is None:
+        raise ValueError("the bundled model cannot chat, it continues plays; give one that can, as --model "
+                         "Qwen/Qwen3-0.6B, or a template as --chat-template FILE")
     if talks and ("beam_width" in has or args.n not in (None, 1)):
         raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
 

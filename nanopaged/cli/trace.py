@@ -21,6 +21,7 @@ Sequences are named A, B, C in the order of arrival. Samples of one prompt, and 
 at most 100 columns: the first of many sequences or blocks are shown, and the others are counted.
 """
 import itertools
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,9 @@ LABEL = 14  # columns of a line's label
 MOST = 10  # lines of a kind in one step
 NULL = engine.NULL
 NO_SPLIT = "in one piece (V1)"
+BOLD, RED, GREEN, YELLOW, CYAN = 1, 31, 32, 33, 36  # in a terminal's escape sequences
+COLORS = {"found": GREEN, "registered": GREEN, "swapped in": GREEN, "copied": YELLOW, "evicted": RED, "preempted": RED,
+          "swapped out": RED, "undone": RED, "sampled": CYAN}  # label -> its colour
 Holders = dict[int, list[engine.Sequence]]  # held block -> the sequences whose tables list it
 
 
@@ -63,7 +67,7 @@ class Trace:
         schedulers = getattr(llm.scheduler, "pools", [llm.scheduler])
         self.scheduler: engine.Scheduler = schedulers[self.index]
         self.manager: engine.BlockManager = self.scheduler.block_manager
-        self.write = write or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.write = write or _print
         self.letters: dict[int, str] = first.letters if first else {}  # arrival -> the request's name
         self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
         self.counter: Iterator[int] = first.counter if first else itertools.count()
@@ -492,6 +496,15 @@ def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
     length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
     num_outside = max(seq_len - config.window, 0) // length if config.window else 0  # splits that the window hides
     return engine.cdiv(seq_len, length) - num_outside, length
+
+
+def _print(line: str) -> None:
+    """Print a line on stderr: on a terminal a step's title in bold, and some labels in colour."""
+    if line and sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR"):
+        label, text = (line[:LABEL], line[LABEL:]) if line.startswith(" ") else (line, "")
+        if color := COLORS.get(label.strip(), BOLD if not text else None):
+            line = f"\x1b[{color}m{label}\x1b[0m{text}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _real(table: Iterable[int]) -> list[int]:

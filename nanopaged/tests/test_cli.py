@@ -263,22 +263,34 @@ def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
     assert capsys.readouterr().err.count("went wrong: it is not a number") == (2 if more else 1)
 
 
-def test_the_status_line_says_when_the_pool_ended_a_text(capsys):
-    limit = "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"
-    argv = ["--prompt", ROMEO, "--ignore-eos", "--num-blocks", "2", "--block-size", "16"]
-    assert run(*argv) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == limit.format("the text")
-    assert run(*argv, "--n", "2") == 0
-    assert capsys.readouterr().err.splitlines()[-1] == limit.format("2 texts")
-    for more in (["--max-tokens", "4"], ["--max-model-len", "24"]):  # these are the limit
-        for n in ("1", "2"):
-            assert run(*argv, *more, "--n", n) == 0
-            assert "the pool of 2 blocks ended" not in capsys.readouterr().err
+@pytest.mark.parametrize("options, said", [
+    ("--num-blocks 2 --block-size 16",
+     "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"),
+    ("--num-blocks 1 --block-size 16", "the pool of 1 block ended {}; raise --num-blocks or --gpu-memory-utilization"),
+    ("--num-blocks 2 --block-size 16 --data-parallel-size 2",
+     "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"),
+    ("--num-blocks 128 --block-size 16 --max-model-len 24", "max_model_len 24 ended {}; raise --max-model-len"),
+    ("--num-blocks 128 --block-size 16 --max-tokens 2000", "the model's limit of 1024 tokens ended {}"),
+    ("--num-blocks 128 --block-size 16 --max-tokens 4", None)])
+def test_the_last_line_says_what_cut_a_text(capsys, options, said):
+    """max_tokens is what was asked for."""
+    prompt = "what light " * 335 if "2000" in options else ROMEO  # so that the model's limit is near
+    for more, texts in (([], "the text"), (["--n", "2"], "2 texts"), (["--beam-width", "2"], "2 texts")):
+        assert run("--prompt", prompt, "--ignore-eos", *options.split(), *more) == 0
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == said.format(texts) if said else "ended" not in last
+
+
+def test_one_is_no_plural(capsys):
+    assert run("--prompt", ROMEO, "--num-blocks", "20", "--block-size", "1", "--max-tokens", "1") == 0
+    assert "pool of 20 blocks of 1 token, " in capsys.readouterr().err
+    assert run("--prompt", "O", "--num-blocks", "1", "--block-size", "16", "--max-tokens", "1") == 0
+    assert "pool of 1 block of 16 tokens, " in capsys.readouterr().err
 
 
 def test_underscores_in_the_names_of_options(monkeypatch):
     assert asked_params(monkeypatch, "--prompt", "x", "--max_tokens", "7", "--min_tokens=3").max_tokens == 7
-    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat"]).system == "--c_d"
+    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat", "--model", "x"]).system == "--c_d"
 
 
 def test_a_trace_on_request(capsys):
@@ -397,7 +409,8 @@ def test_a_value_out_of_range_is_refused(capsys, name, value):
     (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
     (["--prompt", "x", "-p", "2"], "-p"),
     (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
-    (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"), (["x"], "x"),
+    (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"),
+    (["hi"], 'hi; write a prompt as --prompt "TEXT"'), (["--prompt", "But", "soft, what"], '--prompt "TEXT"'),
     (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
     (["--prompt", "x", "--ignore-eos=1"], "--ignore-eos"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
@@ -420,8 +433,9 @@ def test_a_typo_gets_a_hint(capsys, typed, meant):
 def test_the_status_lines_fit_100_columns(capsys):
     def report(num_prompt: int, num_new: int, drafting=None, **how) -> list[str]:
         manager = SimpleNamespace(num_prompt_tokens=num_prompt, num_cached_tokens=num_prompt * 3 // 4, num_blocks=16384,
-                                  num_free_blocks=0, most_blocks_held=0)
+                                  block_size=16, num_free_blocks=0, most_blocks_held=0)
         llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new),
+                              config=SimpleNamespace(max_position_embeddings=2**20), max_model_len=2**18,
                               drafting=drafting)
         progress = cli.Progress(llm)
         progress.tokens_before, progress.generated_before = (0, 0), 0
@@ -464,7 +478,7 @@ def test_the_status_lines_fit_100_columns(capsys):
     ("--prompt x --beam-width 2 --max-tokens 0", ["max_tokens", "0"]),
     ("--prompt x --max-tokens 4 --min-tokens 5", ["min_tokens", "max_tokens 4", "5"]),
     ("--prompt x --min-tokens 300 --generation-config vllm", ["max_tokens 256"]),
-    ("--chat", ["stdin", "--prompt"])])  # the tests' stdin is empty
+    ("--chat --model x", ["stdin", "--prompt"])])  # the tests' stdin is empty
 def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
     """Such options are refused before anything is loaded."""
     monkeypatch.chdir(tmp_path)
@@ -589,13 +603,14 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
 def test_help_tells_the_defaults():
     """Each of these options has one default, in brackets on its line."""
     sampling, engine = SamplingParams(max_tokens=256, temperature=0.8, seed=0), LLM.__init__.__kwdefaults__
+    lines = [line for line in cli.HELP.splitlines() if line.startswith("  -")]
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "presence_penalty",
                  "frequency_penalty", "repetition_penalty"):
-        line = next(line for line in cli.HELP.splitlines() if cli._option(name) + " " in line)
+        line = next(line for line in lines if cli._option(name) + " " in line)
         assert re.search(rf"\[.*\b{getattr(sampling, name):g}\b.*\]", line), line
     for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "swap_space", "scheduling_policy",
                  "dtype", "device", "kv_cache_dtype", "attention", "load_format"):
-        line = next(line for line in cli.HELP.splitlines() if cli._option(name) + " " in line)
+        line = next(line for line in lines if cli._option(name) + " " in line)
         assert re.search(rf"\[.*\b{engine[name]}\b.*\]", line), line
     assert BeamSearchParams(2).length_penalty == 1.0 and "shorter [1.0]" in cli.HELP
 
@@ -958,10 +973,13 @@ def test_options_that_a_conversation_cannot_have(capsys, chat, monkeypatch, more
     assert_refused(capsys.readouterr(), *words)
 
 
-def test_no_template_no_conversation(capsys, monkeypatch):
-    """The program says so before it asks for anything."""
+@pytest.mark.parametrize("more", [[], ["--prompt", "Hi"]], ids=["conversation", "message"])
+def test_no_template_no_conversation(capsys, monkeypatch, tmp_path, more):
+    """The program says so before it asks for anything; of the bundled model before it loads anything."""
     Terminal(monkeypatch, AssertionError("asked"))
-    assert run("--chat", *POOL) == 2
+    assert run("--chat", *more, llm_class=lambda *_, **__: pytest.fail("it is loaded")) == 2
+    assert_refused(capsys.readouterr(), "bundled model cannot chat", "--model Qwen/Qwen3-0.6B", "--chat-template")
+    assert run("--chat", *more, "--model", checkpoint(tmp_path), *POOL) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "--chat-template" in captured.err
 

@@ -1,6 +1,8 @@
 """What --trace prints, held to what the scheduler and the block manager really did. A `Witness` takes that down by
 other means than the trace: at every launch, and from inside the block manager."""
+import io
 import re
+import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -601,3 +603,30 @@ def test_lines_go_to_stderr(capsys):
     trace.close()
     captured = capsys.readouterr()
     assert captured.out == "" and "\nstep 0: 3 of at most 8192 tokens" in captured.err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream, environment, is_coloured", [
+    (Terminal, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm"), False),
+    (Terminal, dict(TERM="dumb"), False), (Terminal, dict(TERM="xterm", NO_COLOR="1"), False)])
+def test_colours_are_for_terminals(monkeypatch, stream, environment, is_coloured):
+    """Without the escape sequences the lines are the same."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", shown := stream())
+    llm, other = small(num_blocks=6), small(num_blocks=6)
+    Trace(llm)
+    expected = traced(other)
+    for engine in (llm, other):
+        engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], greedy(12), use_tqdm=False)
+    assert re.sub(r"\x1b\[\d+m", "", shown.getvalue()).splitlines() == expected
+    coloured = {line for line in shown.getvalue().splitlines() if "\x1b" in line}
+    assert bool(coloured) is is_coloured
+    if is_coloured:
+        assert {line.split("m")[0] for line in coloured} >= {f"\x1b[{color}" for color in (1, 31, 32, 36)}
+        assert all(line.count("\x1b") == 2 for line in coloured)
