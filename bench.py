@@ -1,7 +1,7 @@
 """Measure the engine on this machine; on a GPU, print each figure beside the limit of the hardware.
 
     python bench.py                 all sections that this machine can run
-    python bench.py --quick         a selection, about a minute
+    python bench.py --quick         a selection, about a minute on an idle machine
     python bench.py --only decode   sections whose names contain the word (a,b: one of the words)
     python bench.py --json FILE     also write the figures to a file
 
@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,7 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
+from nanopaged.cli.batch import open_file
 from nanopaged.scheduling.drafts import PAYS, Ngram
 from nanopaged.text.byte_level import Detokenizer
 
@@ -168,7 +169,7 @@ def scheduler(quick: bool) -> None:
             ms = scheduler_ms(num_running, *queue, steps=20 if quick else 100)
             best[num_running, *queue] = min(best.get((num_running, *queue), math.inf), ms)
     for (running, waiting, blocks), ms in best.items():
-        row(f"scheduler, {running} running, {waiting} waiting, {blocks} blocks", ms, "ms/step")
+        row(f"scheduler, {running} run, {waiting} wait, {blocks} blocks", ms, "ms/step")
 
 
 def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> float:
@@ -556,14 +557,14 @@ def data_parallel(limits: Limits, quick: bool) -> None:
     llm.generate([common + prompt for prompt in own], SamplingParams(max_tokens=1, ignore_eos=True))
     managers = llm.scheduler.block_manager.managers
     computed = [manager.num_prompt_tokens - manager.num_cached_tokens for manager in managers]
-    row("64 chats with 1,000 common tokens, 20 of their own: computed", sum(computed), "tokens",
+    row("64 chats of 1,000 common and 20 tokens, computed", sum(computed), "tokens",
         note=f"on each GPU {', '.join(map(str, computed))}")
 
 
 # Qwen3-8B on two GPUs against one: the figure's name, whether less is better, and what vLLM 0.26 reached on two.
 ON_TWO = {"decode, batch 1": (True, "0.71, 3.73 ms"), "decode, batch 256": (True, "0.65, 9.53 ms"),
           "prefill 32 x 8,000": (False, "1.69, 63,525"), "workload 256": (False, "1.55, 14,154"),
-          "single stream": (False, "1.40, 266"), "process start to first token, caches cold": (True, "68 s")}
+          "single stream": (False, "1.40, 266"), "cold start to first token": (True, "68 s")}
 
 
 def tensor_parallel(limits: Limits, quick: bool) -> None:
@@ -902,7 +903,7 @@ def invariance(limits: Limits, quick: bool) -> None:
     together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts[:16]]
     num_different = sum(a != b for a, b in zip(alone, together))
-    row("greedy bfloat16, batch 1 against 256: texts of 64 that differ", 100 * num_different / len(alone), "%")
+    row("greedy texts that differ, batch 1 against 256", 100 * num_different / len(alone), "%")
 
 
 START = """
@@ -948,15 +949,11 @@ def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: st
 def machine() -> str:
     """Device, threads and versions, without which no figure means anything."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return f"{device}, {torch.get_num_threads()} CPU threads, Python {platform.python_version()}, " + ", ".join(
-        f"{name} {_version(name)}" for name in ("torch", "triton", "transformers"))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    parts = [device, f"{torch.get_num_threads()} CPU threads", f"Python {platform.python_version()}"]
+    for name in ("torch", "triton", "transformers"):
+        with suppress(PackageNotFoundError):
+            parts.append(f"{name} {version(name)}")
+    return ", ".join(parts)
 
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
@@ -967,11 +964,12 @@ QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attentio
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a selection, about a minute")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").replace("**", ""),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a selection, about a minute on an idle machine")
     parser.add_argument("--only", default="", metavar="WORD",
                         help="sections whose names contain one of the words (a,b)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     words = args.only.split(",")
     runnable = [section for section in ANYWHERE + ON_CUDA * torch.cuda.is_available()
@@ -981,11 +979,17 @@ def main() -> None:
     if unknown or not sections:
         parser.error(f"--only {args.only!r} names a section that does not exist or that cannot run here; the sections "
                      f"that can run are {', '.join(section.__name__ for section in runnable)}")
-    print(machine())
+    if args.json:
+        try:
+            open_file("--json", args.json, "a").close()
+        except ValueError as error:
+            parser.error(str(error))
+    print(machine(), flush=True)
     # The rates are measured before the sections: a driver fills freed memory with zeros, and for half a second after an
     # engine is gone an H200 copies 3,800 GB/s instead of 4,230.
     limits = Limits() if any(section in ON_CUDA for section in sections) else None
     for section in sections:
+        print(f"{section.__name__} is running ..", file=sys.stderr, flush=True)
         try:
             section(*(limits, args.quick) if section in ON_CUDA else (args.quick,))
         except CardTooSmall as error:
@@ -993,8 +997,11 @@ def main() -> None:
         gc.collect()  # engines that are no longer used
         torch.cuda.empty_cache()  # the next section may be another process and need the memory
     if args.json:
-        args.json.write_text(json.dumps(dict(machine=machine(), rows=ROWS), indent=1))
+        Path(args.json).write_text(json.dumps(dict(machine=machine(), rows=ROWS), indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stdout = open(os.devnull, "w")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
+from nanopaged.progress import plural
 
 WIDTH = 100  # columns of a line
 LABEL = 14  # columns of a line's label
@@ -90,7 +91,8 @@ class Trace:
     def _legend(self) -> None:
         num_host_blocks, window = (getattr(self.manager, name, 0) for name in ("num_host_blocks", "window"))
         several = f"on each of {len(self.pools)} GPUs, " * (len(self.pools) > 1)
-        self.write(f"{several}a pool of {self.manager.num_blocks} blocks of {self.manager.block_size} tokens"
+        num_blocks, size = self.manager.num_blocks, self.manager.block_size
+        self.write(f"{several}a pool of {num_blocks} {plural('block', num_blocks)} of {size} {plural('token', size)}"
                    + f", {num_host_blocks} more on the host" * (num_host_blocks > 0)
                    + f", attention sees {window} tokens" * (window > 0))
         self._say("A", "prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled")
