@@ -82,8 +82,7 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
 
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
-        "--help", "--ignore-missing-imports", "--follow-imports", "--headless", "--hide-scrollbars", "--screenshot",
-        "--window-size"}
+        "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size"}
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
 
