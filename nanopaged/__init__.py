@@ -48,7 +48,7 @@ if ("torch" not in sys.modules and sys.platform == "linux" and os.uname().machin
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, *_CHAPTERS]
+    return sorted({*globals(), *__all__, *_CHAPTERS})
 
 
 if not TYPE_CHECKING:  # a checker knows the names above, and any other name is a mistake

@@ -103,7 +103,8 @@ class Keyboard:
     def __init__(self, history: Path | None):
         self.history = history
         if readline:
-            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one message
+            if os.environ.get("TERM") != "dumb":  # such a terminal would show the escape sequences
+                readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one message
             readline.set_auto_history(False)  # a message of several lines is one entry
             readline.clear_history()
             for entry in self._load():
