@@ -198,7 +198,8 @@ class BlockManager:
     first, because a block cannot be found without those before it.
 
     **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
-    write into it while others hold it gets a copy. The last holder writes into the original.
+    write into it while others hold it gets a copy. The last holder writes into the original, which leaves the prefix
+    cache before.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -237,8 +238,11 @@ class BlockManager:
         # Of a prompt that was found whole the last token is computed again, and not written.
         table, first_to_write = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
         first = first_to_write // self.block_size
-        must_copy = first_to_write < end and first < len(table) and self.ref_counts[table[first]] > 1
+        writes_first = first_to_write < end and first < len(table)
+        must_copy = writes_first and self.ref_counts[table[first]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))  # wrong drafts may have left more
+        if writes_first and not must_copy:
+            self._evict(table[first])  # a sample of the same prompt, now gone, may have filled and offered the block
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, deque
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import count
@@ -388,6 +389,7 @@ class FakeModel:
         self.events = Counter()
         self.lookahead, self.launched = lookahead, deque()
         self.unread = {}  # sequence -> tokens that were sampled and not told to the scheduler yet
+        self.texts = {}  # prefix key -> the tokens that it stands for
 
     def slot(self, seq, position):
         size = self.scheduler.block_manager.block_size
@@ -451,10 +453,10 @@ class FakeModel:
             tokens = tuple(self.tokens(seq) + seq.drafts)
             for position in range(oldest, seq.num_computed_tokens):
                 assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
-        # A small vocabulary, so that different sequences often generate the same text.
+        # A small vocabulary, so that different sequences often generate the same text. Not all samples of a prompt do.
         num_rows, sampled = Counter(), []
         for seq in step.sampled:
-            sampled.append(sum(self.tokens(seq) + seq.drafts[:num_rows[seq]]) * 31 % 3)
+            sampled.append((sum(self.tokens(seq) + seq.drafts[:num_rows[seq]]) + seq.order[1] % 2) * 31 % 3)
             num_rows[seq] += 1
         self.events["drafts"] += len(step.sampled) - len(num_rows)
         for seq, token in zip(step.sampled, sampled):
@@ -468,6 +470,16 @@ class FakeModel:
                 self.unread[seq].pop(0)
             self.scheduler.update(step, Sampled(sampled, [(0.0, 1, [token], [0.0]) for token in sampled]))
 
+    def check_cache(self):
+        """What the prefix cache offers is what its key says, whoever holds it."""
+        size = self.scheduler.block_manager.block_size
+        # In the order of their numbers: the key of the tokens before is smaller.
+        for (before, tokens), (block, key) in sorted(self.scheduler.block_manager.prefix_cache.items(),
+                                                     key=lambda entry: entry[1][1]):
+            text = self.texts[key] = self.texts.get(before, ()) + tokens
+            for i in range(size):
+                assert self.slots[block * size + i] == text[:len(text) - size + i + 1]
+
     def run(self, *seqs, limit=10_000):
         for seq in seqs:
             self.scheduler.add(seq)
@@ -476,6 +488,7 @@ class FakeModel:
                 return
             self.step()
             check_books(self.scheduler)
+            self.check_cache()
         raise AssertionError("the scheduler makes no progress")
 
 
@@ -785,6 +798,26 @@ def test_a_prompt_of_whole_blocks_needs_no_copy():
     assert model.events["copies"] == 0
 
 
+def test_a_late_sample_does_not_write_what_the_cache_offers():
+    """It joins when its sibling has filled and offered the last block of the prompt. Then the sibling ends, and the
+    late one is the only holder of the block."""
+    model = fake(max_num_seqs=2)
+    other, first, late = sequence([9]), *samples_of(2, [1] * 6, max_new=5)
+    for seq in (other, first, late):
+        model.scheduler.add(seq)
+    model.step()
+    model.step()
+    model.scheduler.finish(other, "abort")  # only now the late one has a row
+    model.step()
+    assert late.block_table == first.block_table
+    assert late.block_table[1] in model.scheduler.block_manager.key_of_block
+    model.scheduler.finish(first, "abort")
+    for _ in range(3):
+        model.step()
+        model.check_cache()
+    assert late.token_ids[6:8] != first.token_ids[6:8]
+
+
 def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
     model = fake(num_blocks=6, num_host_blocks=20, caching=False)
     seqs = [sequence([i] * 7, max_new=13) for i in range(3)]
@@ -867,14 +900,15 @@ NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 12_000))
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_every_promise(seed):
-    """Adds, steps, failing steps, samples, beams, priorities and aborts come in every state, on 1 to 3 tiny pools with
-    and without a host pool and a window. Prompts are cut from few texts, so prefixes are shared, evicted and generated
-    all the time. FakeModel checks every slot, and check_books checks the rest."""
+    """Adds, steps, failing steps, samples, beams, drafts, forced tokens, priorities and aborts come in every state, on
+    1 to 3 tiny pools with and without a host pool and a window. Prompts are cut from few texts, so prefixes are shared,
+    evicted and generated all the time. FakeModel checks every slot and all that is cached, and check_books checks the
+    rest."""
     rng, events = random.Random(seed), Counter()
-    for _ in range(NUM_RANDOM_OPERATIONS // 4 // 250):
-        random_operations(250, rng, events)
-    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches", "drafts", "1 pools",
-             "2 pools", "3 pools")
+    for i in range(NUM_RANDOM_OPERATIONS // 4 // 250):
+        random_operations(250, 1 + i % 3, rng, events)
+    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches", "drafts", "forced",
+             "unplanned", "1 pools", "2 pools", "3 pools")
     assert all(events[kind] > 0 for kind in kinds), events
 
 
@@ -883,15 +917,29 @@ class RandomProposer:
         self.rng = rng
 
     def propose(self, token_ids, k):
+        if self.rng.random() < 0.01:
+            raise SystemExit  # in the middle of `schedule`
         return [self.rng.randint(0, 2) for _ in range(self.rng.randint(0, k))]
 
 
-def random_operations(count, rng, events):
+class RandomForcer:
+    """Forces tokens now and then, as a grammar does."""
+
+    def __init__(self, rng, events):
+        self.rng, self.events = rng, events
+
+    def on_token(self, seq, token, logprobs):
+        forced = [self.rng.randint(0, 2) for _ in range(self.rng.choice([0, 0, 0, 1, 4]))]
+        self.events["forced"] += bool(forced)
+        return [token, *forced]
+
+
+def random_operations(count, num_pools, rng, events):
     block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
     window = rng.choice([0, 0, 1, 5, 11])
     num_blocks = cdiv(window or max_len, block_size) + 2 + rng.randint(0, 20)
     models, scheduler = fake_pools(
-        rng.choice([1, 2, 3]), num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]),
+        num_pools, num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]),
         rng.random() < 0.8, rng.choice([0, 1]), window, rng.choice([0, 5, 50]))
     texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
     alive, searches = [], []
@@ -905,6 +953,7 @@ def random_operations(count, rng, events):
             priority, new = rng.choice([0, 0, 1]), rng.randint(1, 20)
             for seq in samples_of(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority, sampling=sampling):
                 seq.drafter = rng.choice([None, Drafter(drafting)])
+                seq.listener = rng.choice([None, None, RandomForcer(rng, events)])
                 alive.append(seq)
                 scheduler.add(seq)
         elif action < 0.33 and len(searches) < 3:
@@ -915,7 +964,10 @@ def random_operations(count, rng, events):
         elif action < 0.38 and searches:
             searches.pop(rng.randrange(len(searches))).stop()
         else:
-            rng.choice(models).step(fail=action > 0.97)
+            try:
+                rng.choice(models).step(fail=action > 0.97)
+            except SystemExit:
+                events["unplanned"] += 1
             for search in searches:
                 if search.can_branch:
                     search.branch()
@@ -923,6 +975,7 @@ def random_operations(count, rng, events):
                     events["branches"] += bool(search.beams)
         for one in models:
             check_books(one.scheduler)
+            one.check_cache()
         events["finished"] += sum(seq.status is Status.FINISHED for seq in alive)
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
         searches = [search for search in searches if search.beams]
@@ -930,7 +983,8 @@ def random_operations(count, rng, events):
         search.stop()
     while scheduler.running or scheduler.waiting or any(one.launched for one in models):
         for one in models:
-            one.step()
+            with suppress(SystemExit):
+                one.step()
     scheduler.block_manager.check_idle()
     for one in models:
         events.update(one.events)
@@ -1207,6 +1261,17 @@ def samples_alone():
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
     output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
+
+
+def test_conversations_go_on_after_samples_on_few_rows():
+    """Samples that wait for a row join late, when a sibling has gone on in the last block of the prompt."""
+    llm = load(max_num_seqs=2)
+    newline, more = (llm.tokenizer.encode(text) for text in ("\n", " And"))
+    prompt = llm.tokenizer.encode("ROMEO: But soft, what light through yonder window breaks? It is")
+    params = SamplingParams(n=8, seed=48, max_tokens=40, stop_token_ids=newline)
+    turns = [prompt + sample.token_ids + more for sample in llm.generate([prompt], params)[0].outputs]
+    fresh = load(enable_prefix_caching=False)
+    assert tokens_of(llm.generate(turns, GREEDY)) == tokens_of(fresh.generate(turns, GREEDY))
 
 
 @pytest.mark.parametrize("variant", ["mistral", "qwen2"])

@@ -105,7 +105,12 @@ class Drafter:
         one: at most `most` tokens together. Returns their number. The guesses get free blocks, none of another
         sequence."""
         most = min(most - num_tokens, seq.max_len - len(seq.token_ids) - 1)
-        drafts = self._drafts(seq, len(scheduler.running))[:max(0, most)]
+        try:
+            drafts = self._drafts(seq, len(scheduler.running))[:max(0, most)]
+        except BaseException:  # the proposer's, or a warning that is an error
+            step.preempted.append(seq)  # the step may have admitted it, or copied its last block
+            scheduler.undo(step)
+            raise
         while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
             drafts.pop()
         scheduler.compute(seq, num_tokens, step)
@@ -157,9 +162,11 @@ class Drafter:
             self.guess = [operator.index(token) for token in self.proposer.propose(token_ids, most)][:most]
             if not all(0 <= token < self.drafting.vocab_size for token in self.guess):
                 raise ValueError(f"the model does not have all token ids of {self.guess}")
-        except Exception as error:
-            warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
+        except BaseException as error:  # SystemExit, too
             self.guess, self.proposer = [], Silent()
+            if not isinstance(error, Exception):
+                raise
+            warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
 
 
 class Drafting:

@@ -297,6 +297,31 @@ def test_a_proposer_that_fails(method, reason, expected):
         assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
+@pytest.mark.filterwarnings("error:.*without drafts")
+def test_a_proposer_that_ends_a_step_in_the_middle_of_its_planning(error, expected):
+    """The warning is an error here. The step is undone, and all sequences go on."""
+    class Proposer:
+        num_calls = 0
+
+        def propose(self, token_ids, k):
+            self.num_calls += 1
+            if self.num_calls == 4:
+                raise error("oops")
+            return []
+
+    llm, outputs, num_errors = drafting(method=Proposer), {}, 0
+    ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while llm.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: output for output in llm.step()}
+        except (UserWarning, SystemExit, KeyboardInterrupt):
+            num_errors += 1
+            check_books(llm.scheduler)
+    assert num_errors == len(PROMPTS)
+    assert tokens_of([outputs[i] for i in ids]) == tokens_of(expected[0])
+
+
 @pytest.mark.parametrize("kind", [tuple, torch.tensor], ids=["tuple", "tensor"])
 def test_tokens_of_any_integer_type_are_drafts(kind, expected):
     known = knowing(expected[0])()
