@@ -28,10 +28,9 @@ StepInput, and nanopaged/api/llm.py has what users call.
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Callable, ContextManager, NamedTuple, Protocol
+from typing import Any, Callable, NamedTuple, Protocol
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
@@ -688,20 +687,19 @@ class Engine:
 
     runner: runner.launch(step) starts a step and returns a function, which waits for the step and gives a Sampled
     updates: SchedulerOutput.sampled and the Sampled of each step that was read, for the caller to take
-    interruptible: the context of sections in which Ctrl-C does no harm
     recover: called with the engine, a step whose launch failed, and the error (nanopaged/scheduling/recovery.py)
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0,
-                 interruptible: Callable[[], ContextManager] = nullcontext, recover: Callable = give_up):
-        self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
-        self.interruptible, self.recover = interruptible, recover
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0, recover: Callable = give_up):
+        self.scheduler, self.runner, self.lookahead, self.recover = scheduler, runner, lookahead, recover
         self.updates: deque[tuple[list[Sequence], Sampled]] = deque()
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()
 
     def step(self) -> None:
         """Plan and launch a step, then read until the next may be planned. After an empty step only reading a launched
         one helps, or taking the blocks of paused sequences."""
+        while not self.has_room:  # the last call ended while it read: Ctrl-C, or an error
+            self.update()
         step = self.scheduler.schedule()
         if step.seqs:
             self.launch(step)
@@ -721,8 +719,7 @@ class Engine:
 
     def launch(self, step: SchedulerOutput) -> None:
         try:
-            with self.interruptible():
-                read = self.runner.launch(step)
+            read = self.runner.launch(step)
         except BaseException as error:
             self.recover(self, step, error)
         else:
@@ -732,8 +729,7 @@ class Engine:
         """Read the oldest launched step. If reading fails, the step stays the oldest one, to be read again."""
         if self.launched:
             step, read = self.launched[0]
-            with self.interruptible():
-                sampled = read()  # waits for the GPU
+            sampled = read()  # waits for the GPU
             self.launched.popleft()
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))

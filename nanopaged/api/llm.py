@@ -2,11 +2,14 @@
 import itertools
 import random
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Callable, Generator, Iterator
+
+import torch
 
 from nanopaged import engine, kernel, model
 from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
@@ -82,7 +85,10 @@ class LLM:
         asks for a missing feature raises ValueError
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
-    Threads may use all methods at the same time: one step is computed at a time, and serves all of them.
+    limited_by: what sets max_model_len, the most tokens of a text: "option" (it was given), "model" or "pool"
+
+    Threads may use all methods at the same time: one step is computed at a time, and serves all of them. A forked
+    process may not. `with LLM(..) as llm` ends the worker processes and frees the memory at its end.
 
     Raises, with one sentence: ValueError for anything it cannot use, FileNotFoundError for what is not there, and
     another OSError, ConnectionError above all, for what the Hub does not give.
@@ -128,6 +134,7 @@ class LLM:
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
         window, self.max_model_len = self._pick_window(min(pools), self.runners[0].block_size, max_model_len)
+        self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         managers = [_make_block_manager(runner, size, enable_prefix_caching, window, swap_space)
                     for runner, size in zip(self.runners, pools)]
@@ -140,6 +147,27 @@ class LLM:
         self.chat_templates: dict = {}  # those that were used, by their source
         self.arrivals = itertools.count()
         self.seeds = random.Random(seed)
+        runner = self.runner
+        devices, blocks = (" + ".join(map(str, parts)) for parts in ([runner.device for runner in self.runners], pools))
+        self.summary = (f"LLM({str(model)!r}: {str(runner.dtype).removeprefix('torch.')} on {devices}, {blocks} blocks "
+                        f"of {runner.block_size} tokens, max_model_len {self.max_model_len}, max_num_seqs "
+                        f"{max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens})")
+
+    def __repr__(self) -> str:
+        return self.summary
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Abort what is under way, end the worker processes, and free the memory of the weights and the pool. Later
+        calls raise RuntimeError."""
+        with self.lock:
+            self._abort(*self.requests)
+            self.lock.is_closed, is_cuda = True, self.runner.device.type == "cuda"
+            del self.engine, self.recoveries, self.runner, self.runners
+            if is_cuda:
+                torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
 
     def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
                          skip_tokenizer: bool, overrides: dict) -> None:
@@ -183,15 +211,17 @@ class LLM:
             schedulers = data_parallel.make_schedulers(managers, runners, *limits)
         self.recoveries = [Recovery(*pair) for pair in zip(schedulers, self.runners)]
         # With several processes a step that stops half-way would leave the others waiting.
-        interruptible = self.lock.interrupts.let_through if self.tensor_parallel_size == 1 else nullcontext
-        engines = [engine.Engine(scheduler, runner, runner.lookahead, interruptible, recovery.recover)
+        if self.tensor_parallel_size == 1:
+            for runner in self.runners:
+                runner.interruptible = self.lock.interrupts.let_through
+        engines = [engine.Engine(scheduler, runner, runner.lookahead, recovery.recover)
                    for scheduler, runner, recovery in zip(schedulers, self.runners, self.recoveries)]
         self.runner: Runner = self.runners[0]
         self.scheduler: Any = schedulers[0]
         self.engine: Any = engines[0]
         if len(managers) > 1:
             self.scheduler = data_parallel.Pools(schedulers)
-            self.engine = data_parallel.Engines(engines, interruptible)
+            self.engine = data_parallel.Engines(engines, self.lock.interrupts.let_through)
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -234,8 +264,10 @@ class LLM:
         with self.lock.turn(self._has_reports):
             if not self.unreported:
                 self._step()
-            reports, self.unreported = self.unreported, {}
-            return [request.output() for request in reports.values()]
+            outputs = [self._read(request, request.output) for request in self.unreported.values()]
+            self.lock.interrupts.deliver()  # before they are taken: the next call returns them then
+            self.unreported = {}
+            return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to tell."""
@@ -247,6 +279,17 @@ class LLM:
         check_kind("request_id", request_id, str, "what add_request returned")
         self.lock.change(lambda: self._abort(request_id))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
+        under way holds blocks."""
+        with self.lock:
+            books = self.scheduler.block_manager
+            if books.num_free_blocks < books.num_blocks:
+                return False
+            for manager in getattr(books, "managers", [books]):
+                manager.uncache(list(manager.key_of_block))
+            return True
+
     def _has_reports(self) -> bool:
         return bool(self.unreported)
 
@@ -255,6 +298,7 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
+        params = replace(params)  # checked once more: it may have been changed, or be changed later
         check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
@@ -277,7 +321,8 @@ class LLM:
         if self.grammars is None:
             from nanopaged.text.grammar import GrammarCompiler
             self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
-        return self.grammars.compile(params)
+        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
+            return self.grammars.compile(params)
 
     def _add(self, request: Request, is_reported: bool = False) -> None:
         """Queue a request; the caller has the lock."""
@@ -355,6 +400,20 @@ class LLM:
                 self.unreported[request.request_id] = request
         self._check_if_idle()
 
+    def _read(self, request: Request, read: Callable[[], Any]) -> Any:
+        """What `read`, a method of the request, returns. A tokenizer that fails ends this request and no other; the
+        caller holds Ctrl-C back."""
+        try:
+            return read()
+        except BaseException as error:
+            end = request.fail(error)
+            for seq in request.sequences:
+                self.scheduler.finish(seq, *end)
+            self.requests.pop(request.request_id, None)
+            request.end()
+            self._check_if_idle()
+            return read()
+
     @contextmanager
     def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
         """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
@@ -387,21 +446,22 @@ class LLM:
                 pending.pop()
             return not pending
 
-        try:
-            with self.lock:
-                for request in requests:
-                    self._add(request)
-                    pending.append(request)
-            while not is_done():
-                with self._steps_until(lambda: bar.due or is_done()):
-                    if bar.due:
-                        bar.update(sum(request.finished for request in requests),
-                                   sum(request.num_new_tokens for request in requests))
-            return [request.output() for request in requests]
-        finally:  # an error, or Ctrl-C
-            bar.clear()
-            if pending:
-                self.lock.change(lambda: self._abort(*(request.request_id for request in pending)))
+        with self.lock.interrupts.held():  # Ctrl-C comes in a step or after it, and a second one after the clean-up
+            try:
+                with self.lock:
+                    for request in requests:
+                        self._add(request)
+                        pending.append(request)
+                while not is_done():
+                    with self._steps_until(lambda: bar.due or is_done()):
+                        if bar.due:
+                            bar.update(sum(request.finished for request in requests),
+                                       sum(request.num_new_tokens for request in requests))
+                return [self._read(request, request.output) for request in requests]
+            finally:  # an error, or Ctrl-C
+                if pending:
+                    self.lock.defer(lambda: self._abort(*(request.request_id for request in pending)))
+                bar.clear()
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
              use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:
@@ -455,8 +515,7 @@ class LLM:
             with self.lock:
                 self._add(request)
             while request.has_news or not request.finished:
-                with self._steps_until(lambda: request.has_news):
-                    text = request.read_text()
+                text = self._next_text(request)
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
@@ -466,6 +525,15 @@ class LLM:
         if output.outputs[0].finish_reason == "error":
             raise RequestError(output)
         return output
+
+    def _next_text(self, request: Request) -> str:
+        with self.lock.interrupts.held():  # a second Ctrl-C waits for the abort that the first one causes
+            try:
+                with self._steps_until(lambda: request.has_news):
+                    return self._read(request, request.read_text)
+            except BaseException:
+                self.lock.defer(lambda: self._abort(request.request_id))
+                raise
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
@@ -477,32 +545,37 @@ class LLM:
         """
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
-        prompts = as_list(prompts)
-        searches, bar = [], ProgressBar(len(prompts), use_tqdm)
-        try:
-            for prompt in prompts:
-                text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
-                max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
-                group = BeamGroup(params, self.eos_token_ids, max_tokens)
-                with self.lock:
-                    searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                               min(group.num_candidates, self.config.vocab_size), self.scheduler))
-            while not all(search.group.done for search in searches):
-                with self._steps_until(lambda: any(search.can_branch for search in searches)):
-                    for search in searches:
-                        if search.can_branch:
-                            self._branch(search)
-                if bar.due:
-                    groups = [search.group for search in searches]
-                    bar.update(sum(group.done for group in groups), sum(group.num_new_tokens for group in groups))
-        finally:
-            bar.clear()
-            with self.lock:
-                for search in searches:
-                    search.stop()
-                self._check_if_idle()
+        params = replace(params)  # as in _read_request
+        prompts = [read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
+                   for prompt in as_list(prompts)]
+        searches: list[BeamSearch] = []
+        bar = ProgressBar(len(prompts), use_tqdm)
+        with self.lock.interrupts.held():  # as in `generate`
+            try:
+                for text, token_ids in prompts:
+                    max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
+                    group = BeamGroup(params, self.eos_token_ids, max_tokens)
+                    with self.lock:
+                        searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
+                                                   min(group.num_candidates, self.config.vocab_size), self.scheduler))
+                while not all(search.group.done for search in searches):
+                    with self._steps_until(lambda: any(search.can_branch for search in searches)):
+                        for search in searches:
+                            if search.can_branch:
+                                self._branch(search)
+                    if bar.due:
+                        groups = [search.group for search in searches]
+                        bar.update(sum(group.done for group in groups), sum(group.num_new_tokens for group in groups))
+            finally:
+                self.lock.defer(lambda: self._stop(searches))
+                bar.clear()
         return [beam_output(search.prompt, search.prompt_token_ids, search.group, self.tokenizer)
                 for search in searches]
+
+    def _stop(self, searches: list[BeamSearch]) -> None:
+        for search in searches:
+            search.stop()
+        self._check_if_idle()
 
     def _branch(self, search: BeamSearch) -> list[tuple]:
         return search.branch()

@@ -14,6 +14,7 @@ The engine's state must not be interrupted or changed in the middle of a step. C
 state is consistent (see `Interrupts`). An abort may come from within a step: from the garbage collector, or from a
 logits processor. Such an abort is queued until the lock's holder executes it (`defer`).
 """
+import os
 import signal
 import threading
 from collections import deque
@@ -37,9 +38,11 @@ class _Waiter:
 
 class StepLock:
     """`with lock:` is for callers that need no step, `with lock.turn(is_done):` for callers that compute steps until
-    is_done(). The lock is not reentrant: a call from within a step raises RuntimeError."""
+    is_done(). RuntimeError for a call from within a step (the lock is not reentrant), in a forked process, and once the
+    LLM is closed."""
 
     def __init__(self) -> None:
+        self.process, self.is_closed = os.getpid(), False
         self.owner: int | None = None  # the thread that holds the lock
         self.waiters: deque[_Waiter] = deque()  # in the order of arrival
         self.mutex = threading.Lock()  # guards `owner` and `waiters`, for microseconds
@@ -48,23 +51,35 @@ class StepLock:
 
     def acquire(self, is_done: Callable[[], bool] | None = None) -> None:
         thread = threading.get_ident()
+        if self.process != os.getpid():
+            raise RuntimeError(f"this LLM belongs to process {self.process}; the forked process {os.getpid()} lacks "
+                               "its threads and its GPU; start processes by multiprocessing's method 'spawn', and make "
+                               "an LLM in each")
         if self.owner == thread:
             raise RuntimeError("the engine was called from within one of its steps (by a logits processor?); call it "
                                "when the step is done, or use another LLM")
         waiter = _Waiter(thread, is_done)
         with self.mutex:
-            if self.owner is None:
+            is_free = self.owner is None
+            if is_free:
                 self.owner = thread
-                return
-            self.waiters.append(waiter)
+            else:
+                self.waiters.append(waiter)
+        if not is_free:
+            self._wait(waiter)
+        if self.is_closed:
+            self.release()
+            raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
+
+    def _wait(self, waiter: _Waiter) -> None:
         try:
             with self.interrupts.let_through():
                 waiter.gate.acquire()
         except BaseException:  # Ctrl-C
             with self.mutex:
-                if self.owner != thread:
+                if self.owner != waiter.thread:
                     self.waiters.remove(waiter)
-            if self.owner == thread:
+            if self.owner == waiter.thread:
                 self.release()
             raise
 
@@ -102,16 +117,13 @@ class StepLock:
     @contextmanager
     def turn(self, is_done: Callable[[], bool]) -> Iterator[None]:
         """Hold the lock to compute steps until is_done(). Between two steps the caller calls `pass_on`."""
-        self.interrupts.hold()
-        try:
+        with self.interrupts.held():
             self.acquire(is_done)
             try:
                 yield
             finally:
                 if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `pass_on` waited
                     self.release()
-        finally:
-            self.interrupts.release()
 
     def pass_on(self, is_done: Callable[[], bool]) -> None:
         """Between two steps: deliver Ctrl-C, and pass the lock to the waiting threads that need no step."""
@@ -132,13 +144,14 @@ class StepLock:
 
     def carry_out(self) -> None:
         """Call the deferred functions if no thread holds the lock."""
-        if self.mutex.acquire(blocking=False):
-            is_free = self.owner is None
-            if is_free:
-                self.owner = threading.get_ident()
-            self.mutex.release()
-            if is_free:
-                self.release()
+        with self.interrupts.held():
+            if self.mutex.acquire(blocking=False):
+                is_free = self.owner is None
+                if is_free:
+                    self.owner = threading.get_ident()
+                self.mutex.release()
+                if is_free:
+                    self.release()
 
     def change(self, function: Callable[[], object]) -> None:
         """Call `function` between two steps and wait for it; from within a step, defer it."""
@@ -159,23 +172,39 @@ class Interrupts:
         self.passes = False  # in a section of `let_through`, which delays nothing
 
     def hold(self) -> None:
-        """Delay signals until `release`."""
+        """Delay signals until `release`. (The garbage collector may call both in the middle of either, see
+        `StepLock.defer`. Then `depth` is above 0, and they do nothing.)"""
         if threading.current_thread() is threading.main_thread():
-            if not self.depth:
-                self.pending, self.passes = None, False
-                handler = signal.getsignal(signal.SIGINT)
-                self.handler = handler if callable(handler) else None
-                if self.handler:
-                    signal.signal(signal.SIGINT, self._take)
             self.depth += 1
+            try:
+                if self.depth == 1:
+                    self.pending, self.passes = None, False
+                    handler = signal.getsignal(signal.SIGINT)
+                    self.handler = handler if callable(handler) else None
+                    if self.handler:
+                        signal.signal(signal.SIGINT, self._take)
+            except BaseException:  # Ctrl-C
+                self.depth -= 1
+                raise
 
     def release(self) -> None:
         """Deliver the delayed signal, if there is one."""
         if threading.current_thread() is threading.main_thread():
-            self.depth -= 1
-            if not self.depth and self.handler:
-                signal.signal(signal.SIGINT, self.handler)
+            try:
+                if self.depth == 1 and self.handler:
+                    signal.signal(signal.SIGINT, self.handler)
+            finally:
+                self.depth -= 1
+            if not self.depth:
                 self.deliver()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
@@ -193,6 +222,7 @@ class Interrupts:
     def _take(self, *arguments: Any) -> None:
         self.pending = arguments
         if self.passes:
+            self.passes = False  # the section ends here, though its `finally` may run later
             self.deliver()
 
     def deliver(self) -> None:

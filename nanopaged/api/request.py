@@ -61,13 +61,22 @@ class Request:
     def _find_stop_string(self, sample: "_Sample") -> tuple[str, str] | None:
         try:
             sample.read()
-        except Exception as error:  # the tokenizer's: it ends this request and no other
+        except BaseException as error:  # the tokenizer's: it ends this sample and no other
             sample.detokenizer = None
-            return "error", f"the tokenizer failed: {error!r}"
+            return failure("tokenizer", error)
         return None if sample.matched is None else ("stop", sample.matched)
 
+    def fail(self, error: BaseException) -> tuple[str, str]:
+        """The tokenizer has failed, and `output` and `read_text` go without it from now on. Returns (finish_reason,
+        stop_reason) for the sequences."""
+        self.tokenizer = None
+        for sample in self.samples:
+            sample.tokenizer = sample.detokenizer = None
+        self.changed.update(range(len(self.samples)))
+        return failure("tokenizer", error)
+
     def end(self) -> None:
-        """The request was aborted."""
+        """The request was aborted, or has failed."""
         self.changed.update(self.running.values())
         self.running.clear()
         self.has_news = True
@@ -111,6 +120,12 @@ class Request:
         return list(self.prompt_logprobs)
 
 
+def failure(what: str, error: BaseException) -> tuple[str, str]:
+    """(finish_reason, stop_reason). The panic of a package in Rust is a BaseException and no Exception; Ctrl-C is held
+    back where such packages are called."""
+    return "error", f"the {what} failed: {error!r}"
+
+
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
@@ -140,7 +155,11 @@ class _Sample:
             return [token]
         # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
         may_force = not (wants_logprobs or self.params.edits_logits or self.params.logits_processors)
-        return grammar.on_token(seq, token, may_force)
+        try:
+            return grammar.on_token(seq, token, may_force)
+        except BaseException as error:  # other sequences of the step have their tokens still to come
+            seq.stop_reason = failure("grammar", error)[1]
+            return [-1]
 
     def output(self) -> CompletionOutput:
         """The sample's output so far."""

@@ -106,9 +106,9 @@ class LogitsEditor:
         free_rows: rows that sequences have left; a sequence that comes back to its row must be among `starts` again
         """
         gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
-        self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
         starts = [start for start in starts if start.params.edits_logits]
         self.unsent |= gone | {start.row for start in starts}
+        self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
         if not self.unsent:
             return
         if not self.slot_of_row:

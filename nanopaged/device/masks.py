@@ -48,7 +48,10 @@ class Masker:
             if seq is None:
                 ctypes.memset(address, 0xFF, self.num_bytes)
             else:
-                size = seq.sampling.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])
+                try:
+                    size = seq.sampling.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])
+                except BaseException as error:  # a panic of Rust: nothing is allowed, which ends this sequence
+                    size, seq.stop_reason = 0, f"the grammar failed: {error!r}"
                 ctypes.memset(address + size, 0, self.num_bytes - size)  # ids that the tokenizer lacks
             num_rows[seq] += 1
         return self.masks[:len(seqs)].copy_(self.host[:len(seqs)], non_blocking=True)

@@ -30,7 +30,7 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, ContextManager, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Runner:
     """A model on a device, with its KV pool. ValueError for options that cannot be."""
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with compiled functions
+    interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
     def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
@@ -251,7 +252,8 @@ class Runner:
         tiles = self.to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
                                    batch.num_tokens.count(1), tiles, sampling)
-        logits = self.model(inputs, self.kv_cache, self.kernels)
+        with self.interruptible():
+            logits = self.model(inputs, self.kv_cache, self.kernels)
         if not sampling_indices:
             return partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits
         rows, seq_lens = sent.rows.index_select(0, sampling), sent.seq_lens.index_select(0, sampling)

@@ -96,6 +96,7 @@ class LaunchedStep:
             return
         sample, logits = self.computed
         tensors = [tokens := sample()]
+        self.computed = lambda: tokens, logits  # penalties count them once, also if what follows fails and is repeated
         if self.parts or self.needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self.runner.send, self.seqs, self.parts, tokens, logits, self.needs)
         is_cuda = self.device.type == "cuda"
@@ -105,7 +106,7 @@ class LaunchedStep:
         if is_cuda:
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
-        self.computed = None  # frees the logits; last: if Ctrl-C comes before this line, the next call starts again
+        self.computed = None  # frees the logits
 
     def is_done(self) -> bool:
         self.sample()
@@ -114,7 +115,8 @@ class LaunchedStep:
     def __call__(self) -> engine.Sampled:
         self.sample()
         if self.done is not None:
-            self.runner.wait(self.done)
+            with self.runner.interruptible():
+                self.runner.wait(self.done)
         place = {seq: i for i, seq in enumerate(self.sampled)}
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])

@@ -75,9 +75,10 @@ class PoolScheduler(engine.Scheduler):
             for pool in self.pools:
                 pool.return_unbound()
         self.placements = self._place_all() if self.queue else []
-        step = super().schedule()
-        self.return_unbound()
-        return step
+        try:
+            return super().schedule()
+        finally:
+            self.return_unbound()
 
     def return_unbound(self) -> None:
         """Give the waiting sequences that another pool could serve as well back to the queue."""
@@ -290,8 +291,8 @@ class Engines:
             for one in self.engines:
                 one.unblock(engine.SchedulerOutput())
             return
-        with self.interruptible():
-            while len(busy) > 1 and not any(map(is_done, busy)):
+        while len(busy) > 1 and not any(map(is_done, busy)):
+            with self.interruptible():
                 time.sleep(POLL_SECONDS)
         for one in busy:
             if len(busy) == 1 or is_done(one):

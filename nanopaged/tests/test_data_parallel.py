@@ -4,6 +4,7 @@ A CPU counts as any number of devices, so everything but speed is tested without
 test_paged.py run with 1 to 3 pools, too.
 """
 import threading
+from contextlib import nullcontext
 from functools import cache
 from itertools import count
 from types import SimpleNamespace
@@ -266,7 +267,7 @@ def test_no_device_waits_for_another_ones_step():
         managers = [engine.BlockManager(100, 4) for _ in runners]
         parts = make_schedulers(managers, runners, 8, 64)
         loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
-        engines, scheduler = Engines(loops, engine.nullcontext), Pools(parts)
+        engines, scheduler = Engines(loops, nullcontext), Pools(parts)
         scheduler.add(sequence(range(60), max_new=50))  # the first device has a long prompt
         scheduler.add(sequence(range(100, 104), max_new=50))
         for i in range(10):
@@ -283,7 +284,7 @@ def test_one_busy_device_has_its_lookahead(lookahead):
     runners = [FakeRunner(), FakeRunner()]
     parts = make_schedulers([engine.BlockManager(100, 4) for _ in runners], runners, 8, 64)
     loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
-    engines, depths, update = Engines(loops, engine.nullcontext), [], loops[0].update
+    engines, depths, update = Engines(loops, nullcontext), [], loops[0].update
     loops[0].update = lambda: (depths.append(len(loops[0].launched)), update())
     Pools(parts).add(sequence(range(6), max_new=5))
     while not engines.is_idle:

@@ -1,6 +1,7 @@
 """What goes wrong in a step ends what it must and nothing else, and leaves a usable engine."""
 import math
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,72 @@ def test_a_token_that_was_not_drawn_has_no_probability():
     assert failed.finish_reason == "error" and len(failed.token_ids) == len(failed.logprobs) == 2
     total = sum(entry[token].logprob for entry, token in zip(failed.logprobs, failed.token_ids))
     assert failed.cumulative_logprob == pytest.approx(total)
+
+
+class Panic(BaseException):
+    """As the package pyo3 makes one of a panic in Rust."""
+
+
+class Failing:
+    def add(self, ids):
+        raise Panic("a broken vocabulary")
+
+
+def with_a_broken_tokenizer(prompt):
+    """An engine whose detokenizer fails for this prompt."""
+    llm = load()
+    make, broken = llm.tokenizer.detokenizer, llm.tokenizer.encode(prompt)
+    llm.tokenizer.detokenizer = lambda skip=True, ids=(): Failing() if ids == broken else make(skip, ids)
+    return llm
+
+
+@pytest.mark.parametrize("settings", [{}, dict(stop="zzz")], ids=["at the end", "at each token"])
+def test_a_detokenizer_that_fails_ends_its_request_and_no_other(settings):
+    params = [SamplingParams(temperature=0, max_tokens=8, **settings), SamplingParams(temperature=0, max_tokens=2)]
+    expected = shared().generate(["ROMEO:", "JULIET:"], params[::-1])
+    llm, results = with_a_broken_tokenizer("JULIET:"), {}
+    ids = [llm.add_request(prompt, p) for prompt, p in zip(("JULIET:", "ROMEO:"), params)]
+    while llm.has_unfinished_requests():
+        results |= {output.request_id: output.outputs[0] for output in llm.step()}
+    again = [output.outputs[0] for output in llm.generate(["JULIET:", "ROMEO:"], params)]
+    for failed, well in ([results[i] for i in ids], again):
+        assert failed.finish_reason == "error" and "a broken vocabulary" in failed.stop_reason
+        assert well.text == expected[0].outputs[0].text and well.finish_reason == "length"
+    with pytest.raises(RuntimeError, match="a broken vocabulary"):
+        list(llm.stream("JULIET:", params[0]))
+    assert not llm.requests
+    llm.scheduler.block_manager.check_idle()
+
+
+@pytest.mark.parametrize("method", ["on_token", "fill_mask"])
+def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
+    llm, results = load(), {}
+    ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
+
+    def panic(*_):
+        raise Panic("in Rust")
+
+    grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
+    seq = llm.requests[ids[0]].sequences[0]
+    seq.listener = llm.requests[ids[0]].samples[0]
+    seq.sampling = seq.sampling._replace(grammar=SimpleNamespace(**grammar))
+    while llm.has_unfinished_requests():
+        results |= {output.request_id: output.outputs[0] for output in llm.step()}
+    assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
+    assert tokens_of(shared().generate("ROMEO:", GREEDY)) == [results[ids[1]].token_ids]
+
+
+@pytest.mark.parametrize("name, value", [("n", 0), ("max_tokens", -5), ("temperature", "x"), ("logprobs", "x")])
+def test_settings_that_were_changed_after_their_check(name, value):
+    """They are checked again when a request is made of them, and a later change has no effect on it."""
+    llm, params = load("llama2"), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    rid, outputs = llm.add_request([5, 6, 7], params), []
+    setattr(params, name, value)
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
+        llm.add_request([5, 6, 7], params)
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert outputs[-1].request_id == rid and len(outputs[-1].outputs[0].token_ids) == 4
 
 
 # --------------------------------------------------------------------------------------------------

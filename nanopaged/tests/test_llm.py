@@ -2,13 +2,26 @@
 import itertools
 import json
 import math
+import os
 import shutil
+from contextlib import ExitStack
 
 import pytest
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.api import llm as llm_module
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, GREEDY, PROMPT, check_books, expectations, load, shared, tokens_of
+from nanopaged.tests.helpers import (
+    BUNDLED,
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    check_books,
+    expectations,
+    freed_at_once,
+    load,
+    shared,
+    tokens_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Requests
@@ -232,3 +245,74 @@ def test_hf_overrides_replace_entries_of_the_config():
         LLM(hf_overrides=5)
     with pytest.raises(ValueError, match="num_attention_heads|num_heads|heads"):
         LLM(hf_overrides={"num_attention_heads": "many"}, device="cpu")
+
+
+# --------------------------------------------------------------------------------------------------
+# The life of an engine
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_gets_a_sentence():
+    llm = load("llama2", num_blocks=64)
+    calls = [lambda: llm.generate(PROMPT), lambda: next(llm.stream(PROMPT)), lambda: llm.add_request(PROMPT), llm.step,
+             lambda: llm.beam_search(PROMPT, BeamSearchParams(2, max_tokens=2)), llm.reset_prefix_cache]
+    read_end, write_end = os.pipe()
+    if not (pid := os.fork()):
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                os.write(write_end, f"{error}\n".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    sentences = os.read(read_end, 10_000).decode().splitlines()
+    assert len(sentences) == len(calls)
+    assert all(f"forked process {pid}" in line and "spawn" in line for line in sentences)
+    os.close(read_end), os.close(write_end)
+    assert llm.generate(PROMPT, GREEDY)[0].finished
+
+
+def test_the_prefix_cache_can_be_emptied():
+    for options in ({}, dict(data_parallel_size=2, device="cpu")):
+        llm = load(**options)
+        llm.generate("To be, or not to be, that is the question: Whether")
+        rid = llm.add_request("To be, or not to be, that is the question: Whether")
+        llm.step()
+        assert llm.reset_prefix_cache() is False
+        llm.abort_request(rid)
+        assert llm.reset_prefix_cache() is True
+        output = llm.generate("To be, or not to be, that is the question: Whether")[0]
+        assert output.num_cached_tokens == 0 < len(output.prompt_token_ids) // 16
+
+
+def test_an_engine_in_a_with_block_is_freed_at_its_end():
+    block = ExitStack()
+    llm = block.enter_context(load())
+    stream = llm.stream("ROMEO:", GREEDY)
+    next(stream)
+    llm.add_request([5, 6, 7], GREEDY)
+    llm.step()
+    with freed_at_once(llm.runner, llm.runner.model, llm.engine):
+        block.close()
+    assert not llm.requests and llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+    for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7])):
+        with pytest.raises(RuntimeError, match="was closed"):
+            call()
+
+
+def test_what_an_engine_shows_of_itself():
+    llm = load("llama2", num_blocks=64, max_num_batched_tokens=128)
+    size = llm.max_model_len
+    path = GOLDEN / "llama2"
+    assert repr(llm) == (f"LLM('{path}': float32 on {llm.runner.device}, 64 blocks of 16 tokens, max_model_len {size}, "
+                         "max_num_seqs 64, max_num_batched_tokens 128)")
+
+
+@pytest.mark.parametrize("options, expected", [({}, "model"), (dict(num_blocks=2), "pool"),
+                                               (dict(max_model_len=20), "option")])
+def test_what_limits_a_text(options, expected):
+    llm = load("llama2", **options)
+    assert llm.limited_by == expected
+    output = llm.generate([5, 6, 7], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert 3 + len(output.outputs[0].token_ids) == llm.max_model_len and output.outputs[0].finish_reason == "length"

@@ -3,18 +3,24 @@
 Tests with the fixture `engine` count steps, not seconds. Its runner is a fake that gives every sequence token 5 and
 takes a millisecond, in which other threads can run, as a GPU would.
 """
+import contextlib
 import gc
+import itertools
 import os
+import random
 import signal
+import sys
 import threading
 import time
+from importlib.util import find_spec
 from itertools import count
 
 import pytest
 
 from engine import Sampled
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, shared, tokens_of
+from nanopaged.api.lock import Interrupts
+from nanopaged.tests.helpers import GREEDY, PROMPT, ROOT, check_books, load, shared, tokens_of
 
 
 def tokens(count: int, **settings) -> SamplingParams:
@@ -343,6 +349,7 @@ def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
     launch, interrupts = llm.runner.launch, [3, 5]
 
     def interrupted(step):
+        assert len(llm.engine.launched) <= 1
         read = launch(step)
 
         def reader():
@@ -363,3 +370,120 @@ def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
             check_books(llm.scheduler)
     assert not interrupts
     assert output.outputs[0].token_ids == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))[0]
+
+
+class Interrupter:
+    """Sends Ctrl-C when a number of lines of the project has run. Where Ctrl-C is let through, it is raised there, and
+    nothing is traced any more until `arm` is called again."""
+
+    def __init__(self):
+        self.num_lines = 0
+        # These two set and restore the handler. Python looks for signals after calls, not at every line as here.
+        self.left_out = {Interrupts.hold.__code__, Interrupts.release.__code__}
+
+    def arm(self, num_lines):
+        self.num_lines = num_lines
+        sys.settrace(self.trace)
+
+    def trace(self, frame, event, arg):
+        name = frame.f_code.co_filename
+        is_ours = name.startswith(str(ROOT)) and "/tests/" not in name or name == contextlib.__file__
+        if not is_ours or frame.f_code in self.left_out:
+            return None
+        if event == "line":
+            self.num_lines -= 1
+            if self.num_lines == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self.trace
+
+
+def interrupted_requests(llm, rng, num_lines):
+    """Run requests of many kinds with llm.step(), and other calls beside them. Ctrl-C comes after a random number of
+    lines, again and again. Returns the outputs of the requests, and how many interrupts there were."""
+    interrupter, num_interrupts, ids = Interrupter(), 0, []
+    greedy = dict(temperature=0, ignore_eos=True, max_tokens=12)
+    settings = [greedy, dict(greedy, repetition_penalty=1.3, logprobs=1), dict(n=3, seed=5, max_tokens=10, stop="e"),
+                dict(greedy, frequency_penalty=1.0, bad_words=[" the"], logit_bias={5: 2.0}),
+                dict(seed=1, max_tokens=5), dict(greedy, prompt_logprobs=1, min_tokens=3)]
+    if find_spec("llguidance"):
+        settings += [dict(temperature=0, max_tokens=30, structured_outputs={"choice": ["the quick brown fox"]}),
+                     dict(seed=3, max_tokens=12, structured_outputs={"regex": "[a-z ]+"}, presence_penalty=1.0)]
+    for i, chosen in enumerate(settings):
+        ids.append(llm.add_request(f"ROMEO: {'I' * i}", SamplingParams(**chosen)))
+    requests = [llm.requests[request_id] for request_id in ids]
+    calls = [lambda: list(llm.stream("KING:", SamplingParams(max_tokens=3))),
+             lambda: llm.generate(["JULIET:", "KING:"], SamplingParams(max_tokens=3, presence_penalty=2.0)),
+             lambda: llm.beam_search("KING:", BeamSearchParams(beam_width=2, max_tokens=3))]
+    while llm.has_unfinished_requests():
+        call = rng.choice([llm.step, llm.step, llm.step, *calls]) if num_lines else llm.step
+        try:
+            if num_lines and rng.random() < 0.6:  # the others make progress
+                interrupter.arm(rng.randint(1, num_lines))
+            call()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        finally:
+            sys.settrace(None)
+        for scheduler in getattr(llm.scheduler, "pools", [llm.scheduler]):
+            check_books(scheduler)
+        assert set(llm.requests) <= set(ids)  # what was interrupted has left nothing behind
+        assert {seq.request_id for seq in llm.scheduler.running + llm.scheduler.waiting} <= set(ids)
+    llm.scheduler.block_manager.check_idle()
+    return [[(sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason)
+             for sample in request.output().outputs] for request in requests], num_interrupts
+
+
+@pytest.mark.parametrize("options", [{}, dict(lookahead=1), dict(lookahead=1, max_num_seqs=3, num_blocks=80),
+                                     dict(lookahead=1, data_parallel_size=2, device="cpu")], ids=str)
+def test_an_interrupt_at_any_line_changes_no_text(options, num_rounds=3):
+    expected, total = interrupted_requests(shared(), None, 0)[0], 0
+    llm = load(**options)
+    for seed in range(num_rounds):
+        outputs, num_interrupts = interrupted_requests(llm, random.Random(seed), 4000)
+        total += num_interrupts
+        assert outputs == expected
+    assert total > 3 * num_rounds
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.generate([PROMPT] * 3, GREEDY), lambda llm: list(llm.stream(PROMPT, GREEDY)),
+    lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=20))],
+    ids=["generate", "stream", "beam_search"])
+def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_behind(call):
+    llm, interrupter, calls = load("llama2"), Interrupter(), count()
+    forward = llm.runner.model.forward
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == 3:
+            interrupter.arm(num_lines)  # the second one
+            signal.raise_signal(signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    llm.runner.model.forward = interrupted
+    for num_lines in itertools.count(1, 7):
+        calls = count()
+        with pytest.raises(KeyboardInterrupt):
+            call(llm)
+        sys.settrace(None)
+        assert not (llm.requests or llm.scheduler.running or llm.scheduler.waiting)
+        llm.scheduler.block_manager.check_idle()
+        if interrupter.num_lines > 0:  # the clean-up has fewer lines
+            break
+    assert num_lines > 50 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_after_a_step_was_computed_loses_no_output():
+    llm, rid = load("llama2"), None
+    update, outputs = llm.scheduler.update, []
+
+    def interrupted(*args):
+        update(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    rid = llm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    llm.scheduler.update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert [(output.request_id, output.finished) for output in outputs] == [(rid, True)]
