@@ -52,10 +52,22 @@ class Peers:
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         self.barrier()  # after the store's folder is there for all
         name = f"{self.folder}/{self.num_buffers}"
+        self._reserve(f"{name}.{self.rank}", size * dtype.itemsize)
         own = torch.from_file(f"{name}.{self.rank}", shared=True, size=size, dtype=dtype)
         self.barrier()
         return [own if rank == self.rank else torch.from_file(f"{name}.{rank}", shared=True, size=size, dtype=dtype)
                 for rank in range(self.size)]
+
+    @staticmethod
+    def _reserve(path: str, num_bytes: int) -> None:
+        """Make the file in its full size: a write into a mapped file on a full disk would kill the process (SIGBUS)."""
+        try:
+            with open(path, "wb") as file:
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise ValueError(f"the buffers of tensor_parallel_size need {num_bytes:,} bytes in {os.path.dirname(path)} "
+                             f"({error.strerror}); set TMPDIR to a folder with more room") from None
 
     def barrier(self) -> None:
         options: Any = dist.BarrierOptions()

@@ -3,13 +3,15 @@
     rank 0      sends the step's integers, launches it, reads the answers, plans the next step
     worker      reads them, launches the step, answers with a line of JSON, and waits for the next
 
-A worker ends when its pipe closes, and at once when rank 0 dies. A thread of rank 0 looks after the workers. If one is
-dead, or keeps rank 0 waiting for too long, the thread kills all of them and lets the barriers under way end. Whatever
-waits for a worker then fails or returns, and rank 0 raises EngineDeadError.
+A worker ends when its pipe closes. A thread of rank 0 looks after the workers. If one is dead, or keeps rank 0 waiting
+for too long, the thread kills all of them and lets the barriers under way end. Whatever waits for a worker then fails
+or returns, and rank 0 raises EngineDeadError. If rank 0 is killed, the **guard**, a shell that waits for this, kills
+the workers, also those that compute or are stopped (SIGSTOP), and removes the files.
 """
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +21,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import PIPE, Popen, TimeoutExpired
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, S
 WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
 OUT_OF_MEMORY = "OutOfMemoryError"
+GUARD = 'while read -r line; do workers=$line; done; kill -9 $workers; rm -rf "$1"'  # the last line has the process ids
 KERNELS = {"triton": kernel.TRITON, "torch": kernel.TORCH, "rectangles": rectangles.KERNELS}
 
 
@@ -50,24 +53,21 @@ class Workers:
 
     def __init__(self, size: int, options: dict[str, Any]):
         self.folder = tempfile.mkdtemp(prefix="nanopaged-")
+        # In sessions of their own: Ctrl-C in the terminal reaches rank 0 only.
+        self.guard = subprocess.Popen(["sh", "-c", GUARD, "guard", self.folder], stdin=PIPE, stdout=DEVNULL,
+                                      stderr=DEVNULL, start_new_session=True)
         self.processes: dict[int, Popen] = {}
-        lifelines: list[int] = []
         self.joined: list[Peers] = []  # rank 0's, once it has them
-        self.close = weakref.finalize(self, _close, self.processes, lifelines, self.folder, self.joined)
+        self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
         self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
         self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
         self.num_answers = 0
         self.first_dead: int | None = None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, size):
-            read_end, write_end = os.pipe()
-            lifelines.append(write_end)
-            # In a session of its own: Ctrl-C in the terminal reaches rank 0 only.
-            self.processes[rank] = Popen(
-                [sys.executable, "-m", "nanopaged.device.workers", str(read_end)], pass_fds=[read_end], cwd=ROOT,
-                env=os.environ | dict(PYTHONPATH=path), stdin=PIPE, stdout=PIPE,
-                start_new_session=True)
-            os.close(read_end)
+            self.processes[rank] = Popen([sys.executable, "-m", "nanopaged.device.workers"], cwd=ROOT, stdin=PIPE,
+                                         stdout=PIPE, env=os.environ | dict(PYTHONPATH=path), start_new_session=True)
+            _tell(self.guard, " ".join(str(process.pid) for process in self.processes.values()))
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
         for rank in self.processes:
             self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
@@ -81,8 +81,9 @@ class Workers:
     def _write(self, rank: int, message: bytes) -> None:
         pipe: Any = self.processes[rank].stdin
         self.awaited.add(rank)
-        pipe.write(message)
-        pipe.flush()
+        with self.waiting():  # a worker that is stopped reads nothing, and the pipe holds 64 KiB
+            pipe.write(message)
+            pipe.flush()
 
     def wait(self) -> None:
         """Until every worker has launched what was sent. torch.OutOfMemoryError if one had too little memory for it."""
@@ -177,6 +178,7 @@ class Workers:
             self.is_broken = True
         for process in self.processes.values():
             process.kill()
+        _tell(self.guard, "")
 
 
 def _watch(ref: "weakref.ref[Workers]") -> None:
@@ -202,8 +204,17 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         time.sleep(pause)
 
 
-def _close(processes: dict[int, Popen], lifelines: list[int], folder: str, joined: list[Peers]) -> None:
+def _tell(guard: Popen, workers: str) -> None:
+    """Which processes the guard has to kill."""
+    with suppress(OSError, ValueError):  # it is gone, or closed
+        guard.stdin.write(f"{workers}\n".encode())  # type: ignore[union-attr]
+        guard.stdin.flush()  # type: ignore[union-attr]
+
+
+def _close(processes: dict[int, Popen], guard: Popen, folder: str, joined: list[Peers], owner: int) -> None:
     """Let the workers compute what was sent, and end."""
+    if os.getpid() != owner:  # a forked process ends, which has copies of the pipes
+        return
     for process in processes.values():
         with suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
@@ -214,11 +225,12 @@ def _close(processes: dict[int, Popen], lifelines: list[int], folder: str, joine
             process.kill()
             process.wait()
         process.stdout.close()  # type: ignore[union-attr]
-    for lifeline in lifelines:
-        os.close(lifeline)
     for peers in joined:
         peers.drain()
     shutil.rmtree(folder, ignore_errors=True)
+    _tell(guard, "")
+    guard.stdin.close()  # type: ignore[union-attr]
+    guard.wait()
 
 
 def pack(lists: list[list[int]]) -> bytes:
@@ -292,7 +304,6 @@ def main() -> None:
     """A worker: make a part of the model, and launch the steps that rank 0 launches."""
     messages, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
-    _die_with(int(sys.argv[1]))
     try:
         given = json.loads(messages.readline())
         answers.write(b"{}\n")
@@ -314,15 +325,6 @@ def main() -> None:
         answers.write(_as_answer(error))
         os._exit(1)
     os._exit(0)  # at once: rank 0 may be gone
-
-
-def _die_with(lifeline: int) -> None:
-    """End this process when rank 0 is gone, whatever it does: the system sends SIGIO when the pipe closes."""
-    import fcntl  # not on Windows
-
-    with suppress(OSError):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _as_answer(error: Exception) -> bytes:

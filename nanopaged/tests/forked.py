@@ -101,9 +101,9 @@ FAULTS = {f.__name__: f for f in (run_out_of_memory, refuse_steps, have_fewer_bl
 class ForkedWorker:
     """The part of subprocess.Popen that workers.py uses."""
 
-    def __init__(self, args, pass_fds, **options):
+    def __init__(self, args, **options):
         (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-        socket.send_fds(server(), [FAULT.encode().ljust(32)], [to_read, from_write, *pass_fds])
+        socket.send_fds(server(), [FAULT.encode().ljust(32)], [to_read, from_write])
         self.pid = int(server().recv(16))
         self.stdin, self.stdout, self.returncode = open(to_write, "wb"), open(from_read, "rb"), None
         os.close(to_read), os.close(from_write)
@@ -142,7 +142,7 @@ def server():
 def serve(connection):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
-        fault, fds, _, _ = socket.recv_fds(connection, 32, 3)
+        fault, fds, _, _ = socket.recv_fds(connection, 32, 2)
         if not fault:
             return
         if pid := os.fork():
@@ -154,7 +154,6 @@ def serve(connection):
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(fds[0], 0), os.dup2(fds[1], 1), os.close(fds[0]), os.close(fds[1])
-        sys.argv[1:] = [str(fds[2])]
         if name := fault.decode().strip():
             FAULTS[name]()
         workers.main()

@@ -2,6 +2,7 @@
 
 Most workers are forked (forked.py). What ends a worker is tested with workers as users have them.
 """
+import errno
 import gc
 import os
 import re
@@ -288,6 +289,21 @@ def test_a_worker_that_hangs_ends_the_engine_with_its_name(monkeypatch):
     assert end(llm) == f"worker 1 (process {pid}) has not answered for 0.3 seconds; make a new LLM"
 
 
+def test_a_worker_that_stops_in_the_middle_of_a_large_message_ends_the_engine_with_its_name(monkeypatch):
+    """A pipe holds 64 KiB. Ctrl-C, which waits for the end of a step, comes then."""
+    llm = split("shakespeare", num_blocks=2100)
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.5)
+    pid = llm.runner.workers.processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        llm.generate([[i + 1] * 1000 for i in range(8)], SamplingParams(max_tokens=1))
+    error = interrupted.value.__context__
+    assert str(error) == f"worker 1 (process {pid}) has not answered for 0.5 seconds; make a new LLM"
+    wait_until_gone(pid)
+    assert not llm.requests
+
+
 def test_a_worker_that_is_killed_between_two_steps_ends_the_engine_with_its_name():
     llm = split()
     llm.add_request(PROMPT, SamplingParams(max_tokens=2))
@@ -327,7 +343,7 @@ for turn in range(2):
 
 def test_processes_of_a_users_script(tmp_path):
     """A script without `if __name__ == "__main__"` is not run again. Ctrl-C reaches rank 0 alone, which goes on. A
-    worker ends when the script is killed."""
+    worker ends when the script is killed, also one that is stopped."""
     (tmp_path / "script.py").write_text(SCRIPT.format(path=str(GOLDEN / "llama2")))
     script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
                               env=os.environ | dict(PYTHONPATH=str(ROOT)), start_new_session=True)
@@ -337,9 +353,43 @@ def test_processes_of_a_users_script(tmp_path):
     line = next(line for line in script.stdout if "going on" not in line)
     assert line == f"interrupted {tokens}" and is_alive(int(pid))
     assert "going on" in script.stdout.readline()
+    os.kill(int(pid), signal.SIGSTOP)
     script.kill()
     wait_until_gone(int(pid))
     script.wait()
+
+
+def test_a_process_that_is_killed_while_it_starts_leaves_no_worker_and_no_file(tmp_path):
+    script = """
+import signal
+from nanopaged import LLM
+from nanopaged.device import workers
+def report(self):
+    print(*[process.pid for process in self.processes.values()], self.folder, flush=True)
+    signal.pause()
+workers.Workers.wait = report
+LLM({!r}, tensor_parallel_size=2, device="cpu")
+""".format(str(GOLDEN / "llama2"))
+    script = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | dict(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)))
+    pid, folder = script.stdout.readline().split()
+    assert list(tmp_path.iterdir()) == [Path(folder)]
+    script.kill()
+    script.wait()
+    wait_until_gone(int(pid))
+    deadline = time.monotonic() + 10
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_disk_is_said_in_a_sentence(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ValueError, match="No space left on device.*set TMPDIR"):
+        split()
 
 
 def test_a_real_worker_that_is_killed(monkeypatch):
