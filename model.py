@@ -32,6 +32,7 @@ Faster modules take the place of some (`nanopaged/device/last_layer.py`, and on 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable
@@ -307,12 +308,14 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = make(config)
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
     try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
+        if not is_cuda and hasattr(os, "sysconf") and size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise RuntimeError  # Linux gives out memory that it does not have, and ends the process that writes to it
         model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
     except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
-        size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None
     if isinstance(tensors, Transformer):
@@ -349,6 +352,8 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
         target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
             tensor = tensor.T
+        if not tensor.is_floating_point():
+            raise ValueError(f"tensor {name} has the type {tensor.dtype}; weights must be floating-point numbers")
         tensor = model.part(bare, tensor)
         if tensor.shape != target.shape:
             raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")

@@ -1,10 +1,11 @@
 """Checks of user input: options, numbers, choices, prompts and JSON files. Each error is one sentence that names the
 given value and the expected one."""
+import difflib
 import json
 from numbers import Integral
 from pathlib import Path
 from types import NoneType
-from typing import Any, Callable, TypedDict
+from typing import Any, Callable, Iterable, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -21,37 +22,47 @@ class TokensPrompt(TypedDict, total=False):
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
 
+MOST_GPUS = 64  # of one engine
+MOST_SEQS = 2**20  # of a step; each has a row in tensors on the device
+MOST_TOKENS = 2**31 - 1  # of a step, a text or a block, and blocks of a pool: the device has int32
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     pipeline_parallel_size=(1,), quantization=(None,),
     enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
-    tokenizer_revision=(None,), runner=("auto", "generate"), task=("auto", "generate"),
+    runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
+    limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
-    max_logprobs=None, download_dir=(None,), compilation_config=None, served_model_name=None, async_scheduling=None,
+    max_logprobs=None, compilation_config=None, served_model_name=None, async_scheduling=None,
     distributed_executor_backend=None, max_seq_len_to_capture=None)
 
 
-def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, max_num_seqs: Any,
+def check_options(vllm_options: dict[str, Any], known: Iterable[str], *, model: Any, tokenizer: Any, max_num_seqs: Any,
                   max_num_batched_tokens: Any, block_size: Any, max_model_len: Any, num_blocks: Any,
                   num_gpu_blocks_override: Any, load_format: Any, generation_config: Any, kv_cache_dtype: Any,
                   scheduling_policy: Any, gpu_memory_utilization: Any, swap_space: Any, seed: Any,
                   enable_prefix_caching: Any, enforce_eager: Any, skip_tokenizer_init: Any,
-                  data_parallel_size: Any, tensor_parallel_size: Any, hf_overrides: Any) -> None:
-    """Raise ValueError for an option of LLM with an unusable value."""
-    check_vllm_options(vllm_options)
+                  data_parallel_size: Any, tensor_parallel_size: Any, hf_overrides: Any, hf_token: Any,
+                  download_dir: Any, override_generation_config: Any) -> None:
+    """Raise ValueError for an option of LLM with an unusable value. known: the names of LLM's own options"""
+    check_vllm_options(vllm_options, known)
     check_kind("model", model, (str, Path), "a directory or a name on the Hub")
+    check_kind("tokenizer", tokenizer, (str, Path, NoneType), "a directory or a name on the Hub")
     check_kind("hf_overrides", hf_overrides, (dict, NoneType), "a dict of entries of config.json")
-    if tokenizer is not None:
-        check_kind("tokenizer", tokenizer, (str, Path), "a directory or a name on the Hub")
+    check_kind("override_generation_config", override_generation_config, (dict, NoneType),
+               "a dict of entries of generation_config.json")
+    check_kind("hf_token", hf_token, (str, NoneType), "a token of the Hugging Face Hub, or None for the stored one")
+    check_number("download_dir", download_dir, (str, Path, NoneType), lambda x: x is None or _may_be_path(x),
+                 "a directory that can be made")
     if None not in (num_blocks, num_gpu_blocks_override):
         raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
     sizes = dict(block_size=block_size, max_model_len=max_model_len, num_blocks=num_blocks,
                  num_gpu_blocks_override=num_gpu_blocks_override)  # None: LLM chooses the size
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    sizes |= dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                  data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
-    for name, size in sizes.items():
-        check_number(name, size, int, lambda x: x >= 1, "an integer of at least 1")
+    sizes = {name: (size, MOST_TOKENS) for name, size in sizes.items() if size is not None}
+    sizes |= dict(max_num_seqs=(max_num_seqs, MOST_SEQS), max_num_batched_tokens=(max_num_batched_tokens, MOST_TOKENS),
+                  data_parallel_size=(data_parallel_size, MOST_GPUS),
+                  tensor_parallel_size=(tensor_parallel_size, MOST_GPUS))
+    for name, (size, most) in sizes.items():
+        check_number(name, size, int, lambda x: 1 <= x <= most, f"an integer from 1 to {most}")
     if data_parallel_size > 1 < tensor_parallel_size:
         raise ValueError(f"data_parallel_size {data_parallel_size} and tensor_parallel_size {tensor_parallel_size} do "
                          "not go together; use one of them")
@@ -68,14 +79,22 @@ def check_options(vllm_options: dict[str, Any], *, model: Any, tokenizer: Any, m
     check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
 
 
-def check_vllm_options(options: dict[str, Any]) -> None:
+def _may_be_path(path: str | Path) -> bool:
+    """Whether a file system can have this path."""
+    return ("\0" not in str(path) and len(str(path)) < 2048
+            and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
+
+
+def check_vllm_options(options: dict[str, Any], known: Iterable[str]) -> None:
     """Raise ValueError for an unknown option, and for an option of vLLM that nanopaged does not support."""
     for name, value in options.items():
         if name not in VLLM_OPTIONS:
-            raise ValueError(f"LLM has no option {name!r}; help(nanopaged.LLM) lists its options")
+            near = difflib.get_close_matches(name, [*known, *VLLM_OPTIONS], 1)
+            advice = f"did you mean {near[0]!r}?" if near else "help(nanopaged.LLM) lists its options"
+            raise ValueError(f"LLM has no option {name!r}; {advice}")
         accepted = VLLM_OPTIONS[name]
-        if accepted is not None and value not in accepted:
-            raise ValueError(f"nanopaged cannot do {name}={value!r}, which vLLM may support; leave the option out")
+        if accepted is not None and not is_one_of(value, accepted):
+            raise ValueError(f"nanopaged cannot do {name}={value!r:.80}, which vLLM may support; leave the option out")
 
 
 Kind = type | tuple[type, ...]
@@ -94,8 +113,13 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
         raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
+def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    """Whether the value is among the choices. (An array compares itself element by element.)"""
+    return isinstance(value, (str, int, float, dict, NoneType)) and value in choices
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
+    if not is_one_of(value, choices):
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r:.80}")
 
 
@@ -183,7 +207,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def refuse_git_lfs_pointer(file: Path) -> None:
-    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights."""
-    with file.open("rb") as f:
-        if f.read(23) == b"version https://git-lfs":
-            raise ValueError(f"{file} is a git-lfs pointer, not the file; run `git lfs pull` in the clone")
+    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights.
+    OSError if it cannot be read."""
+    try:
+        with file.open("rb") as f:
+            begin = f.read(23)
+    except OSError as error:
+        raise type(error)(f"{file} cannot be read ({error.strerror}); pass a checkpoint with files that can") from None
+    if begin == b"version https://git-lfs":
+        raise ValueError(f"{file} is a git-lfs pointer, not the file; run `git lfs pull` in the clone")

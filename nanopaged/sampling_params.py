@@ -1,4 +1,5 @@
 """The settings of a request: the sampling of its tokens, and the conditions that end its text."""
+import copy
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from nanopaged.inputs import Kind, check_kind, check_number
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
+# The entries of a generation_config.json that are read, and the settings that they give.
+GENERATION_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
+    "max_new_tokens": "max_tokens"}
 MOST_MIN_TOKENS = 2**31 - 1  # the device stores min_tokens as an int32 (nanopaged/device/logits.py)
 
 
@@ -35,7 +39,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if self.json_object is not None:
             check_kind("json_object", self.json_object, bool, "True")
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        given = [name for name, value in vars(self).items() if value is not None and value is not False]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
@@ -195,22 +199,20 @@ class SamplingParams:
     def from_generation_config(cls, config: dict[str, Any], **given: Any) -> "SamplingParams":
         """The settings that a checkpoint's generation_config.json recommends. `given` settings take precedence.
 
-        As in vLLM, the keys repetition_penalty, temperature, top_k, top_p, min_p and max_new_tokens are read. As in
-        transformers, "do_sample": false means greedy decoding unless a temperature is given. A missing do_sample means
-        true, as in vLLM.
+        As in vLLM, the keys of GENERATION_KEYS are read. As in transformers, "do_sample": false means greedy decoding
+        unless a temperature is given. A missing do_sample means true, as in vLLM.
         """
-        keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-        read = {key: config[key] for key in keys if config.get(key) is not None}
-        if "max_new_tokens" in read:
-            read["max_tokens"] = read.pop("max_new_tokens")
-        if config.get("do_sample") is False:
-            read["temperature"] = 0.0
+        read = _read_generation_config(config)
         try:
             cls(**read)
         except ValueError as error:
             raise ValueError(f"generation_config.json cannot be used: {error}; correct it, or use "
                              "generation_config='vllm'") from None
         return cls(**read | given)
+
+    def clone(self) -> "SamplingParams":
+        """A deep copy that shares the logits processors, as in vLLM."""
+        return copy.deepcopy(self, {id(processor): processor for processor in self.logits_processors or ()})
 
     @property
     def stop_strings(self) -> list[str]:
@@ -233,6 +235,21 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether nanopaged/device/logits.py changes the logits before sampling; logits processors do not count."""
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
+    """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
+    keys = (*GENERATION_KEYS, "do_sample")
+    if unknown := [key for key in config or () if key not in keys]:
+        raise ValueError(f"override_generation_config takes {', '.join(keys)}, not {unknown[0]!r:.80}")
+    SamplingParams(**_read_generation_config(config or {}))
+    return config or {}
+
+
+def _read_generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings in a generation_config.json, unchecked."""
+    read = {setting: config[key] for key, setting in GENERATION_KEYS.items() if config.get(key) is not None}
+    return read | ({"temperature": 0.0} if config.get("do_sample") is False else {})
 
 
 def wrap_int64(seed: int) -> int:

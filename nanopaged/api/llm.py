@@ -1,5 +1,6 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
 import itertools
+import os
 import random
 import weakref
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from nanopaged.sampling_params import (
     SamplingParams,
     SequenceSampling,
     StructuredOutputsParams,
+    read_override,
     wrap_int64,
 )
 from nanopaged.scheduling.recovery import Recovery
@@ -46,7 +48,7 @@ from nanopaged.weights.checkpoint import (
     read_generation_config,
     read_tensors,
 )
-from nanopaged.weights.families import read_model_config
+from nanopaged.weights.families import read_model_config, untie
 
 PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
 PROMPT_LOGPROBS_VALUES = 2**23  # most log probabilities of such a step
@@ -60,7 +62,7 @@ class LLM:
     dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32",
         "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
-    load_format: "auto", or "dummy": random weights from config.json alone, no tokenizer needed
+    load_format: "auto", or "dummy": random weights from config.json alone; a tokenizer is read where there is one
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
     num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card;
         on a CPU 1 GiB or max_num_seqs full sequences, whichever is less)
@@ -70,8 +72,11 @@ class LLM:
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    override_generation_config: a dict of what goes before entries of that file, {"temperature": 0.6} for example
     hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
-    tokenizer, skip_tokenizer_init: the directory or name of another tokenizer; none at all
+    tokenizer, tokenizer_revision, skip_tokenizer_init: the directory or name of another tokenizer; its revision on the
+        Hub; none at all
+    hf_token, download_dir: the token for the Hub, and the cache for its files (default: those of Hugging Face's tools)
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
         swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
@@ -102,19 +107,24 @@ class LLM:
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
                  data_parallel_size: int = 1, tensor_parallel_size: int = 1, speculative_config: dict | None = None,
-                 tokenizer: str | None = None, skip_tokenizer_init: bool = False,
-                 num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None, **vllm_options: Any):
+                 tokenizer: str | None = None, tokenizer_revision: str | None = None, skip_tokenizer_init: bool = False,
+                 num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
+                 hf_token: str | None = None, download_dir: str | None = None,
+                 override_generation_config: dict | None = None, **vllm_options: Any):
         check_options(
-            vllm_options, model=model, tokenizer=tokenizer, load_format=load_format,
+            vllm_options, LLM.__init__.__kwdefaults__, model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
             seed=seed, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
             num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
             swap_space=swap_space, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size,
-            hf_overrides=hf_overrides)
-        self._read_checkpoint(model, revision, tokenizer, load_format == "dummy", skip_tokenizer_init,
-                              hf_overrides or {})
+            hf_overrides=hf_overrides, hf_token=hf_token, download_dir=download_dir,
+            override_generation_config=override_generation_config)
+        override = read_override(override_generation_config)
+        find = partial(find_checkpoint, token=hf_token, cache=download_dir)
+        self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), load_format == "dummy",
+                              skip_tokenizer_init, hf_overrides or {})
         self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
@@ -140,7 +150,7 @@ class LLM:
                     for runner, size in zip(self.runners, pools)]
         self._make_engine(managers, max_num_seqs, max_num_batched_tokens)
         self.use_priority = scheduling_policy == "priority"
-        self.default_params = {} if generation_config == "vllm" else read_generation_config(self.path)
+        self.default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
         self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
@@ -169,18 +179,21 @@ class LLM:
             if is_cuda:
                 torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
 
-    def _read_checkpoint(self, model: str, revision: str | None, tokenizer: str | None, is_dummy: bool,
+    def _read_checkpoint(self, find: Callable[..., Path], model: tuple, tokenizer: tuple, is_dummy: bool,
                          skip_tokenizer: bool, overrides: dict) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
-        downloaded."""
-        self.path = find_checkpoint(model, revision, lambda path: read_model_config(read_config(path) | overrides),
-                                    config_only=is_dummy)
+        downloaded. model, tokenizer: (name, revision)"""
+        self.path = find(*model, lambda path: read_model_config(read_config(path) | overrides), is_dummy)
         self.config = read_model_config(read_config(self.path) | overrides)
+        if not is_dummy:
+            untie(self.config, self.path)
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
         self.script_tokenizer: Any = None
-        if tokenizer not in (None, model) and not is_dummy:  # a directory needs no config.json beside it
-            self.tokenizer_path = Path(tokenizer) if Path(tokenizer).is_dir() else find_checkpoint(tokenizer)
-        if not is_dummy and not skip_tokenizer:
+        name, revision = tokenizer
+        if name not in (None, model[0]) or revision is not None:
+            is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
+            self.tokenizer_path = Path(name) if is_directory else find(name or model[0], revision, without_weights=True)
+        if not skip_tokenizer:
             try:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
@@ -238,8 +251,8 @@ class LLM:
 
     def _check_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("with load_format='dummy' or skip_tokenizer_init there is no "
-                                                     "tokenizer; give prompts as token ids")
+            raise self.tokenizer_error or ValueError("with skip_tokenizer_init there is no tokenizer; give prompts as "
+                                                     "token ids")
         return self.tokenizer
 
     # ---- requests, step by step
@@ -589,18 +602,19 @@ class LLM:
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
-                    config_only: bool = False) -> Path:
+                    without_weights: bool = False, token: str | None = None,
+                    cache: str | Path | None = None) -> Path:
     """The directory of a checkpoint: a bundled name, a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
 
     A name on the Hub is looked up in the cache of the Hugging Face tools, and otherwise downloaded into that cache, at
-    `revision` (a branch, tag or commit). nanopaged/weights/hub.py describes the download, its errors, and `check` and
-    `config_only`, which limit it. `find_on_disk` describes the errors of other models.
+    `revision` (a branch, tag or commit). nanopaged/weights/hub.py describes the download, its errors, and the other
+    arguments. `find_on_disk` describes the errors of other models.
     """
     path = find_on_disk(model, revision)
     if path is None:
         from nanopaged.weights.hub import download  # imports requests, which a local model does not need
 
-        path = download(str(model), revision, check, config_only)
+        path = download(str(model), revision, check, without_weights, token, cache)
     return path
 
 

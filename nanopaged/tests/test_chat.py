@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -235,6 +236,30 @@ def test_huge_ranges_fail_at_once():
     started = time.perf_counter()
     assert "Range too big" in complaint(render, "{% for i in range(10 ** 12) %}{{ i }}{% endfor %}")
     assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("source", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% for i in range(99999) if range(99999) | list == [] %}{% endfor %}",
+    "{% for i in [1, 2] recursive %}{% if loop.depth < 99 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% macro twice() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call twice() %}" * 18 + "x" + "{% endcall %}" * 18,
+    "{% block b %}{% if n.n %}{% set n.n = n.n - 1 %}{{ self.b() }}{{ self.b() }}{% set n.n = n.n + 1 %}{% endif %}"
+    "{% endblock %}"], ids=["loops", "filtered", "recursive", "macro", "call", "block"])
+def test_an_endless_template_is_ended_in_any_thread(source):
+    template = ChatTemplate("{% set n = namespace(n=60) %}" + source)
+    template.seconds = 0.1
+    with ThreadPoolExecutor(1) as pool:
+        message = pool.submit(complaint, template.render, QUESTION).result(timeout=20)
+    assert "it computes for too long" in message and "chat_template=" in message
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 9 }}", "{{ 10 ** 9 * [1] }}",
+                                    "{% set n = namespace(n=9) %}{% for i in range(99) %}{% set n.n = n.n * n.n %}"
+                                    "{% endfor %}"])
+def test_a_product_too_large_to_wait_for(source):
+    assert "too large" in complaint(render, source)
+    assert render("{{ 2 ** 10 * 3 - 1.5 * 2 }} {{ '=' * 3 }} {{ 2 ** -1 }} {{ [0] * 2 }}") == "3069.0 === 0.5 [0, 0]"
 
 
 def test_a_template_compiles_once():

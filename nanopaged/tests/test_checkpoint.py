@@ -382,7 +382,10 @@ def test_not_a_safetensors_file(tmp_path, contents, problem):
     ({"shape": [2, 4]}, "tensor 'a' of shape [2, 4] and dtype F32 takes 32 bytes"),
     ({"shape": "23"}, "malformed"), ({"shape": [2, 3.0]}, "malformed"), ({"dtype": ["F32"]}, "malformed"),
     ({"dtype": "F4"}, "tensor 'a' has the unknown dtype 'F4'; expected one of F64, F32"),
-    ({"dtype": "F64"}, "takes 48 bytes")])
+    ({"dtype": "F64"}, "takes 48 bytes"),
+    *(({"shape": shape, "data_offsets": [0, 0]}, "tensor 'a' has a malformed header entry")
+      for shape in ([0, 2**70], [0, 2**40, 2**40], [1] * 65, [2**62] * 64)),
+    ({"data_offsets": [0, 10**400]}, "malformed")], ids=lambda value: repr(value)[:60])
 def test_bad_header_entries(tmp_path, change, problem):
     write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header={"a": entry(SAMPLE["a"], 0) | change})
     assert problem in read_error(tmp_path)
@@ -421,6 +424,29 @@ def test_broken_index(tmp_path, text, problem):
     assert problem in read_error(tmp_path)
 
 
+@pytest.mark.parametrize("shard", ["../1.safetensors", "/1.safetensors", "a/../../1.safetensors", "n" * 256, "\ud800"])
+def test_an_index_that_leads_outside(tmp_path, shard):
+    write_safetensors(tmp_path / "1.safetensors", SAMPLE)
+    (tmp_path / "model").mkdir()
+    write_index(tmp_path / "model" / "model.safetensors.index.json", {"a": shard})
+    assert f"names a shard outside of its directory, {shard!r:.80}" in read_error(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+def test_a_file_that_cannot_be_read(tmp_path, name):
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=f"{name} cannot be read .Input/output error.; pass a checkpoint"):
+        read_config(tmp_path) if name == "config.json" else list(read_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800"], ids=ascii)
+def test_names_that_no_file_has(name):
+    with pytest.raises(FileNotFoundError, match="is neither a directory nor bundled") as caught:
+        find_on_disk(name)
+    assert len(str(caught.value)) < 500
+
+
 class Code:
     def __reduce__(self):
         return print, ("code in a checkpoint was run",)
@@ -438,7 +464,9 @@ def test_bin_that_cannot_be_loaded(tmp_path, capsys):
     assert "code in a checkpoint" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", [[torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {"a": 1}])
+@pytest.mark.parametrize("value", [
+    [torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {"a": 1}, {1: torch.zeros(1)}, {b"a": torch.zeros(1)},
+    {"a": torch.zeros(1, device="meta")}, {"a": torch.eye(2).to_sparse()}], ids=lambda value: repr(value)[:60])
 def test_bin_of_another_kind(tmp_path, value):
     torch.save(value, tmp_path / "pytorch_model.bin")
     assert "expected a dict of names to tensors" in read_error(tmp_path)

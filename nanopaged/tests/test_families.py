@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from model import rope_frequencies
-from nanopaged.tests.helpers import GOLDEN, GREEDY, expectations, load, rewritten, tokens_of
+from nanopaged import SamplingParams
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, expectations, load, rewritten, tokens_of
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -26,21 +27,30 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(hidden_act="mish"), "unknown activation 'mish'"),
     (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
     (dict(quantization_config="awq"), "quantised .awq."),
-    (dict(num_hidden_layers="2"), "num_layers must be an integer of at least 1, not '2'"),
+    (dict(num_hidden_layers="2"), "num_layers must be an integer from 1 to 1024, not '2'"),
     (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
     (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"),
     (dict(hidden_size=None), "no LlamaForCausalLM can have"),
     (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"),
     (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
-    (dict(rope_theta=None), "rope_theta must be a number above 0, not None"),
+    (dict(rope_theta=None), "rope_theta must be a number above 0 and below 1e15, not None"),
     (dict(rope_theta=0), "rope_theta .* not 0"),
-    (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0, not 'x'"),
-    (dict(rms_norm_eps=-1), "epsilon must be a number above 0, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
+    (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0 .*, not 'x'"),
+    (dict(rms_norm_eps=-1), "epsilon must be a number above 0 .*, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
     (dict(architectures=True), "unknown architecture True"), (dict(architectures=[[]]), r"unknown architecture \[\]"),
     (dict(hidden_act=[]), r"unknown activation \[\]"),
     (dict(architectures=["MistralForCausalLM"], sliding_window=-1), r"windows of \[-1\]"),
     (dict(architectures=["Qwen2ForCausalLM"], layer_types=["full_attention"] * 2),
      r"each of the 1 layers, not windows of \[0, 0\]"),
+    *((dict(architectures=[architecture], num_hidden_layers=2**31), "num_layers must be .* not 2147483648")
+      for architecture in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")),
+    *((LLAMA | {key: 10**18}, f"{name} must be .* not 10{'0' * 17}")
+      for key, name in dict(head_dim="head_dim", hidden_size="hidden_size", vocab_size="vocab_size",
+                            intermediate_size="intermediate_size", num_attention_heads="num_heads",
+                            max_position_embeddings="max_position_embeddings").items()),
+    (dict(max_position_embeddings=10**9), "max_position_embeddings must be an integer from 1 to 8388608"),
+    (dict(rms_norm_eps=10**29), "epsilon must be .* below 1e15, not 10"), (dict(rope_theta=10**400), "rope_theta"),
+    (dict(architectures=["MistralForCausalLM"], sliding_window=10**29), r"below 2\^31.* windows of \[10"),
 ])
 def test_unsupported_configurations_get_a_sentence(change, message):
     with pytest.raises(ValueError, match=message):
@@ -82,6 +92,14 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
         load(path, num_blocks=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers(tmp_path, dtype):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name].to(dtype)})
+    with pytest.raises(ValueError, match=f"{name} has the type {dtype}; weights must be floating-point numbers"):
+        load(path, num_blocks=64)
+
+
 @pytest.mark.parametrize("variant, embedding", [
     ("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
 def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
@@ -94,13 +112,25 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant
 
     assert_loads(lambda tensors: {
         "lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
-    other = {"lm_head.weight": torch.ones_like(dict(read_tensors(GOLDEN / variant))[embedding])}
-    assert_loads(lambda tensors: other | tensors)  # the embedding counts, in either order
+    other = {"lm_head.weight": dict(read_tensors(GOLDEN / variant))[embedding].clone()}
+    assert_loads(lambda tensors: other | tensors)
     assert_loads(lambda tensors: tensors | other)
     neither = rewritten(tmp_path, variant, lambda tensors: {
         name: tensor for name, tensor in tensors.items() if name != embedding})
     with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
         load(neither, num_blocks=64)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, size):
+    """As in transformers 5. The head's rows are those of the embedding, moved by one: so are the tokens."""
+    tied = load("smollm2", num_blocks=64, device="cpu")
+    first = tied.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1))[0].outputs[0].token_ids[0]
+    path = rewritten(tmp_path, "smollm2", lambda tensors: tensors | {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].roll(1, 0)})
+    untied = load(path, num_blocks=64, device="cpu", tensor_parallel_size=size)
+    output = untied.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1))
+    assert tokens_of(output) == [[(first + 1) % tied.config.vocab_size]]
 
 
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])

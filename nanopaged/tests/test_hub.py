@@ -308,23 +308,49 @@ def test_a_check_sees_the_config_alone(fake, folder):
     assert seen == [(snapshot, {"config.json": FILES["config.json"]})] and contents(snapshot) == FILES
 
 
-def test_dummy_weights_need_config_json_alone(fake, folder):
-    config = json.loads((Path(hub.__file__).parents[1] / "golden" / "qwen3" / "config.json").read_text())
-    fake.files[COMMIT]["config.json"] = json.dumps(config).encode()
-    llm = LLM("org/model", load_format="dummy", tokenizer="org/nothing", num_blocks=16, device="cpu")
-    assert fake.asked() == ["config.json"] and set(contents(llm.path)) == {"config.json"}
+def test_dummy_weights_come_with_the_tokenizer_alone(fake, folder):
+    golden = Path(hub.__file__).parents[1] / "golden"
+    fake.files[COMMIT] |= {"config.json": (golden / "qwen3" / "config.json").read_bytes(),
+                           "tokenizer.json": (golden / "tokenizers" / "gpt2" / "tokenizer.json").read_bytes()}
+    llm = LLM("org/model", load_format="dummy", num_blocks=16, device="cpu")
+    assert set(contents(llm.path)) == set(FILES) - {"model.safetensors"}
+    assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("to be")) == "to be"
     fake.requests.clear()
-    assert find_checkpoint("org/model", config_only=True) == llm.path and fake.requests == []
+    assert find_checkpoint("org/model", without_weights=True) == llm.path and fake.requests == []
     del fake.files[COMMIT]["model.safetensors"]    # dummy weights stand for any, GGUF too
+    del fake.files[COMMIT]["tokenizer.json"]
     fake.files[COMMIT]["model.gguf"] = b"GGUF"
     shutil.rmtree(folder)
-    assert find_checkpoint("org/model", config_only=True) == llm.path
+    assert find_checkpoint("org/model", without_weights=True) == llm.path
+    llm = LLM("org/model", load_format="dummy", num_blocks=16, device="cpu")
+    assert llm.generate([[1, 2]])[0].finished
+    with pytest.raises(ValueError, match="tokenizer.json, .* pass prompts as token ids"):
+        llm.generate("to be")
 
 
-def test_weights_that_follow_a_config(fake, folder):
-    snapshot = find_checkpoint("org/model", config_only=True)
-    assert contents(snapshot) == {"config.json": FILES["config.json"]}
+def test_weights_that_follow_a_tokenizer(fake, folder):
+    snapshot = find_checkpoint("org/model", without_weights=True)
+    assert contents(snapshot) == {name: data for name, data in FILES.items() if name != "model.safetensors"}
     assert contents(find_checkpoint("org/model")) == FILES
+
+
+def test_another_tokenizer_comes_without_its_models_weights(fake, folder):
+    tokenizer = (Path(hub.__file__).parents[1] / "golden" / "tokenizers" / "gpt2" / "tokenizer.json").read_bytes()
+    fake.files[OTHER] = FILES | {"tokenizer.json": tokenizer}
+    fake.refs["v1"] = OTHER
+    llm = LLM("shakespeare", tokenizer="org/model", tokenizer_revision="v1", num_blocks=16, device="cpu")
+    assert llm.tokenizer_path == folder / "snapshots" / OTHER and "model.safetensors" not in fake.asked()
+    with pytest.raises(ValueError, match="revision 'v1' was given with the directory"):
+        LLM("shakespeare", tokenizer_revision="v1")
+
+
+def test_a_token_and_a_directory_that_are_options(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "other")
+    fake.files[COMMIT]["config.json"] = b'{"architectures": ["MambaForCausalLM"]}'
+    with pytest.raises(ValueError, match="unknown architecture"):
+        LLM("org/model", hf_token="secret", download_dir=str(tmp_path / "models"))
+    assert fake.requests[0][2]["Authorization"] == "Bearer secret"
+    assert (tmp_path / "models" / "models--org--model" / "snapshots" / COMMIT / "config.json").is_file()
 
 
 @pytest.mark.parametrize("there, taken", [
@@ -523,6 +549,15 @@ def test_waiting_does_not_help(fake):
     refusal(ConnectionError, fake.url, "503 Service Unavailable", "check network")
 
 
+def test_what_is_kept_is_said_where_something_came(fake):
+    fake.cuts = [0] * 4
+    with pytest.raises(ConnectionError, match="broke after 0 bytes .* and start again$"):
+        find_checkpoint("org/model")
+    fake.cuts, route = [100_000], fake.route
+    fake.route = lambda request: (request.answer(503) if "Range" in request.headers else route(request))
+    refusal(ConnectionError, "503 Service Unavailable", "start again: the part received so far is kept")
+
+
 def test_pauses_grow(fake, monkeypatch):
     slept = []
     monkeypatch.setattr(hub, "PAUSES", (1, 2, 4))
@@ -712,8 +747,16 @@ def test_a_shard_that_the_repo_lacks(fake):
 # Without network
 
 def test_nobody_answers(capsys):
-    refusal(ConnectionError, "org/model: http://127.0.0.1:9 cannot be reached (", "refused)", "check network")
+    refusal(ConnectionError, "org/model: http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused); check "
+            "network, HF_ENDPOINT and proxy, and start again")
     assert capsys.readouterr().err == ""    # it is the first thing said
+
+
+def test_the_cause_of_an_error_keeps_its_brackets():
+    cause = "Failed to resolve 'huggingface.co' ([Errno -3] Temporary failure in name resolution)"
+    error = Exception("HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /api "
+                      f"(Caused by NameResolutionError(\"HTTPSConnection(host='huggingface.co', port=443): {cause}\"))")
+    assert hub._reason(error) == cause
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON"])

@@ -218,7 +218,8 @@ def test_a_priority_is_an_integer():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(block_size=0), "block_size must be an integer of at least 1, not 0"), (dict(num_blocks=-1), "num_blocks"),
+    (dict(block_size=0), "block_size must be an integer from 1 to 2147483647, not 0"),
+    (dict(num_blocks=-1), "num_blocks"),
     (dict(max_num_seqs=0), "max_num_seqs"), (dict(max_num_seqs=None), "max_num_seqs must be an integer"),
     (dict(max_num_batched_tokens=None), "max_num_batched_tokens must be an integer"),
     (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
@@ -229,8 +230,8 @@ def test_a_priority_is_an_integer():
     (dict(model=5), "model must be a directory or a name"),
     (dict(tokenizer=5), "tokenizer must be a directory or a name"),
     (dict(enforce_eager="x"), "enforce_eager must be True or"),
-    (dict(enable_prefix_caching="no"), "must be True or False"), (dict(max_num_seqs=10**12), "lower max_num_seqs"),
-    (dict(block_size=10**14), "or block_size"), (dict(num_blocks=9, num_gpu_blocks_override=8), "give one of them"),
+    (dict(enable_prefix_caching="no"), "must be True or False"), (dict(max_num_seqs=10**12), "from 1 to 1048576, not"),
+    (dict(block_size=2**31 - 1), "or block_size"), (dict(num_blocks=9, num_gpu_blocks_override=8), "give one of them"),
 ])
 def test_bad_engine_options_get_a_sentence(options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):

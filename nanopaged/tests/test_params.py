@@ -156,6 +156,26 @@ def test_what_leaves_the_logits_alone_says_so():
     assert params.edits_logits is False and params.has_penalty is False
 
 
+def test_a_clone_is_deep_and_shares_the_processors():
+    class Processor:
+        def __call__(self, token_ids, logits):
+            return logits
+
+    params = SamplingParams(n=3, stop=["x"], logit_bias={1: 2.0}, logits_processors=[Processor()],
+                            structured_outputs=dict(choice=["a"]))
+    clone = params.clone()
+    assert clone == params and clone.logits_processors[0] is params.logits_processors[0]
+    clone.stop.append("y"), clone.logit_bias.clear(), clone.structured_outputs.choice.append("b")
+    assert (params.stop, params.logit_bias, params.structured_outputs.choice) == (["x"], {1: 2.0}, ["a"])
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar", "json_object"])
+def test_an_array_among_structured_outputs_is_refused(name):
+    """It compares itself with anything element by element."""
+    torch = pytest.importorskip("torch")
+    assert refusal(structured_outputs={name: torch.ones(2)}).startswith(f"{name} must be ")
+
+
 # --------------------------------------------------------------------------------------------------
 # generation_config.json
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import regex
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
@@ -372,6 +373,83 @@ def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
         assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
     for ids, *_ in expected("qwen")["random"]:
         assert "".join(pieces(tokenizer, ids, True)) == reference.decode(ids)
+
+
+def changed(folder: Path, name: str, change) -> Path:
+    """A copy of a tokenizer.json, changed."""
+    spec = json.loads((GOLDEN / name / "tokenizer.json").read_text(encoding="utf-8"))
+    change(spec)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+def set_split(pattern: str):
+    return lambda spec: spec["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": pattern})
+
+
+@pytest.mark.parametrize("wrong", [10**9, -1, 2**70, 1.5, None, "5"])
+@pytest.mark.parametrize("kind", ["vocab", "added"])
+def test_ids_that_no_token_has(tmp_path, wrong, kind):
+    def change(spec):
+        if kind == "vocab":
+            spec["model"]["vocab"]["a"] = wrong
+        else:
+            spec["added_tokens"][0]["id"] = wrong
+
+    with pytest.raises(ValueError, match="a token has the id") as error:
+        load_tokenizer(changed(tmp_path, "llama3", change))
+    assert f"{wrong!r}, and ids are integers from 0 to 16777215" in one_sentence(error)
+
+
+@pytest.mark.parametrize("pattern", ["(?R)", "(a|(?R))", "(?1)(a)", r"(?<x>a\g<x>)", "("])
+def test_split_regexes_that_cannot_be_run(tmp_path, monkeypatch, pattern):
+    changed(tmp_path, "llama3", set_split(pattern))
+    if HAS_TOKENIZERS:
+        with pytest.raises(ValueError, match="tokenizer.json that cannot be read .Exception: Oniguruma error") as error:
+            load_tokenizer(tmp_path)
+        one_sentence(error)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="a split regex that (calls itself, with|it cannot parse)") as error:
+        load_tokenizer(tmp_path)
+    assert "pip install tokenizers" in one_sentence(error)
+
+
+@pytest.mark.parametrize("change", [{}, pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)], ids=str)
+def test_a_split_regex_that_tries_too_many_ways(tmp_path, change, capfd):
+    """On this text, that is; others go on. The Rust packages have limits of their own, and panic there."""
+    def edit(spec):
+        set_split("(a|a)+(?!a)c|x")(spec)
+        spec.update(change)
+
+    tokenizer = load_tokenizer(changed(tmp_path, "llama3", edit))
+    with pytest.raises(ValueError, match="cannot (cut|encode) this text"):
+        tokenizer.encode("a" * 40)
+    assert tokenizer.decode(tokenizer.encode("xx", add_special_tokens=False)) == "xx"
+
+
+def test_a_split_regex_that_tries_too_many_ways_for_a_missing_byte(tmp_path, monkeypatch):
+    """Bytes outside of the vocabulary are cut by the package regex."""
+    def edit(spec):
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": "(a|a)+c"}, "behavior": "Isolated"},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
+        del spec["model"]["vocab"]["!"]
+
+    tokenizer = load_tokenizer(changed(tmp_path, "gpt2", edit))
+    findall = regex.findall
+    monkeypatch.setattr(regex, "findall", lambda *args, timeout: findall(*args, timeout=timeout / 100))
+    with pytest.raises(ValueError, match="the tokenizer's split regex cannot cut this text"):
+        tokenizer.encode("!" + "a" * 40 + "b")
+
+
+@needs_tokenizers
+def test_a_panic_of_tokenizers_is_a_sentence(tmp_path, capfd):
+    def edit(spec):
+        spec["model"]["continuing_subword_prefix"] = "##"
+
+    with pytest.raises(ValueError, match="the package tokenizers panics on it") as error:
+        load_tokenizer(changed(tmp_path, "gpt2", edit))
+    one_sentence(error)
 
 
 def random_text(rng: random.Random) -> str:

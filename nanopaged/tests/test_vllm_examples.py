@@ -494,6 +494,8 @@ def test_logprobs():
     dict(num_gpu_blocks_override=100, max_model_len=256),
     dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
          max_logprobs=20),
+    dict(limit_mm_per_prompt={}, mm_processor_kwargs=None, kv_transfer_config=None, logprobs_mode="raw_logprobs",
+         hf_token=None, download_dir=None, override_generation_config={}),
 ], ids=lambda options: " ".join(options))
 def test_engine_options_of_vllm(options):
     llm = LLM(model="facebook/opt-125m", **options)
@@ -505,12 +507,24 @@ def test_engine_options_of_vllm(options):
 @pytest.mark.parametrize("option, value", [
     ("tensor_parallel_size", 3), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
     ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"),
-    ("runner", "pooling"),
+    ("runner", "pooling"), ("logprobs_mode", "processed_logits"), ("limit_mm_per_prompt", {"image": 2}),
+    ("quantization", torch.ones(2)), ("load_format", torch.ones(2)), ("hf_token", True), ("download_dir", 5),
+    ("override_generation_config", ["temperature"]), ("override_generation_config", {"top_n": 1}),
+    ("data_parallel_size", 10_000), ("max_num_seqs", 10**9), ("max_num_batched_tokens", 10**18),
 ])
 def test_what_nanopaged_lacks_gets_a_sentence(option, value):
     with pytest.raises(ValueError, match=option) as error:
         LLM(model="facebook/opt-125m", **{option: value})
     assert "\n" not in str(error.value) and ". " not in str(error.value)
+
+
+@pytest.mark.parametrize("option, near", [
+    ("max_num_seq", "'max_num_seqs'"), ("gpu_memory_utilisation", "'gpu_memory_utilization'"),
+    ("tensor_parallel", "'tensor_parallel_size'"), ("trust_remote_codes", "'trust_remote_code'"), ("quux", None)])
+def test_an_unknown_option_names_the_nearest(option, near):
+    advice = f"did you mean {near}?" if near else "help(nanopaged.LLM) lists its options"
+    with pytest.raises(ValueError, match=re.escape(f"LLM has no option {option!r}; {advice}")):
+        LLM(**{option: 1})
 
 
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
@@ -551,6 +565,16 @@ def test_requests_without_settings_follow_the_checkpoint():
     recommended = SamplingParams(temperature=0.6, top_p=0.9)
     assert asked == [recommended, recommended, SamplingParams(max_tokens=1), recommended]
     assert LLM(model=LLAMA, generation_config="auto").get_default_sampling_params() == recommended
+
+
+def test_an_override_goes_before_the_checkpoints_settings():
+    llama, override = "meta-llama/Llama-3.2-1B-Instruct", {"temperature": 0.3, "max_new_tokens": 7}
+    llm = LLM(model=llama, override_generation_config=override)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7)
+    llm = LLM(model=llama, generation_config="vllm", override_generation_config=override)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, max_tokens=7)
+    with pytest.raises(ValueError, match="temperature must be a number from 0 to 1e6, not 'hot'"):
+        LLM(model=llama, override_generation_config={"temperature": "hot"})
 
 
 class Terminal(io.StringIO):

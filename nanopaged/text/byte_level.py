@@ -22,6 +22,7 @@ import codecs
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import regex
@@ -34,6 +35,7 @@ _DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+
 # Unicode White_Space. Python's \s and str.strip() include U+001C..1F, which the regexes of tokenizers do not.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+MOST_IDS = 2**24  # of a vocabulary; the largest have 2^18
 _MAX_TIKTOKEN_TEXT = 400_000  # characters: tiktoken's regex panics on somewhat less than a million spaces in a row
 
 # GPT-2 writes each byte as one printable character: the byte's own character if printable, else one from U+0100 on.
@@ -79,6 +81,8 @@ class Tokenizer:
         if not isinstance(vocab, dict):
             vocab = {token: i for i, (token, _) in enumerate(vocab)}
         self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        if wrong := [i for i in self.tokens.values() if type(i) is not int or not 0 <= i < MOST_IDS]:
+            raise ValueError(f"a token has the id {wrong[0]!r:.80}, and ids are integers from 0 to {MOST_IDS - 1}")
         self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
         default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES else None
@@ -100,8 +104,9 @@ class Tokenizer:
             self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
             byte_ranks = {bytes_of(token): rank for token, rank in ranks.items()}
             try:
-                self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
-                                                   special_tokens={})
+                with panics_as_errors("tiktoken panics on it"):
+                    self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
+                                                       special_tokens={})
             except ValueError as error:
                 raise NotByteLevel("a split regex that it cannot parse") from error
 
@@ -149,11 +154,15 @@ class Tokenizer:
         if self._add_prefix_space and not text.startswith(" "):
             text = " " + text
         if self._encoding and len(text) < _MAX_TIKTOKEN_TEXT and self._missing_bytes.isdisjoint(text.encode()):
-            return self._ids(self._encoding.encode_ordinary(text))
+            with panics_as_errors("the tokenizer's split regex cannot cut this text"):
+                return self._ids(self._encoding.encode_ordinary(text))
         # tiktoken does not expose its pieces. `regex` cuts in the same way, except at characters that only its newer
         # Unicode tables know.
         pattern = self._split.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
-        pieces = regex.findall(pattern, text)
+        try:
+            pieces = regex.findall(pattern, text, timeout=10 + len(text) / 50_000)  # ten times what it takes
+        except (TimeoutError, MemoryError):
+            raise ValueError("the tokenizer's split regex cannot cut this text: it tries too many ways") from None
         known = {piece: self._encode_piece(piece) for piece in set(pieces)}
         return [i for piece in pieces for i in known[piece]]
 
@@ -215,6 +224,18 @@ class _AddedTokens:
             yield text[end:]
 
 
+@contextmanager
+def panics_as_errors(problem: str) -> Iterator[None]:
+    """tiktoken and tokenizers are written in Rust. A panic there raises a BaseException, which callers that handle
+    errors let through, so it becomes a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{problem} ({error!s:.200})") from None
+
+
 def check_text(text: str) -> None:
     """Raise ValueError if the text has a lone surrogate, which no encoding of UTF-8 can hold."""
     try:
@@ -253,6 +274,8 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> tuple[str, bool]:
     if kinds == ["Split", "ByteLevel"] and not use_regex and not prefix:
         if first["behavior"] == "Isolated" and not first.get("invert"):
             pattern = first["pattern"].get("Regex") or re.escape(first["pattern"]["String"])
+            if call := re.search(r"\(\?(R|&|P>|[+-]?\d)|\\g", pattern):  # tiktoken panics on some of these
+                raise NotByteLevel(f"a split regex that calls itself, with {call[0]}")
             return rf"{pattern}|(?:(?!{pattern})[\s\S])+", False  # the text between two matches is a piece too
     raise NotByteLevel(f"a pre-tokenizer of another form ({', '.join(map(str, kinds))})")
 

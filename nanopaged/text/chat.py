@@ -13,10 +13,14 @@ and the variables that the caller adds (`enable_thinking`). The rendered text co
 with `add_special_tokens=False`.
 
 A template is untrusted code. It runs in jinja2's sandbox, on a copy of the messages. It can neither reach Python's
-objects nor change the caller's, and a range has at most 100,000 items. Nothing stops a template that is merely slow.
+objects nor change the caller's, and a range has at most 100,000 items. Each pass of a loop and each call of a macro
+checks the time, so an endless template ends after a few seconds. Products and powers have a largest size. A single
+operation on a very long text, such as a filter, is not interrupted, and the memory that texts take is not limited.
 """
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -31,6 +35,7 @@ NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its c
                     "template as chat_template=, in Jinja, or give the prompt as text")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
+MOST_IN_PRODUCT = 1_000_000  # characters, items or bits
 MARK = "THE_MODEL_GOES_ON_HERE "  # if a template strips the message, the space at the mark's end disappears
 
 
@@ -57,6 +62,7 @@ class ChatTemplate:
 
     special_tokens: {"bos_token": "<s>", ...}
     """
+    seconds = 3.0  # of computing that a prompt may take
 
     def __init__(self, source: Any, special_tokens: dict[str, str] | None = None):
         if isinstance(source, list):  # tokenizer_config.json writes {name: template} as a list of dicts
@@ -99,9 +105,9 @@ class ChatTemplate:
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
         given |= _plain("template variables", {"documents": None} | (variables or {}))
         if not continue_final_message:
-            return _run(source, self.special_tokens | given)
+            return _run(source, self.special_tokens | given, self.seconds)
         text = _mark_end(messages[-1])
-        return _cut_at_mark(_run(source, self.special_tokens | given), text)
+        return _cut_at_mark(_run(source, self.special_tokens | given, self.seconds), text)
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
@@ -167,11 +173,14 @@ class _Refusal(Exception):
     """A template called raise_exception."""
 
 
-def _run(source: str, variables: dict[str, Any]) -> str:
-    """Render the template. ValueError in one sentence if the template refuses the conversation or fails."""
+def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
+    """Render the template. ValueError in one sentence if the template refuses the conversation or fails, or computes
+    for more than these seconds."""
     compiled = _compiler()
     try:
-        return compiled(source).render(variables)
+        template = compiled(source)
+        template.environment.clock.end = time.thread_time() + seconds
+        return template.render(variables)
     except Exception as error:  # a template is a program and can raise any exception
         reason = f"{' '.join(str(error).split()):.400}"
         if isinstance(error, _Refusal):
@@ -222,7 +231,39 @@ def _compiler() -> Callable[[str], Any]:
         """JSON as transformers writes it; jinja2's own filter escapes characters for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """A sandbox whose loops and macros check the time, and whose products have a largest size."""
+        intercepted_binops = frozenset(["*", "**"])
+        clock = threading.local()  # .end: the thread's time at which its rendering ends
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+            tree, nodes = super()._parse(source, name, filename), jinja2.nodes
+            for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.Block))):
+                given: dict[str, Any] = dict(lineno=node.lineno, environment=self)
+                check = nodes.Call(nodes.EnvironmentAttribute("check_time", **given), [], [], None, None, **given)
+                node.body.insert(0, nodes.ExprStmt(check, **given))
+                if getattr(node, "test", None) is not None:  # a loop that skips all passes
+                    node.test = nodes.And(check, node.test, **given)
+            return tree
+
+        def check_time(self) -> bool:
+            if time.thread_time() > self.clock.end:
+                raise TimeoutError("it computes for too long")
+            return True
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            size = 0
+            if isinstance(left, int) and isinstance(right, int):
+                size = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+            elif isinstance(left, int) and isinstance(right, (str, list, tuple)):
+                size = left * len(right)
+            elif isinstance(right, int) and isinstance(left, (str, list, tuple)):
+                size = len(left) * right
+            if size > MOST_IN_PRODUCT:
+                raise OverflowError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= {

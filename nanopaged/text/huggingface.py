@@ -9,7 +9,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text
+from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, panics_as_errors
 
 ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # default flags
 
@@ -21,7 +21,8 @@ class HuggingFaceTokenizer(Tokenizer):
         import tokenizers
 
         self._read_tokens(spec, config)
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        with panics_as_errors("the package tokenizers panics on it"):
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         flags = (*ADDED_TOKEN, "special")
         self._tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags})
@@ -31,10 +32,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with panics_as_errors("the package tokenizers cannot encode this text"):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with panics_as_errors("the package tokenizers cannot decode these ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> list[bytes]:
         tokens = [b""] * self.vocab_size

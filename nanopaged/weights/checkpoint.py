@@ -18,7 +18,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Any, Iterable, Iterator
 
 import torch
 
@@ -29,6 +29,8 @@ BUNDLED = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 WEIGHT_FILES = (  # in the order of preference: the first that exists is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+MAX_NAME = 255  # characters of a shard's name; few file systems have longer ones
+MAX_DIMS = 64  # as in numpy
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit for the table of contents
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -47,15 +49,15 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
     """
     bundled = BUNDLED.get(model) if isinstance(model, str) else None
     path = bundled or Path(os.path.expanduser(model))
-    if path.is_file():
+    if os.path.isfile(path):  # which is False, where Path.is_file raises an error, for a name that is too long
         refuse_other_formats(f"model {str(model)!r}", [path.name])
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if not isinstance(model, str) or not HUB_NAME.fullmatch(model):
             _refuse_other_names(str(model))
             raise FileNotFoundError(
-                f"model {model!r} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the Hub; "
-                "pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
+                f"model {model!r:.200} is neither a directory nor bundled ({', '.join(BUNDLED)}), nor a name on the "
+                "Hub; pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
         return None
     if revision is not None:
         raise ValueError(f"revision {revision!r} was given with the directory {path}, which has no revisions; leave it "
@@ -125,11 +127,20 @@ def read_generation_config(path: Path) -> dict:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The index's map from a tensor's name to the file name of its shard. ValueError if the index lacks that map."""
+    """The index's map from a tensor's name to the file name of its shard. ValueError if the index lacks that map, or if
+    it names a file outside of its directory."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(f"{index}: expected a \"weight_map\" of tensor names to file names")
+    if outside := [shard for shard in weight_map.values() if not stays_inside(shard)]:
+        raise ValueError(f"{index} names a shard outside of its directory, {outside[0]!r:.80}; do not use this model")
     return weight_map
+
+
+def stays_inside(name: str) -> bool:
+    """Whether `directory / name` is the path of a file inside the directory, on any operating system."""
+    return (not {"", ".", ".."}.intersection(name.split("/")) and not re.search(r"[\\:\x00-\x1f\ud800-\udfff]", name)
+            and len(name) <= MAX_NAME)
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -215,7 +226,9 @@ def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, 
         dtype_name = entry["dtype"]
         shape = entry["shape"]
         begin, end = entry["data_offsets"]
-        is_valid = type(dtype_name) is str and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        is_valid = (type(dtype_name) is str and len(shape) <= MAX_DIMS
+                    and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end))
+                    and math.prod(max(n, 1) for n in shape) < 2**63)  # an empty tensor has strides, too
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid:
@@ -241,7 +254,14 @@ def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except Exception as error:  # on damaged input zip, pickle and torch each raise exceptions of their own
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{file} cannot be loaded: it is damaged or holds more than tensors ({reason})") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{file}: expected a dict of names to tensors and nothing else")
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) and _is_plain(tensor)
+                                                for name, tensor in tensors.items()):
+        raise ValueError(f"{file}: expected a dict of names to tensors and nothing else (nor tensors that are sparse, "
+                         "quantised or without data)")
     for name in list(tensors):
         yield name, tensors.pop(name)  # drops our reference, so the caller can free a tensor that is not mapped
+
+
+def _is_plain(tensor: Any) -> bool:
+    return (isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided
+            and not tensor.is_quantized and not tensor.is_nested)

@@ -4,12 +4,13 @@
 has one function here, which knows the family's keys, defaults and tensor names. A setting that the decoder does not
 implement raises a ValueError, and so does an impossible value.
 """
-import math
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
 from nanopaged import model
+from nanopaged.weights.checkpoint import read_tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
@@ -17,8 +18,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type ne
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
-         "max_position_embeddings")
+# The largest that a config.json may name: several times those of any model, and no product overflows 64 bits.
+MOST = dict(vocab_size=2**24, hidden_size=2**20, num_layers=2**10, num_heads=2**12, num_kv_heads=2**12, head_dim=2**12,
+            intermediate_size=2**24, max_position_embeddings=2**23)
 
 
 def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
@@ -46,18 +48,18 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
 
 def check_config(config: model.ModelConfig) -> None:
     """Raise ValueError for a setting that no model can have, because a config.json may hold anything."""
-    for name in SIZES:
-        if type(value := getattr(config, name)) is not int or value < 1:
-            raise ValueError(f"config.json: {name} must be an integer of at least 1, not {value!r:.80}")
+    for name in MOST:
+        check_size(name, getattr(config, name))
     numbers = {"the norm's epsilon": config.norm_eps}
     if config.rope:
         numbers |= {key: config.rope[key] for key in ("rope_theta", *ROPE_TYPES[config.rope["rope_type"]])}
     for name, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"config.json: {name} must be a number above 0, not {value!r:.80}")
+        if type(value) not in (int, float) or not 0 < value < 1e15:
+            raise ValueError(f"config.json: {name} must be a number above 0 and below 1e15, not {value!r:.80}")
     windows = config.sliding_windows
-    if len(windows) not in (0, config.num_layers) or any(type(window) is not int or window < 0 for window in windows):
-        raise ValueError("config.json: a sliding window must be a number of tokens, given for "
+    if len(windows) not in (0, config.num_layers) or any(
+            type(window) is not int or not 0 <= window < 2**31 for window in windows):
+        raise ValueError("config.json: a sliding window must be a number of tokens below 2^31, given for "
                          f"each of the {config.num_layers} layers, not windows of {windows!r:.80}")
     if config.activation not in list(model.ACTIVATIONS):
         raise ValueError(f"unknown activation {config.activation!r:.80}; known are {', '.join(model.ACTIVATIONS)}")
@@ -65,6 +67,22 @@ def check_config(config: model.ModelConfig) -> None:
         raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
+
+
+def check_size(name: str, value: Any) -> int:
+    """The size, if a model can have it."""
+    if type(value) is not int or not 1 <= value <= MOST[name]:
+        raise ValueError(f"config.json: {name} must be an integer from 1 to {MOST[name]}, not {value!r:.80}")
+    return value
+
+
+def untie(config: model.ModelConfig, path: Path) -> None:
+    """As in transformers 5: a checkpoint that stores a head besides the embedding, with other numbers, has both,
+    whatever tie_word_embeddings says."""
+    if config.tie_word_embeddings:
+        names = ("lm_head.weight", config.names.get("embed_tokens", "embed_tokens") + ".weight")
+        stored = [tensor for name, tensor in read_tensors(path) if name.endswith(names)]
+        config.tie_word_embeddings = len(stored) < 2 or torch.equal(*stored)
 
 
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
     window = hf.get("sliding_window", 4096) or 0  # absent: 4096 tokens; null: no window
-    windows = [window] * hf["num_hidden_layers"]
+    windows = [window] * check_size("num_layers", hf["num_hidden_layers"])
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows)
 
 
@@ -182,7 +200,8 @@ def qwen_windows(hf: dict[str, Any]) -> list[int]:
     kinds = hf.get("layer_types")
     if not kinds:
         first = hf.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]
+        num_layers = check_size("num_layers", hf["num_hidden_layers"])
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 

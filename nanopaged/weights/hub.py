@@ -41,7 +41,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from nanopaged.weights.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats
+from nanopaged.weights.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats, stays_inside
 
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json", "chat_template.jinja", "chat_template.json")
@@ -50,33 +50,35 @@ TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja", re.ASCII)
 TOKENIZERS: tuple[tuple[str, ...], ...] = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 TIMEOUT = (10, 60)  # seconds to wait for a connection, and for the next byte
 PAUSES = (1, 2, 4)  # seconds before each further try, as long as no try receives a byte
+KEPT = ": the part received so far is kept"
 CHUNK_BYTES = 1 << 18  # bytes of one read; a broken connection loses at most this many
 
 
 def download(repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None,
-             config_only: bool = False) -> Path:
+             without_weights: bool = False, token: str | None = None, cache: str | Path | None = None) -> Path:
     """The snapshot directory of the model `repo_id` ("org/name") at a branch, tag or commit; "main" if none is given.
 
     The missing files of an incomplete snapshot are downloaded: settings, a tokenizer, one set of weights.
 
     check: a function of the snapshot directory, called after the download of config.json and before that of any larger
         file. An error that it raises ends the download.
-    config_only: download config.json and nothing else
+    without_weights: download the settings and a tokenizer, if there is one
+    token, cache: the token, and the cache, in place of those that the environment names
 
     Raises FileNotFoundError for an unknown model or revision, PermissionError for a gated model, ConnectionError if the
     Hub cannot be reached, ValueError for a malformed revision, damaged content or another format, and OSError if the
     cache cannot be written.
     """
     revision = "main" if revision is None else revision
-    if not isinstance(revision, str) or not _stays_inside(revision):
-        raise ValueError(f"revision {revision!r} is malformed; expected the name of a branch or tag, or a commit")
-    folder = _path("HF_HUB_CACHE", "hub") / f"models--{repo_id.replace('/', '--')}"
+    if not isinstance(revision, str) or not stays_inside(revision):
+        raise ValueError(f"revision {revision!r:.200} is malformed; expected the name of a branch or tag, or a commit")
+    cache = os.path.expanduser(cache) if cache else _path("HF_HUB_CACHE", "hub")
+    folder = Path(cache, f"models--{repo_id.replace('/', '--')}")
     ref = folder / "refs" / revision
     snapshot = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
     weights = _weight_files(snapshot)
-    has_model = bool(weights) and _has(snapshot, ["config.json", *weights])
-    if config_only and _has(snapshot, ["config.json"]):
-        return snapshot
+    has_model = (without_weights or bool(weights)) and _has(snapshot, ["config.json"] if without_weights else
+                                                            ["config.json", *weights])
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if has_model and (is_offline or any(_has(snapshot, files) for files in TOKENIZERS)):
         return snapshot
@@ -85,18 +87,20 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
                                 "there, and HF_HUB_OFFLINE forbids a download; unset HF_HUB_OFFLINE, or pass a local "
                                 "directory")
     try:
-        return _complete(_Hub(repo_id, snapshot.name if has_model else revision), folder, check, config_only)
+        hub = _Hub(repo_id, snapshot.name if has_model else revision, token)
+        return _complete(hub, folder, check, without_weights)
     except OSError as error:
         if has_model:  # prompts of token ids need no tokenizer
             _say(f"{repo_id}: going on without the tokenizer, which the cache lacks ({error})")
             return snapshot
         if error.errno is None:  # an error raised in this module, already a sentence
             raise
+        is_kept = any(map(_size, folder.glob("blobs/*")))
         raise OSError(f"cannot write to the cache {folder} ({error.strerror}); make room there, or set HF_HUB_CACHE to "
-                      "another directory, and start again: the part received so far is kept") from error
+                      "another directory, and start again" + KEPT * is_kept) from error
 
 
-def _complete(hub: "_Hub", folder: Path, check: Callable[[Path], object] | None, config_only: bool) -> Path:
+def _complete(hub: "_Hub", folder: Path, check: Callable[[Path], object] | None, without_weights: bool) -> Path:
     """Download the files that the snapshot lacks.
 
     config.json comes first, so `check` sees it before any large download. The weights come last, so a snapshot with
@@ -104,7 +108,7 @@ def _complete(hub: "_Hub", folder: Path, check: Callable[[Path], object] | None,
     """
     commit, names = hub.list_files()
     weights = next((name for name in WEIGHT_FILES if name in names), None)
-    if "config.json" not in names or (weights is None and not config_only):
+    if "config.json" not in names or (weights is None and not without_weights):
         refuse_other_formats(f"model {hub.repo_id!r}", names)
         raise FileNotFoundError(f"model {hub.repo_id!r} at {hub.endpoint} lacks config.json, or has none of "
                                 f"{', '.join(WEIGHT_FILES)}; pass a model in that layout")
@@ -112,11 +116,11 @@ def _complete(hub: "_Hub", folder: Path, check: Callable[[Path], object] | None,
     _fetch_all(hub, folder, commit, ["config.json"])
     if check is not None:
         check(snapshot)
-    if weights is not None and not config_only:
-        tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
-        templates = sorted(filter(TEMPLATE.fullmatch, names))
-        index = [weights] if weights.endswith(".json") else []
-        _fetch_all(hub, folder, commit, [name for name in (*SETTINGS, *templates, *tokenizer, *index) if name in names])
+    tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
+    templates = sorted(filter(TEMPLATE.fullmatch, names))
+    index = [weights] if weights and weights.endswith(".json") and not without_weights else []
+    _fetch_all(hub, folder, commit, [name for name in (*SETTINGS, *templates, *tokenizer, *index) if name in names])
+    if weights and not without_weights:
         _fetch_all(hub, folder, commit, _weight_files(snapshot) if index else [weights])
     if hub.revision != commit:
         ref = folder / "refs" / hub.revision
@@ -132,16 +136,7 @@ def _weight_files(directory: Path) -> list[str]:
     first = next((name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if first is None or not first.endswith(".json"):
         return [first] if first else []
-    shards = sorted(set(read_weight_map(directory / first).values()))
-    if outside := [shard for shard in shards if not _stays_inside(shard)]:
-        raise ValueError(f"{directory / first} names a shard outside of its directory, {outside[0]!r}; do not use this "
-                         "model")
-    return [first, *shards]
-
-
-def _stays_inside(name: str) -> bool:
-    """Whether `directory / name` is a path inside the directory, on any operating system."""
-    return not {"", ".", ".."}.intersection(name.split("/")) and not re.search(r"[\\:\x00-\x1f]", name)
+    return [first, *sorted(set(read_weight_map(directory / first).values()))]
 
 
 def _fetch_all(hub: "_Hub", folder: Path, commit: str, names: list[str]) -> None:
@@ -234,7 +229,7 @@ def _fetch(hub: "_Hub", file: "_File", partial: Path) -> None:
                     _say("")  # ends the bar's line
         size = _size(partial)
         failures, most = (1, size) if size > most else (failures + 1, most)
-        _pause(failures, f"{file.name}: the connection broke after {size:,} bytes ({problem})")
+        _pause(failures, f"{file.name}: the connection broke after {size:,} bytes ({problem})", size > 0)
     if not is_terminal:
         _say(f"{hub.repo_id}: {file.name}, {_size(partial) / 1e6:,.1f} MB")
 
@@ -274,7 +269,7 @@ class _File(NamedTuple):
 class _Hub:
     """A client of the Hub for one repo. Every refusal and failure becomes an error of one sentence."""
 
-    def __init__(self, repo_id: str, revision: str):
+    def __init__(self, repo_id: str, revision: str, token: str | None = None):
         if requests is None:
             raise ValueError(f"downloading {repo_id!r} needs the package `requests`; `pip install requests`")
         self.repo_id = repo_id
@@ -283,7 +278,7 @@ class _Hub:
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"HF_ENDPOINT must begin with https:// or http://, not {self.endpoint!r}")
         file = _path("HF_TOKEN_PATH", "token")
-        self.token = (os.environ.get("HF_TOKEN") or (file.read_text() if file.is_file() else "")).strip()
+        self.token = (token or os.environ.get("HF_TOKEN") or (file.read_text() if file.is_file() else "")).strip()
         self.session = requests.Session()
         self.session.auth = self._authorize
         self.session.headers["Accept-Encoding"] = "identity"  # a compressed answer has another size and no ranges
@@ -338,7 +333,8 @@ class _Hub:
             except requests.RequestException as error:
                 problem = f"cannot be reached ({_reason(error)})"
             # If no request has succeeded, the network is missing: give up at once.
-            _pause(failures if self.is_reached else len(PAUSES) + 1, f"{self.repo_id}: {self.endpoint} {problem}")
+            _pause(failures if self.is_reached else len(PAUSES) + 1, f"{self.repo_id}: {self.endpoint} {problem}",
+                   is_kept=bool(options.get("headers")))  # the rest of a file is asked for
 
     def _refusal(self, response: "requests.Response") -> OSError:
         """The error for an answer that further tries will not change."""
@@ -359,18 +355,18 @@ class _Hub:
         return PermissionError(f"{response.url} was refused ({status} {message}); check HF_TOKEN and the page {page}")
 
 
-def _pause(failures: int, problem: str) -> None:
-    """Wait before the next try, or give up."""
+def _pause(failures: int, problem: str, is_kept: bool) -> None:
+    """Wait before the next try, or give up. is_kept: a part of the file has been received"""
     if failures > len(PAUSES):
-        raise ConnectionError(f"{problem}; check network, HF_ENDPOINT and proxy, and start again: the part received so "
-                              "far is kept")
+        raise ConnectionError(f"{problem}; check network, HF_ENDPOINT and proxy, and start again" + KEPT * is_kept)
     _say(f"{problem}; trying again")
     time.sleep(PAUSES[failures - 1])
 
 
 def _reason(error: Exception) -> str:
     """The cause of an error of `requests`, which is at the end of its message."""
-    return str(error).rpartition(": ")[2].partition("',")[0].strip("'\"()").replace(". ", " ")
+    reason = str(error).rpartition(": ")[2].partition("',")[0].strip("'\"()").replace(". ", " ")
+    return reason + ")" * (reason.count("(") - reason.count(")"))  # its own, which the line above has removed
 
 
 def _path(variable: str, name: str) -> Path:
