@@ -53,7 +53,7 @@ def check_options(vllm_options: dict[str, Any], known: Iterable[str], *, model: 
     check_kind("hf_token", hf_token, (str, NoneType), "a token of the Hugging Face Hub, or None for the stored one")
     check_number("download_dir", download_dir, (str, Path, NoneType), lambda x: x is None or _may_be_path(x),
                  "a directory that can be made")
-    if None not in (num_blocks, num_gpu_blocks_override):
+    if num_blocks is not None and num_gpu_blocks_override is not None:
         raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
     sizes = dict(block_size=block_size, max_model_len=max_model_len, num_blocks=num_blocks,
                  num_gpu_blocks_override=num_gpu_blocks_override)  # None: LLM chooses the size
@@ -154,15 +154,15 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
             raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
                              f"leave {unknown[0]!r} out")
         text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
+        token_ids = as_python(prompt.get("prompt_token_ids"))
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
         if isinstance(token_ids, str):
             raise ValueError(f"the key 'prompt_token_ids' holds a list of token ids, not {token_ids!r:.80}")
         prompt = text if token_ids is None else token_ids
     else:
+        prompt = as_python(prompt)
         text = prompt if isinstance(prompt, str) else None
-    prompt = as_python(prompt)
     if isinstance(prompt, str):
         token_ids = get_tokenizer().encode(text)
     elif isinstance(prompt, (list, tuple)) and _are_integers(set(map(type, prompt))):

@@ -23,7 +23,11 @@ class ProgressBar:
         self.total = total
         self.unit = unit
         self.num_before = num_before
-        self.enabled = bool(enabled) and sys.stderr is not None and (
+        try:
+            enabled = bool(enabled)
+        except (RuntimeError, ValueError):  # an array
+            raise ValueError(f"use_tqdm must be True or False, not {enabled!r:.80}") from None
+        self.enabled = enabled and sys.stderr is not None and (
             sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"))
         self.started = time.perf_counter()
         self.drawn = 0.0  # the time of the last drawing; 0: the line is empty

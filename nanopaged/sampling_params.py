@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import Kind, check_kind, check_number
+from nanopaged.inputs import Kind, check_kind, check_number, is_one_of
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
@@ -326,7 +326,7 @@ class BeamSearchParams:
         _read_number(self, "length_penalty", Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
         _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which does not sample")
-        if self.early_stopping != "never":
+        if not is_one_of(self.early_stopping, ("never",)):
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 
 

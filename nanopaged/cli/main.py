@@ -59,20 +59,20 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --allowed-token-ids ID,..    draw no others
   --logprobs N, --prompt-logprobs N              log probabilities of N tokens each, into --output
   --json-schema FILE, --regex R, --choice TEXT   the text must fit; --choice A --choice B: A or B
-  --generation-config vllm     leave generation_config.json aside [auto]
+  --generation-config vllm, --override-generation-config JSON   leave it aside [auto]; go before it
   --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
 ENGINE
   -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
-  --revision R, --tokenizer T, --skip-tokenizer-init      [main]; of another model [its own]; none
+  --revision R, --hf-token T, --download-dir DIR          [main]; for the Hub [as its tools have it]
+  --tokenizer T, --tokenizer-revision R, --skip-tokenizer-init   of another model [its own]; none
   --hf-overrides JSON          what replaces entries of config.json: {"sliding_window": 24}
   --dtype D, --device D        float32, float16, bfloat16 [auto]; cpu, cuda, cuda:N [auto]
   --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
   --block-size N, --num-blocks N, --num-gpu-blocks-override N    slots per block; blocks [what fits]
-  --gpu-memory-utilization X   share of the card to fill [0.9]
+  --gpu-memory-utilization X, --swap-space GIB   of the card [0.9]; host memory for preempted [0]
   --max-model-len N            longest sequence, prompt included [the model's limit]
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
   --no-enable-prefix-caching   compute common beginnings every time
-  --swap-space GIB             host memory for blocks of preempted sequences [0: none, recompute]
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
   --tensor-parallel-size N     GPUs that share one model and one pool [1]
@@ -116,7 +116,7 @@ def _run(args, llm_class) -> int:
         listener = bind(args.host, args.port)
     if args.prompts is not None:
         settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
-                    args.chat_template_kwargs)
+                    args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     if args.trace:
         if not args.trace.lower().endswith(".html"):
@@ -206,7 +206,7 @@ def _sampling_params(args, llm=None) -> SamplingParams:
         if "json_schema" in structured:
             structured["json"] = _read_text("--json-schema", structured.pop("json_schema"))
         given["structured_outputs"] = structured
-    if args.generation_config == "vllm":
+    if args.generation_config == "vllm" and not args.override_generation_config:
         return SamplingParams(**ours | given)
     if llm is None:
         return SamplingParams(**dict(max_tokens=None) | given)
@@ -457,7 +457,8 @@ ENGINE = dict(
     num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
     enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
     data_parallel_size=int, tensor_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True,
-    num_gpu_blocks_override=int, hf_overrides=_object, speculative_config=_object)
+    num_gpu_blocks_override=int, hf_overrides=_object, speculative_config=_object, tokenizer_revision=str,
+    hf_token=str, download_dir=str, override_generation_config=_object)
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,

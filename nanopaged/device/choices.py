@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel
+from nanopaged.inputs import check_choice, is_one_of
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
@@ -23,14 +24,14 @@ CALIBRATION_TOKENS = 512
 
 
 def pick_device(device: str) -> torch.device:
-    if device == "auto":
+    if is_one_of(device, ("auto",)):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
     except (RuntimeError, TypeError):
         picked = torch.device("meta")
     if picked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {device!r}")
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {device!r:.80}")
     if picked.type == "cuda":
         if not torch.cuda.is_available() or (picked.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
@@ -56,7 +57,7 @@ def pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) 
     dtype = str(dtype).removeprefix("torch.")
     dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if dtype != "auto" and dtype not in names:
-        raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, names))}, not {dtype!r}")
+        raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, names))}, not {dtype!r:.80}")
     if dtype != "auto":
         return names[dtype]
     if device.type == "cpu":
@@ -66,8 +67,12 @@ def pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) 
     return checkpoint_dtype
 
 
-def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device,
+                  kernels: kernel.Kernels) -> torch.dtype:
     """The type of the cache's numbers: that of the model, or fp8."""
+    if device.type == "cpu" and kernels is kernel.TRITON and (dtype is torch.bfloat16 or kv_cache_dtype != "auto"):
+        raise ValueError("on a CPU the Triton kernel runs in Triton's interpreter, which computes bfloat16 and fp8 "
+                         "wrongly; use attention='torch', or dtype 'float32' and kv_cache_dtype 'auto'")
     if kv_cache_dtype == "auto":
         return dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -77,8 +82,7 @@ def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device)
 
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
-    if attention not in ("auto", "triton", "torch"):
-        raise ValueError(f"attention must be 'auto', 'triton' or 'torch', not {attention!r}")
+    check_choice("attention", attention, ("auto", "triton", "torch"))
     if attention == "torch" or attention == "auto" and (device.type != "cuda" or kernel.triton is None):
         return kernel.TORCH
     kernel.require_triton(device)

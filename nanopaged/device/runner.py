@@ -72,7 +72,7 @@ class Runner:
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if device.type == "cuda" else 16)
         self.dtype = choices.pick_dtype(dtype, config.torch_dtype, device)
-        self.kv_dtype = choices.pick_kv_dtype(kv_cache_dtype, self.dtype, device)
+        self.kv_dtype = choices.pick_kv_dtype(kv_cache_dtype, self.dtype, device, kernels)
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             self.release_memory()

@@ -33,6 +33,7 @@ import operator
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from nanopaged import engine
@@ -54,8 +55,8 @@ class Proposer(Protocol):
     """Guesses the next tokens of one sequence."""
 
     def propose(self, token_ids: list[int], k: int) -> list[int]:
-        """At most k tokens that may follow; none without a good guess. token_ids: the sequence so far, the same list at
-        each call."""
+        """At most k tokens that may follow; none without a good guess. token_ids: the sequence so far, in a list of the
+        proposer's own."""
 
 
 class Ngram:
@@ -158,8 +159,10 @@ class Drafter:
             return
         self.mean_right += WEIGHT * (num_right - self.mean_right)
         self.start, most = len(token_ids), self.drafting.num_tokens
+        known = token_ids if type(self.proposer) is Ngram else token_ids.copy()  # others might change it
         try:
-            self.guess = [operator.index(token) for token in self.proposer.propose(token_ids, most)][:most]
+            guess = islice(self.proposer.propose(known, most), most)  # which may be endless
+            self.guess = list(map(operator.index, guess))
             if not all(0 <= token < self.drafting.vocab_size for token in self.guess):
                 raise ValueError(f"the model does not have all token ids of {self.guess}")
         except BaseException as error:  # SystemExit, too

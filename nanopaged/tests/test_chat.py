@@ -208,6 +208,11 @@ def test_wrong_arguments():
         assert f"leave {name!r} out" in complaint(ChatTemplate(SHOW, {}).render, QUESTION, variables={name: True})
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+def test_what_is_neither_true_nor_false(name):
+    assert complaint(render, SHOW, **{name: [1]}) == f"{name} must be True or False, not [1]"
+
+
 def test_continuing_what_the_template_does_not_keep():
     for source in ("nothing", "{{ messages[-1].content|upper }}", "{{ messages[-1].content[:-9] }}"):
         assert "keeps the text" in complaint(render, source, add_generation_prompt=False, continue_final_message=True)
@@ -243,9 +248,10 @@ def test_huge_ranges_fail_at_once():
     "{% for i in range(99999) if range(99999) | list == [] %}{% endfor %}",
     "{% for i in [1, 2] recursive %}{% if loop.depth < 99 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro twice() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call twice() %}" * 18 + "x" + "{% endcall %}" * 18,
+    "{% macro twice() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call twice() %}" * 18 + "x" + "{% endcall %}" * 18,
     "{% block b %}{% if n.n %}{% set n.n = n.n - 1 %}{{ self.b() }}{{ self.b() }}{% set n.n = n.n + 1 %}{% endif %}"
-    "{% endblock %}"], ids=["loops", "filtered", "recursive", "macro", "call", "block"])
+    "{% endblock %}"], ids="loops filtered recursive macro call block".split())
 def test_an_endless_template_is_ended_in_any_thread(source):
     template = ChatTemplate("{% set n = namespace(n=60) %}" + source)
     template.seconds = 0.1

@@ -132,6 +132,9 @@ def test_sampling_options_reach_the_sampler(capsys):
     ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
     ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
     ("--generation-config", "vllm", dict(generation_config="vllm")), ("--tokenizer", "my/t", dict(tokenizer="my/t")),
+    ("--tokenizer-revision", "v1", dict(tokenizer_revision="v1")), ("--hf-token", "t", dict(hf_token="t")),
+    ("--download-dir", "d", dict(download_dir="d")),
+    ("--override-generation-config", '{"top_k": 5}', dict(override_generation_config={"top_k": 5})),
     ("--skip-tokenizer-init", None, dict(skip_tokenizer_init=True)),
     ("--num-gpu-blocks-override", "9", dict(num_gpu_blocks_override=9)),
     ("--data-parallel-size", "2", dict(data_parallel_size=2)),
@@ -216,6 +219,11 @@ def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
     assert asked_params(monkeypatch, *plain) == expected
     assert asked_params(monkeypatch, *plain, "--generation-config", "auto") == expected
     assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == ours
+    override = "--override-generation-config", '{"temperature": 0.1}'
+    made = dict(llm_class=functools.partial(LLM, device="cpu"))
+    assert asked_params(monkeypatch, *plain, *override, **made) == replace(expected, temperature=0.1)
+    without = "--generation-config", "vllm"
+    assert asked_params(monkeypatch, *plain, *override, *without, **made) == replace(ours, temperature=0.1)
     more = "--top-k", "0", "--max-tokens", "5"
     assert asked_params(monkeypatch, *plain, *more) == replace(expected, top_k=0, max_tokens=5)
     monkeypatch.setattr(cli, "_load", lambda *_: engine)
@@ -529,7 +537,7 @@ def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
     (["--prompt", "", "--n", "2"], "empty"), (["--prompt", "what light " * 2000], "max_model_len 1024"),
     (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
     (["--prompt", "what light through yonder window breaks", "--max-model-len", "4"], "max_model_len 4"),
-    (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--load-format", "dummy"], "tokenizer"),
+    (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--skip-tokenizer-init"], "tokenizer"),
     (["--prompt", "", "--beam-width", "2"], "empty"), (["--prompt", "x", "--allowed-token-ids", "5,1024"], "1024"),
     (["--prompt", "x", "--logit-bias", '{"99999": 1}'], "99999"), (["--prompt", "x", "--chat"], "--chat-template")],
     ids=["empty", "second is empty", "empty, n = 2", "too long", "second is too long", "longer than max_model_len",

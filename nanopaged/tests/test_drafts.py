@@ -3,6 +3,7 @@
 Sequences draft at every step here (`pays` is 0), unless a test is about when drafts rest."""
 import random
 import re
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -320,6 +321,18 @@ def test_a_proposer_that_ends_a_step_in_the_middle_of_its_planning(error, expect
             check_books(llm.scheduler)
     assert num_errors == len(PROMPTS)
     assert tokens_of([outputs[i] for i in ids]) == tokens_of(expected[0])
+
+
+def test_a_proposer_without_an_end(expected):
+    known = knowing(expected[0])()
+    llm = drafting(method=lambda: SimpleNamespace(propose=lambda *given: chain(known.propose(*given), repeat(1))))
+    assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
+    assert llm.drafting.metrics.num_accepted_tokens > 50
+
+
+def test_a_proposer_that_changes_what_it_is_given(expected):
+    llm = drafting(method=lambda: SimpleNamespace(propose=lambda token_ids, k: token_ids.clear() or [1]))
+    assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
 
 
 @pytest.mark.parametrize("kind", [tuple, torch.tensor], ids=["tuple", "tensor"])

@@ -5,10 +5,12 @@ import math
 import os
 import shutil
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
+import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
 from nanopaged.api import llm as llm_module
 from nanopaged.tests.helpers import (
     BUNDLED,
@@ -19,6 +21,7 @@ from nanopaged.tests.helpers import (
     expectations,
     freed_at_once,
     load,
+    needs_kernel,
     shared,
     tokens_of,
 )
@@ -215,6 +218,25 @@ def test_a_priority_is_an_integer():
         with pytest.raises(ValueError, match="priority must be an integer"):
             llm.add_request(PROMPT, GREEDY, priority=priority)
     assert len(llm.generate([PROMPT] * 2, GREEDY, priority=[2, -1])) == 2
+
+
+def test_an_array_that_says_whether_to_draw_a_bar_is_refused():
+    numpy, llm = pytest.importorskip("numpy"), shared()
+    for bar in (torch.ones(2), numpy.ones(2)):
+        for call in (partial(llm.generate, PROMPT, GREEDY), partial(llm.beam_search, [PROMPT], BeamSearchParams(2))):
+            with pytest.raises(ValueError, match="use_tqdm must be True or False, not "):
+                call(use_tqdm=bar)
+    assert not llm.has_unfinished_requests() and llm.generate(PROMPT, GREEDY, use_tqdm=numpy.bool_(True))
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", [
+    dict(dtype="bfloat16"), dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", kv_cache_dtype="fp8")])
+def test_what_tritons_interpreter_computes_wrongly_is_refused(options):
+    if optional_triton.INTERPRETED:
+        with pytest.raises(ValueError, match="interpreter, which computes bfloat16 and fp8 wrongly; use attention="):
+            LLM("shakespeare", device="cpu", attention="triton", **options)
+    assert LLM("shakespeare", device="cpu", attention="torch", num_blocks=8, **options).generate([[1, 2]])
 
 
 @pytest.mark.parametrize("options, message", [

@@ -163,3 +163,9 @@ def test_an_llm_without_a_tokenizer_says_so():
     llm = LLM(skip_tokenizer_init=True, device="cpu", num_blocks=40, enforce_eager=True)
     with pytest.raises(ValueError, match="token ids"):
         llm.get_tokenizer()
+
+
+@pytest.mark.parametrize("text", [None, 5, b"x", [1], [["x"]], {"x": 1}, torch.ones(2)], ids=repr)
+def test_what_is_no_text(tokenizer, text):
+    with pytest.raises(ValueError, match="text must be a string or a list of strings, not "):
+        tokenizer(text)

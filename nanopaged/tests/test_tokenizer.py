@@ -414,7 +414,7 @@ def test_split_regexes_that_cannot_be_run(tmp_path, monkeypatch, pattern):
     assert "pip install tokenizers" in one_sentence(error)
 
 
-@pytest.mark.parametrize("change", [{}, pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)], ids=str)
+@pytest.mark.parametrize("change", [{}, pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)])
 def test_a_split_regex_that_tries_too_many_ways(tmp_path, change, capfd):
     """On this text, that is; others go on. The Rust packages have limits of their own, and panic there."""
     def edit(spec):

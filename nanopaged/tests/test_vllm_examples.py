@@ -504,12 +504,19 @@ def test_engine_options_of_vllm(options):
         assert llm.scheduler.block_manager.num_blocks == 100
 
 
+class Array:
+    """Compares itself element by element, as an array of numpy."""
+    def __eq__(self, other):
+        return torch.ones(2)
+
+
 @pytest.mark.parametrize("option, value", [
     ("tensor_parallel_size", 3), ("pipeline_parallel_size", 2), ("quantization", "awq"), ("enable_lora", True),
     ("speculative_config", {"model": "ngram"}), ("cpu_offload_gb", 4), ("tokenizer_mode", "mistral"),
     ("runner", "pooling"), ("logprobs_mode", "processed_logits"), ("limit_mm_per_prompt", {"image": 2}),
     ("quantization", torch.ones(2)), ("load_format", torch.ones(2)), ("hf_token", True), ("download_dir", 5),
     ("override_generation_config", ["temperature"]), ("override_generation_config", {"top_n": 1}),
+    *((name, Array()) for name in ("device", "attention", "num_blocks", "scheduling_policy")),
     ("data_parallel_size", 10_000), ("max_num_seqs", 10**9), ("max_num_batched_tokens", 10**18),
 ])
 def test_what_nanopaged_lacks_gets_a_sentence(option, value):
@@ -621,6 +628,10 @@ def test_numpy():
         assert {type(token) for output in outputs for token in output.prompt_token_ids} == {int}
     for given in (arrays[0], list(arrays[0])):
         assert first(llm.generate(given, params)) == texts[:1]
+    text = "Hello, my name is"
+    assert first(llm.generate([numpy.array(text)], params)) == first(llm.generate(text, params))
+    with pytest.raises(ValueError, match="'prompt_token_ids' holds a list of token ids, not 'Hello, "):
+        llm.generate({"prompt_token_ids": numpy.array(text)}, params)
     seen = []
     add = llm.scheduler.add
     llm.scheduler.add = lambda seq: seen.append(seq.order[0]) or add(seq)

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanopaged.inputs import read_json
+from nanopaged.inputs import check_kind, read_json
 
 # The error of a chat request if load_chat_template returns None.
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its conversations is unknown; pass a "
@@ -84,6 +84,9 @@ class ChatTemplate:
 
         Raises ValueError for messages of another form, and if the template refuses the messages or fails.
         """
+        for name, value in (("add_generation_prompt", add_generation_prompt),
+                            ("continue_final_message", continue_final_message)):
+            check_kind(name, value, bool, "True or False")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message continues the last message and add_generation_prompt begins a new "
                              "one; set one of them to False")

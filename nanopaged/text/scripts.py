@@ -80,6 +80,8 @@ class ScriptTokenizer:
         if max_length is None and (truncation or padding == "max_length"):
             raise ValueError("truncation and padding='max_length' need a length; give max_length, a number of tokens")
         texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(one, str) for one in texts):
+            raise ValueError(f"text must be a string or a list of strings, not {text!r:.80}")
         rows = [self.tokenizer.encode(text, add_special_tokens)[:max_length if truncation else None] for text in texts]
         masks = [[1] * len(row) for row in rows]
         if padding:

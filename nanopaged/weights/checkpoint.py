@@ -60,8 +60,8 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
                 "Hub; pass a directory that holds config.json and the weights, or a name such as Qwen/Qwen3-0.6B")
         return None
     if revision is not None:
-        raise ValueError(f"revision {revision!r} was given with the directory {path}, which has no revisions; leave it "
-                         "out, or pass the model's name on the Hub")
+        raise ValueError(f"revision {revision!r:.80} was given with the directory {path}, which has no revisions; "
+                         "leave it out, or pass the model's name on the Hub")
     if not (path / "config.json").is_file():
         refuse_other_formats(str(path), [file.name for file in path.iterdir()])
         raise FileNotFoundError(f"{path} holds no config.json, so it is not a checkpoint in Hugging Face layout")

@@ -71,7 +71,7 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
     """
     revision = "main" if revision is None else revision
     if not isinstance(revision, str) or not stays_inside(revision):
-        raise ValueError(f"revision {revision!r:.200} is malformed; expected the name of a branch or tag, or a commit")
+        raise ValueError(f"revision {revision!r:.80} is malformed; expected the name of a branch or tag, or a commit")
     cache = os.path.expanduser(cache) if cache else _path("HF_HUB_CACHE", "hub")
     folder = Path(cache, f"models--{repo_id.replace('/', '--')}")
     ref = folder / "refs" / revision
