@@ -172,8 +172,9 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
     if not token_ids:
         raise ValueError("the prompt is empty; give at least one token")
     if len(token_ids) >= max_model_len:
-        raise ValueError(f"the prompt has {len(token_ids)} tokens, and with at least one new token that is more than "
-                         f"max_model_len {max_model_len}; shorten the prompt")
+        raise ValueError(f"This model's maximum context length is {max_model_len} tokens, and the prompt has "
+                         f"{len(token_ids)} tokens: with at least one new token that is more than max_model_len "
+                         f"{max_model_len}; shorten the prompt")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")

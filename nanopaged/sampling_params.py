@@ -27,6 +27,9 @@ class StructuredOutputsParams:
     choice: texts, one of which is generated
     grammar: a context-free grammar, in GBNF (with ::=) or Lark's syntax
     json_object: True: any JSON object
+    disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
+        additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
+        are parts of one object
 
     Raises ValueError, one sentence, for anything else.
     """
@@ -35,11 +38,14 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         if self.json_object is not None:
             check_kind("json_object", self.json_object, bool, "True")
-        given = [name for name, value in vars(self).items() if value is not None and value is not False]
+        check_kind("disable_additional_properties", self.disable_additional_properties, bool, "True or False")
+        given = [name for name, value in vars(self).items()
+                 if value is not None and value is not False and name != "disable_additional_properties"]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
@@ -60,7 +66,30 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return "grammar" if "::=" in self.grammar else "lark", self.grammar
         schema = {"type": "object"} if self.json is None else self.json
-        return "json", schema if isinstance(schema, str) else json.dumps(schema)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
+            text = json.dumps(_close_objects(json.loads(text)))
+        return "json", text
+
+
+def _close_objects(schema: Any) -> Any:
+    """The schema with additionalProperties false in each object that has properties and does not say it."""
+    if isinstance(schema, list):
+        return [_close_objects(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            value = {name: _close_objects(part) for name, part in value.items()}
+        elif key in ("items", "prefixItems", "additionalProperties") \
+                or key in ("anyOf", "oneOf") and "properties" not in schema:
+            value = _close_objects(value)
+        closed[key] = value
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
+    if "properties" in schema and others.isdisjoint(schema):
+        closed["additionalProperties"] = False
+    return closed
 
 
 @dataclass

@@ -9,7 +9,7 @@ A choice has the index (number of its prompt) * n + (number of its sample).
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -18,17 +18,20 @@ from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopaged.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOO_LONG = "maximum context length"  # clients look for these words and OpenAI's code
+CODES: dict[int, str | int] = {401: "invalid_api_key"}
 SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's
 
 
 class ApiError(ValueError):
-    """What a client is told in place of an answer: a sentence and an HTTP status."""
+    """What a client is told in place of an answer: a sentence, an HTTP status, and OpenAI's code if it has one."""
 
-    def __init__(self, message: str, status: int = 400):
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        found = code or ("context_length_exceeded" if TOO_LONG in message else CODES.get(status, status))
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": found}}
 
     @classmethod
     def of(cls, error: BaseException, status: int = 400) -> "ApiError":
@@ -38,9 +41,11 @@ class ApiError(ValueError):
 @dataclass(slots=True)
 class Sent:
     """How much of a choice was written so far."""
+    reader: Any  # a nanopaged.api.tools.Reader, or None: the text is the content
     num_chars: int = 0
-    num_tokens: int = 0  # with log probabilities
-    offset: int = 0  # characters of these tokens
+    num_tokens: int = 0
+    detokenizer: Any = None  # counts the characters of the tokens
+    offset: int = 0  # so many
     ended: bool = False
 
 
@@ -56,11 +61,15 @@ class Call:
     include_usage: bool
     echo: bool
     tokenizer: Any
+    token_bytes: Callable[[], list[bytes]] = list
+    make_reader: Callable[[], Any] = lambda: None
+    adds: frozenset[str] = frozenset()  # "return_token_ids", "prompt_logprobs", "continuous_usage_stats"
+    only_echo: bool = False  # a token is generated, and not shown
     created: int = field(default_factory=lambda: int(time.time()))
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
 
     def __post_init__(self) -> None:
-        self.is_chat = self.path == CHAT
+        self.is_chat, self.adds_ids = self.path == CHAT, "return_token_ids" in self.adds
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.kind = "chat.completion" if self.is_chat else "text_completion"
         self.head = (f'data: {{"id":{quote(self.id)},"object":"{self.kind}{".chunk" * self.is_chat}",'
@@ -72,39 +81,67 @@ class Call:
         choices = [self._choice(number, output, sample) for number, output in enumerate(outputs)
                    for sample in output.outputs]
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices,
-                "usage": usage(outputs)}
+                "usage": usage(outputs)} | (self._of_prompt(outputs[0]) if self.is_chat else {})
 
     def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        text, logprobs = self._write(output, sample, Sent())
-        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        sent = Sent(self.make_reader())
+        text, logprobs = self._write(output, sample, sent)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if sent.reader:
+            message |= {"content": None} | sent.reader.add(text, ended=True)
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+        content: dict[str, Any] = {"message": message} if self.is_chat else {"text": text}
+        if self.adds_ids:
+            content["token_ids"] = sample.token_ids
         return {"index": number * self.params.n + sample.index, **content, "logprobs": logprobs,
-                "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+                "finish_reason": _reason(sample, sent), "stop_reason": sample.stop_reason} | (
+                    {} if self.is_chat else self._of_prompt(output))
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What some clients want to know of a prompt; the names are vLLM's."""
+        found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.adds_ids else {}
+        if "prompt_logprobs" in self.adds:
+            found["prompt_logprobs"] = [entry and {
+                token: vars(logprob) | {"logprob": _finite(logprob)} for token, logprob in entry.items()}
+                for entry in output.prompt_logprobs or ()]
+        return found
 
     def events(self, number: int, output: RequestOutput) -> str:
         """What is new of prompt `number`, as a stream's events, which are written by hand: there are some 25,000 a
         second. Raises ApiError if a sample has gone wrong."""
         events = []
+        if "continuous_usage_stats" in self.adds:
+            self.tail = f',"usage":{json.dumps(usage([output]))}}}\n\n'
         for sample in output.outputs:
             index = number * self.params.n + sample.index
-            sent = self.sent.get(index)
+            sent, prompt = self.sent.get(index), ""
             if sent is None:
-                sent = self.sent[index] = Sent()
+                sent = self.sent[index] = Sent(self.make_reader())
+                prompt = "".join(f',"{name}":{json.dumps(value)}' for name, value in self._of_prompt(output).items())
                 if self.is_chat:
-                    events.append(self._event(index, '"delta":{"role":"assistant","content":""}', None, None))
+                    events.append(self._event(index, '"delta":{"role":"assistant","content":""}', top=prompt))
             if sent.ended:
                 continue
+            start = sent.num_tokens
             text, logprobs = self._write(output, sample, sent)
-            if text or logprobs or sent.ended:
-                content = f'"delta":{{"content":{quote(text)}}}' if self.is_chat else f'"text":{quote(text)}'
-                events.append(self._event(index, content, logprobs, sample))
+            delta = sent.reader.add(text, sent.ended) if sent.reader else text
+            if delta or logprobs or sent.ended or self.adds_ids:
+                content = (f'"text":{quote(text)}{prompt}' if not self.is_chat else f'"delta":{json.dumps(delta)}'
+                           if sent.reader else f'"delta":{{"content":{quote(text)}}}')
+                if self.adds_ids:
+                    content += f',"token_ids":{sample.token_ids[start:]}'
+                events.append(self._event(index, content, logprobs, _reason(sample, sent), sample.stop_reason))
         return "".join(events)
 
-    def _event(self, index: int, content: str, logprobs: dict | None, sample: CompletionOutput | None) -> str:
+    def _event(self, index: int, content: str, logprobs: dict | None = None, finish_reason: str | None = None,
+               stop_reason: int | str | None = None, top: str = "") -> str:
         logprobs_json = "null" if logprobs is None else json.dumps(logprobs)
         end = '"finish_reason":null'
-        if sample is not None and sample.finish_reason:
-            end = f'"finish_reason":"{sample.finish_reason}","stop_reason":{json.dumps(sample.stop_reason)}'
-        return f'{self.head},"choices":[{{"index":{index},{content},"logprobs":{logprobs_json},{end}}}]{self.tail}'
+        if finish_reason:
+            end = f'"finish_reason":"{finish_reason}","stop_reason":{json.dumps(stop_reason)}'
+        return (f'{self.head}{top},"choices":[{{"index":{index},{content},"logprobs":{logprobs_json},{end}}}]'
+                f'{self.tail}')
 
     def end(self, outputs: list[RequestOutput]) -> str:
         """The last events of a stream."""
@@ -114,21 +151,31 @@ class Call:
     def _write(self, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> tuple[str, dict | None]:
         """The text and the log probabilities of a sample that were not sent yet."""
         if sample.finish_reason in ("error", "abort"):
-            raise ApiError(str(sample.stop_reason or "the server has stopped the request"), 500)
-        text, begins = sample.text[sent.num_chars:], self.echo and not (sent.num_chars or sent.num_tokens)
-        sent.num_chars, sent.ended = len(sample.text), sample.finish_reason is not None
-        if begins:
+            from nanopaged import engine  # here, so that --help does not wait for it
+            reason = str(sample.stop_reason or "the server has stopped the request")
+            excludes = self.params.structured_outputs or self.params.allowed_token_ids or self.params.bad_words
+            is_theirs = excludes and reason.startswith((engine.NO_TOKEN, "the grammar failed"))
+            raise ApiError(reason, 400 if is_theirs else 500)
+        if self.only_echo:
+            sample.text, sample.token_ids, sample.logprobs = "", [], sample.logprobs and []
+            sample.finish_reason = sample.finish_reason and "length"
+        text, begins = sample.text[sent.num_chars:], not sent.num_tokens
+        found: list[tuple[int, Any]] = [*zip(sample.token_ids, sample.logprobs or ())][sent.num_tokens:]
+        sent.num_chars, sent.num_tokens = len(sample.text), len(sample.token_ids)
+        sent.ended = sample.finish_reason is not None
+        if begins and self.echo:
             decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
             text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
-        if sample.logprobs is None:
-            return text, None
-        found: list[tuple[int, Any]] = [*zip(sample.token_ids, sample.logprobs)][sent.num_tokens:]
-        if begins:
             found = [*zip(output.prompt_token_ids, output.prompt_logprobs or ()), *found]
-        sent.num_tokens = len(sample.logprobs)
+        if sample.logprobs is None or not found:
+            return text, None
         if self.is_chat:
-            return text, {"content": [self._chat_logprobs(*entry) for entry in found]} if found else None
-        return text, self._completion_logprobs(found, sent) if found else None
+            return text, {"content": [self._chat_logprobs(*entry) for entry in found]}
+        if not sent.detokenizer and self.tokenizer:
+            sent.detokenizer = self.tokenizer.detokenizer(self.params.skip_special_tokens, output.prompt_token_ids)
+            if self.echo:  # of a prompt of ids, the special tokens are shown
+                sent.detokenizer = self.tokenizer.detokenizer(output.prompt is not None)
+        return text, self._completion_logprobs(found, sent)
 
     def _completion_logprobs(self, found: list[tuple[int, Any]], sent: Sent) -> dict[str, list]:
         """The first token of a prompt has none. Of tokens with one text, halves of characters, the likeliest counts."""
@@ -142,13 +189,14 @@ class Call:
             own = logprobs and _finite(logprobs[token])
             for values, value in zip(result.values(), (text, own, logprobs and top, sent.offset)):
                 values.append(value)
-            sent.offset += len(text)
+            sent.offset += len(sent.detokenizer.add([token])) if sent.detokenizer else 0
         return result
 
     def _chat_logprobs(self, token: int, logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
         def entry(other: int) -> dict[str, Any]:
             text = self._text_of(other, logprobs[other])
-            return {"token": text, "logprob": _finite(logprobs[other]), "bytes": list(text.encode("utf-8", "replace"))}
+            data = b"".join(self.token_bytes()[other:other + 1]) if self.tokenizer else text.encode()
+            return {"token": text, "logprob": _finite(logprobs[other]), "bytes": list(data)}
 
         best = [other for other in logprobs if (logprobs[other].rank or 0) <= (self.params.logprobs or 0)]
         return entry(token) | {"top_logprobs": [entry(other) for other in best]}
@@ -157,6 +205,11 @@ class Call:
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         return self.tokenizer.decode([token]) if self.tokenizer else f"token_id:{token}"
+
+
+def _reason(sample: CompletionOutput, sent: Sent) -> str | None:
+    is_call = sample.finish_reason == "stop" and sent.reader and sent.reader.num_calls
+    return "tool_calls" if is_call else sample.finish_reason
 
 
 def _finite(logprob: Logprob) -> float:

@@ -13,9 +13,11 @@ texts of others, and minds, has to remove them.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
+from nanopaged.api.tools import FORMATS, THINK, Reader, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number
 from nanopaged.sampling_params import SamplingParams
 
@@ -24,16 +26,23 @@ SETTINGS = {  # passed on to SamplingParams
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 COMMON = SETTINGS | {"model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "priority",
-                     "cache_salt"}
+                     "cache_salt", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"}
 FIELDS = {
     COMPLETIONS: COMMON | {"prompt", "echo"},
     CHAT: COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template_kwargs",
-                    "add_generation_prompt", "continue_final_message"}}
+                    "add_generation_prompt", "continue_final_message", "reasoning_effort"}}
 IGNORED = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-           "prompt_cache_retention", "prediction", "verbosity", "request_id"}  # they have no meaning here
-FLAGS = {"stream", "echo", "add_generation_prompt", "continue_final_message"}
+           "prompt_cache_retention", "prediction", "verbosity", "request_id", "spaces_between_special_tokens",
+           "modalities"}  # they have no meaning here
+NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these values they ask for nothing
+    "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "detokenize": (True,), "functions": ([],), "function_call": ("none", "auto"), "logits_processors": ([],),
+    "documents": ([],), "mm_processor_kwargs": ({},), "include_reasoning": (True,), "echo": (False,)}
+TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
+ADDS = {"return_token_ids", "prompt_logprobs"}  # to an answer
+FLAGS = {"stream", "echo", "add_generation_prompt", "continue_final_message", "return_token_ids"}
 MOST_SAMPLES, MOST_LOGPROBS, MOST_STOPS = 128, 20, 16
-MOST_CHARS = {"structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
+MOST_CHARS = {"tools": 262_144, "structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
               "allowed_token_ids": 32_768, "stop": 8192, "stop_token_ids": 8192, "bad_words": 8192}  # as JSON
 
 
@@ -43,44 +52,75 @@ class Serving:
 
     model: the name under which the model is served
     render: (messages, tools, variables, options of LLM.chat_prompt) -> a prompt, with the operator's chat template
+    root: the model as the operator named it
+    tool_parser, reasoning_parser: what reads the model's texts, a name in FORMATS and in THINKERS of api/tools.py
     """
     llm: Any
     model: str
     render: Callable[..., dict]
+    root: str | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
-    def read(self, path: str, body: Any) -> "Call":
-        """The call in a body that was sent to this path; a template may take its time. Raises ApiError."""
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        return self.llm.tokenizer.token_bytes()
+
+    def read(self, path: str, body: Any) -> Any:
+        """The call in a body that was sent to this path; a template may take its time. For a path of TEXT_PATHS it is
+        the answer. Raises ApiError."""
         try:
-            return self._read(path, body)
+            check_kind("the body", body, dict, "a JSON object")
+            body = {name: value for name, value in body.items() if value is not None}
+            self.check_model(body.get("model", self.model))
+            return self._convert(path, body) if path in TEXT_PATHS else self._read(path, body)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ApiError.of(error) from None
 
-    def _read(self, path: str, body: Any) -> "Call":
-        check_kind("the body", body, dict, "a JSON object")
-        body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-        _check_fields(path, body)
-        self.check_model(body.get("model", self.model))
-        prompts = [self._render(body)] if path == CHAT else _read_prompts(body["prompt"])
+    def _read(self, path: str, body: dict) -> Call:
+        body = _check_fields(path, body)
+        adds = _read_usage(body) | {name for name in ADDS if body.get(name, False) is not False}
+        tools, call = read_tools(body) if path == CHAT else (None, None)
+        kind = "forced" if call else self.tool_parser if tools else None
+        if kind in FORMATS:
+            body.setdefault("skip_special_tokens", False)  # they may be those around a call
+        elif call:
+            body.pop("stop", None)  # it would cut the arguments
+        if only_echo := body.get("echo", False) and body.get("max_tokens") == 0:
+            body["max_tokens"] = 1  # a token is generated all the same
+        params = self._params(path, body, call)
+        prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
+        thinks = None
+        if path == CHAT and self.reasoning_parser and not params.structured_outputs:
+            thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
+        reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
+        if (length := body.get("truncate_prompt_tokens")) is not None:  # from the left; -1: what goes with max_tokens
+            check_number("truncate_prompt_tokens", length, int, lambda x: x == -1 or x > 0, "a positive integer, or -1")
+            length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
+            prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-        return Call(path, self.model, [prompt | salt for prompt in prompts], self._params(path, body),
-                    body.get("priority", 0), body.get("stream", False), _wants_usage(body), body.get("echo", False),
-                    self.llm.tokenizer)
+        return Call(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
+                    body.get("stream", False), "include_usage" in adds, body.get("echo", False), self.llm.tokenizer,
+                    lambda: self.token_bytes, reader, adds, only_echo)
 
     def check_model(self, name: Any) -> None:
         if name != self.model:
-            raise ApiError(f"there is no model {name!r:.80} here, but {self.model!r}", 404)
+            raise ApiError(f"there is no model {name!r:.80} here, but {self.model!r}", 404, "model_not_found")
 
-    def _render(self, body: dict) -> dict:
-        choice = body.get("tool_choice", "auto")
-        if choice not in ("none", "auto"):
-            raise ValueError(f"tool_choice must be 'none' or 'auto', not {choice!r:.80}: the text of calls is neither "
-                             "constrained nor parsed")
+    def _render(self, body: dict, tools: list | None) -> dict:
         check_kind("chat_template_kwargs", variables := body.get("chat_template_kwargs", {}), dict, "an object")
+        if "reasoning_effort" in body:
+            variables = {"reasoning_effort": body["reasoning_effort"]} | variables
         options = {name: body[name] for name in ("add_generation_prompt", "continue_final_message") if name in body}
-        return self.render(body["messages"], body.get("tools") if choice == "auto" else None, variables, **options)
+        return self.render(body["messages"], tools, variables, **options)
 
-    def _params(self, path: str, body: dict) -> SamplingParams:
-        given = {name: body[name] for name in SETTINGS & body.keys()} | _read_logprobs(path, body) | _read_format(body)
+    def _encode(self, prompt: dict, **options: bool) -> list[int]:
+        tokens = prompt.get("prompt_token_ids")
+        return self.llm._check_tokenizer().encode(prompt["prompt"], **options) if tokens is None else tokens
+
+    def _params(self, path: str, body: dict, call: dict | None) -> SamplingParams:
+        given = {name: body[name] for name in SETTINGS & body.keys()}
+        given |= _read_logprobs(path, body) | _read_format(body, call)
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
@@ -88,9 +128,26 @@ class Serving:
             given["max_tokens"] = None
         return self.llm.get_default_sampling_params(**given)
 
+    def _convert(self, path: str, body: dict) -> dict[str, Any]:
+        """A text as tokens, or tokens as a text; the fields are vLLM's."""
+        decode = self.llm._check_tokenizer().decode
+        if path == DETOKENIZE:
+            check_number("tokens", tokens := body.get("tokens"), list,
+                         lambda x: all(type(token) is int and token >= 0 for token in x), "a list of token ids")
+            return {"prompt": decode(tokens)}
+        if "messages" not in body:
+            check_kind("prompt", body.get("prompt"), str, "a text, unless there are messages")
+        prompt = self._render(body, body.get("tools")) if "messages" in body else body
+        tokens = self._encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
+        return {"count": len(tokens), "max_model_len": self.llm.max_model_len, "tokens": tokens,
+                "token_strs": [decode([token]) for token in tokens] if body.get("return_token_strs") else None}
 
-def _check_fields(path: str, body: dict) -> None:
-    """ValueError for a field that does not exist, is missing, or is too large."""
+
+def _check_fields(path: str, body: dict) -> dict:
+    """The fields that have a meaning. ValueError for one that does not exist, is missing, or is too large."""
+    neutral = NEUTRAL | {"add_special_tokens": (path == COMPLETIONS,)}  # a chat template writes them itself
+    body = {name: value for name, value in body.items() if name not in IGNORED and (
+        name in FIELDS[path] or value not in neutral.get(name, ()))}
     if "chat_template" in body:
         raise ValueError("chat_template is a program and cannot come with a request; the server's operator can set one")
     if unknown := sorted(body.keys() - FIELDS[path]):
@@ -105,6 +162,7 @@ def _check_fields(path: str, body: dict) -> None:
     if isinstance(stop := body.get("stop"), list) and len(stop) > MOST_STOPS:
         raise ValueError(f"stop has {len(stop)} strings; give at most {MOST_STOPS}")
     check_number("n", body.get("n", 1), int, lambda x: 1 <= x <= MOST_SAMPLES, f"an integer from 1 to {MOST_SAMPLES}")
+    return body
 
 
 def _read_prompts(prompt: Any) -> list[dict]:
@@ -115,38 +173,51 @@ def _read_prompts(prompt: Any) -> list[dict]:
     return [{"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} for prompt in prompts]
 
 
-def _wants_usage(body: dict) -> bool:
+def _read_usage(body: dict) -> frozenset[str]:
+    """What of stream_options is wanted."""
     check_kind("stream_options", options := body.get("stream_options", {}), dict, "an object")
     if options and not body.get("stream"):
         raise ValueError('stream_options needs "stream": true')
-    if unknown := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
+    if unknown := sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"}):
         raise ValueError(f"stream_options has no field {unknown[0]!r:.80} here; leave it out")
-    check_kind("include_usage", wanted := options.get("include_usage", False), bool, "true or false")
-    return wanted
+    for name in options:
+        check_kind(name, options[name], bool, "true or false")
+    return frozenset(name for name in ("include_usage", "continuous_usage_stats") if options.get(name))
 
 
 def _read_logprobs(path: str, body: dict) -> dict[str, int]:
     """logprobs and top_logprobs, which differ between the two paths, as SamplingParams' settings."""
-    name, wanted, count = "logprobs", "logprobs" in body, body.get("logprobs", 0)
+    def count(name: str) -> int:
+        check_number(name, found := body.get(name, 0), int, lambda x: 0 <= x <= MOST_LOGPROBS,
+                     f"an integer from 0 to {MOST_LOGPROBS}")
+        return found
+
     if path == CHAT:
         check_kind("logprobs", wanted := body.get("logprobs", False), bool, "true or false")
-        name, count = "top_logprobs", body.get("top_logprobs", 0)
-    check_number(name, count, int, lambda x: 0 <= x <= MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}")
-    if count and not wanted:
-        raise ValueError('top_logprobs needs "logprobs": true')
-    names = ("logprobs", "prompt_logprobs") if body.get("echo") else ("logprobs",)
-    return dict.fromkeys(names, count) if wanted else {}
+        if (best := count("top_logprobs")) and not wanted:
+            raise ValueError('top_logprobs needs "logprobs": true')
+    else:
+        wanted, best = "logprobs" in body, count("logprobs")
+    if "prompt_logprobs" in body and body.get("stream"):
+        raise ValueError('prompt_logprobs does not go with "stream": true; leave one out')
+    given = {"logprobs": best} if wanted else {}
+    if "prompt_logprobs" in body or wanted and body.get("echo"):
+        given["prompt_logprobs"] = max(count("prompt_logprobs"), best if body.get("echo") else 0)
+    return given
 
 
-def _read_format(body: dict) -> dict[str, dict]:
-    """response_format as SamplingParams' structured_outputs."""
+def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
+    """response_format, structured_outputs or the call that must be made, as SamplingParams' structured_outputs."""
     check_kind("response_format", given := body.get("response_format", {"type": "text"}), dict, "an object")
     check_choice("the type of response_format", kind := given.get("type"), ("text", "json_object", "json_schema"))
-    if kind == "text":
-        return {}
-    if "structured_outputs" in body:
-        raise ValueError("response_format and structured_outputs are both given; leave one out")
-    schema = given.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = given.get("json_schema") if kind == "json_schema" else {
+        "schema": given.get("schema", given.get("value", {"type": "object"}))}  # llama.cpp's name, Hugging Face's
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ValueError("response_format must be {'type': 'json_schema', 'json_schema': {'schema': {..}, ..}}")
-    return {"structured_outputs": {"json": schema["schema"]}}
+    found: dict[str, Any] = {
+        "tool_choice": call and {"json": call}, "structured_outputs": body.get("structured_outputs"),
+        "response_format": None if kind == "text" else {"json": schema["schema"]}}
+    names = [name for name, value in found.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} are both given; leave one out")
+    return {"structured_outputs": found[names[0]]} if names else {}

@@ -7,7 +7,7 @@
 **Security.** A web page can make a browser post to this machine. So a body must be declared as JSON, which a browser
 does not send to another site without asking, and Host must be an address, "localhost" or the name in --host: a page
 whose own name points to this machine sends that name. Beyond localhost a key does instead, which a page does not have.
-The key is for /v1; /health and /metrics are open, as in vLLM.
+The key is for /v1 and for texts and tokens; /health and /metrics are open, as in vLLM.
 """
 import asyncio
 import hmac
@@ -24,7 +24,7 @@ from typing import Any
 
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.async_llm import AsyncLLM, Stream
-from nanopaged.api.openai import Serving
+from nanopaged.api.openai import TEXT_PATHS, Serving
 
 try:
     import uvicorn
@@ -64,7 +64,7 @@ class Guard:
         if self.checks_host and not self._may_be_ours(host):
             return ApiError(f"the header Host has {host!r:.80}, which is no address and not the server's name; the "
                             "server's operator can name it with --host, or set a key")
-        if self.key and scope["path"].startswith("/v1"):
+        if self.key and scope["path"].startswith(("/v1", *TEXT_PATHS)):
             if not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
                 return ApiError("the server's key is needed, in the header Authorization: Bearer KEY", 401)
         if scope["method"] == "POST":
@@ -113,6 +113,13 @@ async def read_body(request: HttpRequest) -> bytes:
     return bytes(body)
 
 
+def parse(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON ({error})") from None
+
+
 class Api:
     """The endpoints."""
 
@@ -130,6 +137,7 @@ class Api:
         async def refuse(request: HttpRequest, error: Exception) -> Response:
             return error_response(error)
         routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+        routes += [Route(path, self.convert, methods=["POST"]) for path in TEXT_PATHS]
         routes += [Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
                    Route("/health", self.health), Route("/metrics", self.metrics)]
         return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, host, api_key)],
@@ -141,7 +149,7 @@ class Api:
             server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Both endpoints that generate."""
+        """The endpoints that generate."""
         try:
             body = await read_body(request)
         except ClientDisconnect:
@@ -167,18 +175,14 @@ class Api:
 
     def _read(self, path: str, body: bytes) -> tuple[Call, Stream]:
         """In a worker thread: a long text takes a while."""
-        try:
-            read = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is not JSON ({error})") from None
-        call = self.serving.read(path, read)
+        call = self.serving.read(path, parse(body))
         if len(call.prompts) * call.params.n > MOST_SEQUENCES:
             raise ApiError(f"{len(call.prompts)} prompts with n {call.params.n} are more than {MOST_SEQUENCES} "
                            "samples; send several requests")
         try:
             requests = [self.llm._read_request(prompt, call.params, call.priority) for prompt in call.prompts]
         except (ValueError, TypeError) as error:
-            raise ApiError(str(error)) from None
+            raise ApiError.of(error) from None
         return call, Stream(requests, call.stream)
 
     async def _whole(self, call: Call, stream: Stream) -> Response:
@@ -206,8 +210,13 @@ class Api:
         finally:
             self.engine.close(stream)
 
+    async def convert(self, request: HttpRequest) -> Response:
+        body = await read_body(request)
+        return JSONResponse(await self._in_thread(lambda: self.serving.read(request.url.path, parse(body))))
+
     async def models(self, request: HttpRequest) -> Response:
         card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
+                "root": self.serving.root or self.serving.model, "parent": None, "permission": [],
                 "max_model_len": self.llm.max_model_len}
         if "name" not in request.path_params:
             return JSONResponse({"object": "list", "data": [card]})

@@ -274,8 +274,9 @@ class PromptFile:
             return self._write(number, digest, labels | batch_result(body))
         self.bar.clear()
         for choice in body["choices"]:
-            print(f"=== line {number} [{choice['index']}]\n{choice.get('text') or choice['message']['content']}\n",
-                  flush=True)
+            message = choice.get("message", {"content": choice.get("text")})
+            text = json.dumps(message) if message["content"] is None else message["content"]  # calls of tools
+            print(f"=== line {number} [{choice['index']}]\n{text}\n", flush=True)
 
     def _refuse(self, key: tuple, error: Any) -> None:
         """Report a bad line."""

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, Callable
 
 from nanopaged import __version__
+from nanopaged.api.tools import FORMATS, THINKERS, find_parser
 from nanopaged.cli.batch import PromptFile, open_file, run_all
+from nanopaged.inputs import check_choice
 from nanopaged.outputs import EngineDeadError, RequestError, RequestOutput
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
@@ -44,6 +46,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
                                NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
   --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
+  --tool-call-parser P, --reasoning-parser P     hermes, llama3_json, mistral; deepseek_r1, qwen3
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: all], at least [0]
   --temperature T              0 is greedy [0.8]
@@ -111,6 +114,9 @@ def _run(args, llm_class) -> int:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
+    for name, names in (("tool_call_parser", FORMATS), ("reasoning_parser", THINKERS)):
+        if getattr(args, name) is not None:
+            check_choice(_option(name), getattr(args, name), tuple(names))
     if args.serve:
         from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
         listener = bind(args.host, args.port)
@@ -159,7 +165,11 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
 
     if args.serve or prompt_file:
         from nanopaged.api.openai import Serving
-        serving = Serving(llm, args.served_model_name or args.model, render)
+        from nanopaged.text.chat import load_chat_template
+        found = load_chat_template(llm.tokenizer_path, template)
+        tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
+        serving = Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser,
+                          args.reasoning_parser)
     if args.serve:
         from nanopaged.api.server import serve
         return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
@@ -463,12 +473,13 @@ STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
     history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
-    port=int, api_key=str, served_model_name=str)
+    port=int, api_key=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
              chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
-             served_model_name=["serve", "prompts"])
+             served_model_name=["serve", "prompts"], tool_call_parser=["serve", "prompts"],
+             reasoning_parser=["serve", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
                        *(name for name in SAMPLING | STRUCTURED if name != "seed")],

@@ -41,6 +41,24 @@ def test_exactly_one_kind_is_given():
     assert given == StructuredOutputsParams(choice=["a"])
 
 
+@pytest.mark.parametrize("schema, names", [
+    ({"properties": {"a": {"properties": {"b": {}}}}}, ["", "a"]),
+    ({"properties": {"properties": {"type": "object"}, "const": {"const": {"properties": {}}}}}, [""]),
+    ({"properties": {"a": {}}, "additionalProperties": True}, []), ({"type": "object"}, []),
+    ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]}, []),
+    ({"anyOf": [{"properties": {"b": {}}}, {"$ref": "#/$defs/c"}], "$defs": {"c": {"properties": {}}}}, ["b", "c"]),
+    ({"items": {"properties": {"x": {}}}}, ["x"]), ({"allOf": [{"properties": {"a": {}}}, {"properties": {}}]}, [])])
+def test_objects_with_properties_are_closed_as_in_xgrammar(schema, names):
+    given = json.dumps(schema)
+    for source in (schema, given):
+        _, found = StructuredOutputsParams(json=source).source
+        assert found.count('"additionalProperties": false') == len(names)
+        if names:
+            assert json.loads(found.replace(', "additionalProperties": false', "")) == schema
+        assert StructuredOutputsParams(json=source, disable_additional_properties=False).source == ("json", given)
+    assert json.dumps(schema) == given
+
+
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match="pip install llguidance"):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from engine import NO_TOKEN
 from nanopaged import SamplingParams
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.api.openai import FIELDS, IGNORED, Serving
@@ -13,6 +14,7 @@ from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
 
 PATHS = [COMPLETIONS, CHAT]
 MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
+NEEDS_GRAMMAR = "structured outputs need it; .ci/run installs it for its last part"
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
@@ -80,17 +82,64 @@ def test_fields_without_a_meaning_are_ignored_and_others_refused_by_name(serving
     for path in PATHS:
         ignored = read(serving, path, **dict.fromkeys(IGNORED, "x"), suffix=None, **GREEDY)
         assert ignored.params == read(serving, path, **GREEDY).params
-        for name in ("best_of", "functions", "audio", "lora", "x" * 10**6):
-            error = refusal(serving, path, **{name: 1})
+        for name in ("best_of", "functions", "audio", "lora", "include_reasoning", "x" * 10**6):
+            error = refusal(serving, path, **{name: 2})
             assert error.status == 400 and name[:70] in str(error) and len(str(error)) < 200
         error = refusal(serving, path, chat_template="{{ 1 }}")
         assert "chat_template" in str(error) and "operator" in str(error)
+
+
+def test_fields_that_ask_for_nothing_are_accepted(serving):
+    """What OpenAI's, vLLM's and LangChain's clients send without being asked."""
+    neutral = dict(best_of=1, suffix="", use_beam_search=False, length_penalty=1.0, early_stopping=False, echo=False,
+                   spaces_between_special_tokens=True, detokenize=True, functions=[], function_call="auto",
+                   include_reasoning=True, documents=[], modalities=["text"], logits_processors=[])
+    for path in PATHS:
+        call = read(serving, path, **neutral, **GREEDY, add_special_tokens=path == COMPLETIONS)
+        assert call.params == read(serving, path, **GREEDY).params and not call.echo
+        for name, value in dict(best_of=3, use_beam_search=True, length_penalty=2, detokenize=False,
+                                add_special_tokens=path == CHAT).items():
+            assert name in str(refusal(serving, path, **{name: value}))
+    assert "echo" in str(refusal(serving, CHAT, echo=True))
 
 
 def test_another_model_is_not_found(serving):
     assert read(serving, model="bard").model == "bard"
     error = refusal(serving, model="gpt-4")
     assert error.status == 404 and "gpt-4" in str(error) and "bard" in str(error)
+    assert error.body["error"]["code"] == "model_not_found"
+
+
+def test_errors_have_the_codes_that_clients_look_for(serving, llm):
+    with pytest.raises(ValueError, match="This model's maximum context length is 1024 tokens") as caught:
+        llm._read_request({"prompt_token_ids": [1] * 2000}, SamplingParams())
+    error = ApiError.of(caught.value)
+    assert error.status == 400 and error.body["error"]["code"] == "context_length_exceeded"
+    assert ApiError("no key", 401).body["error"]["code"] == "invalid_api_key"
+
+
+def test_what_a_client_makes_impossible_is_its_own_error(serving):
+    for fields, reason, status in ((dict(allowed_token_ids=[5]), NO_TOKEN, 400), ({}, NO_TOKEN, 500),
+                                   (dict(structured_outputs={"regex": "a"}), "the grammar failed: too large", 400),
+                                   (dict(bad_words=["a"]), "the tokenizer failed: x", 500)):
+        call = read(serving, **fields)
+        [output] = serving.llm.generate(call.prompts, SamplingParams(max_tokens=1))
+        output.outputs[0].finish_reason, output.outputs[0].stop_reason = "error", reason
+        assert pytest.raises(ApiError, call.response, [output]).value.status == status
+
+
+def test_tokenize_and_detokenize(serving, llm):
+    ids = llm.tokenizer.encode("ROMEO: é")
+    found = serving.read("/tokenize", {"model": "bard", "prompt": "ROMEO: é", "return_token_strs": True})
+    assert found == dict(count=len(ids), max_model_len=1024, tokens=ids, token_strs=[llm.tokenizer.decode([token])
+                                                                                   for token in ids])
+    assert serving.read("/detokenize", {"tokens": ids}) == {"prompt": "ROMEO: é"}
+    [rendered] = read(serving, CHAT).prompts
+    assert serving.read("/tokenize", MINIMAL[CHAT])["tokens"] == rendered["prompt_token_ids"]
+    for path, body, word in (("/tokenize", {}, "prompt"), ("/detokenize", {"tokens": ["a"]}, "tokens"),
+                             ("/detokenize", {"tokens": [-1]}, "tokens"), ("/tokenize", [], "object"),
+                             ("/tokenize", {"model": "x", "prompt": ""}, "bard")):
+        assert word in str(pytest.raises(ApiError, serving.read, path, body).value)
 
 
 @pytest.mark.parametrize("path, fields, word", [
@@ -112,6 +161,18 @@ def test_another_model_is_not_found(serving):
     (CHAT, dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "content"),
     (CHAT, dict(tool_choice="required", tools=[]), "tool_choice"),
     (CHAT, dict(tool_choice={"type": "function"}, tools=[]), "tool_choice"), (CHAT, dict(prompt="x"), "prompt"),
+    (CHAT, dict(tool_choice="required"), "tools"), (CHAT, dict(tool_choice="required", tools=[{"name": "f"}]), "tool"),
+    (CHAT, dict(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[
+        {"type": "function", "function": {"name": "f"}}]), "'g'"),
+    (CHAT, dict(tool_choice="required", tools=[{"type": "function", "function": {"name": "f"}}],
+                response_format={"type": "json_object"}), "both"),
+    (CHAT, dict(tool_choice="required", tools=[{"type": "function", "function": {"name": "f", "parameters": 5}}]), "f"),
+    (CHAT, dict(tool_choice="required", tools=[{"type": "function", "function": {"name": 'f"'}}]), "name"),
+    (CHAT, dict(tools=[{"x": "y" * 300_000}]), "tools"), (COMPLETIONS, dict(truncate_prompt_tokens=0), "truncate"),
+    (COMPLETIONS, dict(prompt_logprobs=21), "prompt_logprobs"), (COMPLETIONS, dict(return_token_ids=1), "return_token"),
+    (COMPLETIONS, dict(prompt_logprobs=1, stream=True), "stream"),
+    (COMPLETIONS, dict(stream=True, stream_options={"continuous_usage_stats": 1}), "continuous_usage_stats"),
+    (COMPLETIONS, dict(response_format={"type": "json_object", "schema": 5}), "response_format"),
     (COMPLETIONS, dict(messages=[]), "messages"), (COMPLETIONS, dict(stream="yes"), "stream"),
     (COMPLETIONS, dict(stream_options={"include_usage": True}), "stream_options"),
     (COMPLETIONS, dict(stream=True, stream_options={"x": True}), "stream_options"),
@@ -148,6 +209,10 @@ def test_a_schema_reaches_the_grammar(serving):
     assert read(serving, CHAT, response_format={"type": "json_object"}).params.structured_outputs.json == schema
     assert read(serving, CHAT, response_format={"type": "text"}).params.structured_outputs is None
     assert read(serving, structured_outputs={"regex": "a"}).params.structured_outputs.regex == "a"
+    person = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    for name in ("schema", "value"):  # llama.cpp's name and Hugging Face's
+        form = {"type": "json_object", name: person}
+        assert read(serving, CHAT, response_format=form).params.structured_outputs.json == person
 
 
 def test_messages_tools_and_template_variables_are_rendered(llm):
@@ -163,6 +228,117 @@ def test_messages_tools_and_template_variables_are_rendered(llm):
         read(serving, CHAT, tools=tools, **choice, chat_template_kwargs={"a": 1}, add_generation_prompt=False)
     read(serving, CHAT, tools=tools, tool_choice="none")
     assert seen == [(messages, tools, {"a": 1}, {"add_generation_prompt": False})] * 2 + [(messages, None, {}, {})]
+
+
+# --------------------------------------------------------------------------------------------------
+# Tools and thoughts; test_tools.py has the formats
+# --------------------------------------------------------------------------------------------------
+
+WEATHER = {"name": "weather", "parameters": {
+    "type": "object", "required": ["at"], "properties": {
+        "at": {"$ref": "#/$defs/Place"}, "properties": {"enum": [7]},
+        "also": {"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"const": 1}}},
+    "$defs": {"Place": {"type": "object", "properties": {"city": {"enum": ["Rome", "Bath"]}}, "required": ["city"]}}}}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, {"name": "now", "description": "::="})]
+CALL = '{"name": "now", "arguments": {"zone": 1}}'
+
+
+def stream(serving, path=COMPLETIONS, **fields) -> list[dict]:
+    """The events of a stream, one step after the other."""
+    llm, call, events, output = serving.llm, read(serving, path, stream=True, **fields), "", None
+    llm.add_request(call.prompts[0], call.params)
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            events += call.events(0, output)
+    return parse(events + call.end([output]))
+
+
+def merge(events: list[dict], index: int = 0) -> tuple[dict, str]:
+    """The message and the finish_reason of a streamed chat, as OpenAI's client puts them together."""
+    message, reason = {"role": "", "content": ""}, None
+    for choice in (event["choices"][0] for event in events if event["choices"]):
+        if choice["index"] != index:
+            continue
+        delta, reason = choice["delta"], choice["finish_reason"] or reason
+        for name in delta.keys() - {"tool_calls"}:
+            message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                assert call["id"] and call["type"] == "function"
+                calls.append({"function": {"name": call["function"]["name"], "arguments": ""}})
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message, reason
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
+    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
+    named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    fields = dict(tools=TOOLS, tool_choice=named, n=6, seed=0, max_tokens=80, temperature=1.0, stop=["name", "}"])
+    found, events = answer(serving, CHAT, **fields)["choices"], stream(serving, CHAT, **fields)
+    names = set()
+    for choice_ in found:
+        [call] = choice_["message"]["tool_calls"]
+        assert call["type"] == "function" and call["id"].startswith("call_") and "index" not in call
+        assert choice_["finish_reason"] == "tool_calls" and choice_["message"]["content"] is None
+        arguments = json.loads(call["function"]["arguments"])
+        names.add(call["function"]["name"])
+        assert arguments == {} if call["function"]["name"] == "now" else arguments["at"]["city"] in ("Rome", "Bath")
+        message, reason = merge(events, choice_["index"])
+        assert reason == "tool_calls" and message["content"] == ""
+        assert message["tool_calls"] == [{"function": call["function"]}]
+    assert names == ({"weather", "now"} if choice == "required" else {"weather"})
+
+
+def test_a_call_that_max_tokens_cuts(serving):
+    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"x": {"type": "string", "minLength": 400}}, "required": ["x"]}}}]
+    [choice] = answer(serving, CHAT, tools=tools, tool_choice="required", max_tokens=30)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"x":"')
+
+
+@pytest.mark.parametrize("kind, text, content", [
+    ("hermes", f"Ay.\n<tool_call>\n{CALL}\n</tool_call>", "Ay."), ("llama3_json", CALL, None),
+    ("mistral", f"[TOOL_CALLS][{CALL}]", None), ("hermes", "Ay.", "Ay."), (None, CALL, CALL)])
+def test_calls_that_the_model_writes(llm, serving, kind, text, content):
+    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
+    serving = Serving(llm, "bard", serving.render, tool_parser=kind)
+    fields = dict(tools=TOOLS, structured_outputs={"choice": [text]}, max_tokens=99)
+    [choice] = answer(serving, CHAT, **fields)["choices"]
+    is_call = kind is not None and text != "Ay."
+    calls = [{"function": {"name": "now", "arguments": '{"zone": 1}'}}]
+    assert choice["message"]["content"] == content and choice["finish_reason"] == ("tool_calls" if is_call else "stop")
+    assert [call["function"] for call in choice["message"].get("tool_calls", ())] == [
+        call["function"] for call in calls if is_call]
+    message, reason = merge(stream(serving, CHAT, **fields))
+    assert message == dict(role="assistant", content=content or "", **{"tool_calls": calls} if is_call else {})
+    assert reason == choice["finish_reason"]
+    [choice] = answer(serving, CHAT, **fields | {"tool_choice": "none"})["choices"]
+    assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+    params = read(serving, CHAT, tools=TOOLS).params
+    assert params.skip_special_tokens is (kind is None)  # they may be those around a call
+
+
+def test_thoughts_have_a_field_of_their_own(llm):
+    def render(messages, tools=None, variables=None, **options):
+        seen.append(variables)
+        return llm.chat_prompt(messages, chat_template=TEMPLATE + "<think>\n")
+
+    seen: list = []
+    serving = Serving(llm, "bard", render, reasoning_parser="qwen3")
+    call = read(serving, CHAT, max_tokens=3, reasoning_effort="low")
+    [output] = llm.generate(call.prompts, call.params)
+    output.outputs[0].text = "Hm.\n</think>\n\nHi."
+    assert call.response([output])["choices"][0]["message"] == dict(
+        role="assistant", content="Hi.", reasoning_content="Hm.")
+    assert merge(parse(call.events(0, output)))[0] == dict(role="assistant", content="Hi.", reasoning_content="Hm.")
+    assert seen == [{"reasoning_effort": "low"}]
+    call = read(serving, CHAT, structured_outputs={"choice": ["x"]})  # a grammar leaves no room for thoughts
+    output.outputs[0].text = "x"
+    assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,6 +375,79 @@ def test_echo_and_log_probabilities_of_a_prompt(serving, llm):
     assert all(2 <= len(top) <= 3 and max(top.values()) >= logprob
                for top, logprob in zip(found["top_logprobs"][1:], own[1:]))
     assert all(text.startswith(token, offset) for token, offset in zip(found["tokens"], found["text_offset"]))
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_without_new_tokens(serving, llm, logprobs):
+    fields = dict(prompt="ROMEO: But soft", echo=True, max_tokens=0, logprobs=logprobs)
+    found = answer(serving, **fields)
+    [choice] = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ROMEO: But soft", "length")
+    assert found["usage"]["completion_tokens"] == 0
+    if logprobs:
+        assert "".join(choice["logprobs"]["tokens"]) == "ROMEO: But soft"
+    events = stream(serving, **fields, stream_options={"include_usage": True})
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "ROMEO: But soft"
+    assert events[-1]["usage"]["completion_tokens"] == 0
+
+
+def test_a_stream_echoes_its_prompt_once(serving, llm):
+    half = llm.tokenizer.encode("é")[0]
+    assert llm.tokenizer.decode([half]) == "\ufffd"
+    options = {"include_usage": True}
+    events = stream(serving, prompt="ROMEO:", echo=True, allowed_token_ids=[half], max_tokens=9, stream_options=options)
+    texts = [event["choices"][0]["text"] for event in events if event["choices"]]
+    assert "".join(texts).count("ROMEO") == 1 and all(texts[:-1])  # no event for half a character
+
+
+def test_bytes_and_offsets_of_halves_of_characters(serving, llm):
+    ids = llm.tokenizer.encode("Où é 🎭.")
+    assert any(llm.tokenizer.decode([token]) == "\ufffd" for token in ids)
+    [choice] = answer(serving, prompt=ids, echo=True, logprobs=0, max_tokens=1)["choices"]
+    data, table = b"", llm.tokenizer.token_bytes()
+    for token, offset in zip(ids, choice["logprobs"]["text_offset"]):
+        assert offset == len(data.decode("utf-8", "ignore"))
+        data += table[token]
+    fields = dict(logprobs=True, max_tokens=3, temperature=0)
+    [choice] = answer(serving, CHAT, **fields, logit_bias={ids[1]: 100}, allowed_token_ids=[ids[1]])["choices"]
+    assert {bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]} == {table[ids[1]]}
+
+
+def test_token_ids_and_log_probabilities_of_a_prompt(serving, llm):
+    ids, fields = llm.tokenizer.encode("ROMEO:"), dict(return_token_ids=True, seed=0, max_tokens=5)
+    [output] = llm.generate("ROMEO:", SamplingParams(seed=0, max_tokens=5, temperature=0.8, prompt_logprobs=2))
+    [choice] = answer(serving, prompt_logprobs=2, **fields)["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, output.outputs[0].token_ids)
+    first, second = json.loads(json.dumps(choice["prompt_logprobs"]))
+    assert first is None and second[str(ids[1])] == vars(output.prompt_logprobs[1][ids[1]]) and len(second) in (2, 3)
+    events = stream(serving, **fields)
+    assert events[0]["choices"][0]["prompt_token_ids"] == ids
+    assert sum((event["choices"][0]["token_ids"] for event in events), []) == choice["token_ids"]
+    found = answer(serving, CHAT, **fields)
+    events = stream(serving, CHAT, **fields)
+    ids = read(serving, CHAT).prompts[0]["prompt_token_ids"]
+    assert found["prompt_token_ids"] == events[0]["prompt_token_ids"] == ids
+    assert sum((event["choices"][0].get("token_ids", []) for event in events), []) == found["choices"][0]["token_ids"]
+    assert "prompt_token_ids" not in answer(serving)["choices"][0]
+
+
+def test_a_stream_with_the_usage_so_far_in_each_event(serving):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path in PATHS:
+        events = stream(serving, path, max_tokens=5, ignore_eos=True, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and len(set(counts)) >= 5 and counts[-2:] == [5, 5]
+        assert all(event["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"] for event in events)
+
+
+def test_prompts_are_truncated_from_the_left(serving, llm):
+    ids = llm.tokenizer.encode("ROMEO: But soft, what light")
+    for prompt in ("ROMEO: But soft, what light", ids):
+        assert read(serving, prompt=prompt, truncate_prompt_tokens=3).prompts == [{"prompt_token_ids": ids[-3:]}]
+    [prompt] = read(serving, prompt=[5] * 3000, truncate_prompt_tokens=-1, max_tokens=24, cache_salt="x").prompts
+    assert prompt == {"prompt_token_ids": [5] * 1000, "cache_salt": "x"}
+    [prompt] = read(serving, CHAT, truncate_prompt_tokens=2).prompts
+    assert len(prompt["prompt_token_ids"]) == 2
 
 
 def test_log_probabilities_of_a_chat(serving):
@@ -356,6 +605,12 @@ def test_a_batch_without_an_output_file_is_printed(tmp_path, capsys):
     file.write_text(json.dumps(dict(method="POST", url=COMPLETIONS, body=dict(prompt="ROMEO:", echo=True, **GREEDY))))
     assert run("--prompts", str(file), "--num-blocks", "128") == 0
     assert "=== line 1 [0]\nROMEO:" in capsys.readouterr().out
+    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
+    body = dict(MINIMAL[CHAT], tools=TOOLS[1:], tool_choice="required")
+    file.write_text(json.dumps(dict(method="POST", url=CHAT, body=body)))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    assert run("--prompts", str(file), "--num-blocks", "128", "--chat-template", str(tmp_path / "chat.jinja")) == 0
+    assert '"name": "now", "arguments": "{}"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])

@@ -208,26 +208,84 @@ def test_a_schema(server):
         server.client.completions.create(prompt="x", model="bard", extra_body={"structured_outputs": {"regex": "("}})
 
 
+FUNCTION = {"type": "object", "properties": {"age": {"enum": [7, 77]}}, "required": ["age"]}
+TOOLS = [{"type": "function", "function": {"name": "person", "parameters": FUNCTION}}]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "person"}}])
+def test_a_call_of_a_tool_that_must_come(server, choice):
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    fields = dict(messages=MESSAGES, model="bard", tools=TOOLS, tool_choice=choice, temperature=0)
+    found = server.client.chat.completions.create(**fields).choices[0]
+    [call] = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "person"
+    assert json.loads(call.function.arguments)["age"] in (7, 77)
+    with server.client.chat.completions.stream(**fields) as events:  # puts the deltas together
+        streamed = events.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    assert streamed.finish_reason == "tool_calls"
+    messages = [*MESSAGES, found.message.model_dump(exclude_none=True) | {"content": ""},
+                {"role": "tool", "tool_call_id": call.id, "content": "Ay"}]
+    assert server.client.chat.completions.create(messages=messages, model="bard", tools=TOOLS, max_tokens=2).choices
+
+
+def test_a_call_of_a_tool_that_the_model_writes(server, monkeypatch):
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    monkeypatch.setattr(server.api.serving, "tool_parser", "hermes")
+    text = 'Ay.\n<tool_call>\n{"name": "person", "arguments": {"age": 7}}\n</tool_call>'
+    with server.client.chat.completions.stream(messages=MESSAGES, model="bard", tools=TOOLS, extra_body={
+            "structured_outputs": {"choice": [text]}}) as events:
+        found = events.get_final_completion().choices[0]
+    assert (found.message.content, found.finish_reason) == ("Ay.", "tool_calls")
+    assert found.message.tool_calls[0].function.arguments == '{"age": 7}'
+
+
+def test_guidellm_and_vllms_load_client(server):
+    """Their bodies: neutral fields, and counts in each event of a stream."""
+    body = dict(model="bard", prompt="ROMEO:", temperature=0, max_tokens=4, min_tokens=4, ignore_eos=True, best_of=1,
+                stream=True, repetition_penalty=1.0, logprobs=None,
+                stream_options={"include_usage": True, "continuous_usage_stats": True})
+    status, _, content = server.exchange(request(body, Connection="close"))
+    counts = [int(number) for number in re.findall(rb'"completion_tokens": (\d+)', content)]
+    assert status == 200 and counts[-2:] == [4, 4] and counts == sorted(counts)
+
+
+def test_tokenize_and_detokenize(server, locked):
+    ids = server.llm.tokenizer.encode("ROMEO: But")
+    assert server.post(dict(model="bard", prompt="ROMEO: But"), "/tokenize") == (
+        200, dict(count=len(ids), max_model_len=512, tokens=ids, token_strs=None))
+    assert server.post(dict(tokens=ids), "/detokenize") == (200, {"prompt": "ROMEO: But"})
+    assert server.post(dict(tokens="x"), "/detokenize")[0] == server.post(b"{", "/tokenize")[0] == 400
+    assert locked.post(dict(tokens=ids), "/detokenize")[0] == locked.post(dict(prompt="x"), "/tokenize")[0] == 401
+
+
 def test_models(server):
     assert [model.id for model in server.client.models.list()] == ["bard"]
     assert server.client.models.retrieve("bard").max_model_len == 512
     with pytest.raises(openai.NotFoundError, match="gpt-4.*bard"):
         server.client.models.retrieve("gpt-4")
+    card = server.client.models.retrieve("bard")
+    assert (card.root, card.parent, card.permission) == ("bard", None, [])
 
 
 def test_errors_of_the_client(server, locked):
     completions = server.client.completions
     for fields, kind, words in (
             (dict(prompt="x", model="gpt-4"), openai.NotFoundError, "gpt-4.*bard"),
-            (dict(prompt="x" * 2000, model="bard"), openai.BadRequestError, "max_model_len 512"),
+            (dict(prompt="x" * 2000, model="bard"), openai.BadRequestError,
+             "This model's maximum context length is 512 tokens.*max_model_len 512"),
             (dict(prompt="x", model="bard", temperature=-1), openai.BadRequestError, "temperature"),
             (dict(prompt="x", model="bard", extra_body={"priority": 1}), openai.BadRequestError, "priority"),
             (dict(prompt="x", model="bard", extra_body={"frobnicate": 1}), openai.BadRequestError, "frobnicate")):
         for stream in (False, True):
             with pytest.raises(kind, match=words):
                 completions.create(stream=stream, **fields)
-    with pytest.raises(openai.AuthenticationError, match="Authorization"):
+    for fields, code in ((dict(prompt=[1] * 600, model="bard"), "context_length_exceeded"),
+                         (dict(prompt="x", model="gpt-4"), "model_not_found")):
+        assert pytest.raises(openai.APIStatusError, completions.create, **fields).value.code == code
+    with pytest.raises(openai.AuthenticationError, match="Authorization") as caught:
         locked.client.with_options(api_key="wrong").completions.create(prompt="x", **GREEDY)
+    assert caught.value.code == "invalid_api_key"
     assert locked.client.completions.create(prompt="ROMEO:", **GREEDY).choices[0].text == expected(server, "ROMEO:")
 
 
@@ -611,6 +669,20 @@ def test_another_address_without_a_key_gets_a_warning(monkeypatch, capsys, host,
     assert ("--api-key" in capsys.readouterr().err) is warns
 
 
+@pytest.mark.parametrize("options, tool_parser, reasoning_parser", [
+    ([], "mistral", None), (["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"], "hermes", "qwen3")])
+def test_the_parsers_are_given_or_found_in_the_chat_template(monkeypatch, tmp_path, options, tool_parser,
+                                                             reasoning_parser):
+    seen: list = []
+    monkeypatch.setattr(http, "serve", lambda serving, *_: seen.append(serving) or 0)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE + "{# [TOOL_CALLS] #}")
+    assert run_cli("--serve", "--port", "0", "--num-blocks", "64", "--chat-template", str(tmp_path / "chat.jinja"),
+                   "--served-model-name", "bard", *options) == 0
+    [serving] = seen
+    assert (serving.model, serving.root) == ("bard", "shakespeare")
+    assert (serving.tool_parser, serving.reasoning_parser) == (tool_parser, reasoning_parser)
+
+
 def test_requests_that_outlast_the_limit_are_stopped(monkeypatch):
     running = Running()
     running.server.config.timeout_graceful_shutdown = 0.1
@@ -631,7 +703,8 @@ def test_options_that_are_refused(capsys, monkeypatch):
     for options, words in (
             (["--port", "1"], "--serve"), (["--serve", "--prompt", "x"], "--prompt"),
             (["--serve", "--port", "99999"], "--port"), (["--serve", "--temperature", "1"], "--temperature"),
-            (["--serve", "--chat"], "--chat")):
+            (["--serve", "--chat"], "--chat"), (["--serve", "--tool-call-parser", "x"], "'llama3_json'"),
+            (["--serve", "--reasoning-parser", "x"], "'qwen3'"), (["--reasoning-parser", "qwen3"], "--serve")):
         assert run_cli(*options) == 2
         assert words in capsys.readouterr().err
 

@@ -1,0 +1,165 @@
+"""Thoughts, calls of tools and content in a model's text, told apart while the text comes.
+
+    thoughts      <think>The user wants ..</think>                     in front of what follows
+    hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>           Hermes and Qwen
+    llama3_json   {"name": "f", "parameters": {"x": 1}}; {"name": ..                    Llama 3
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ..]                Mistral, and newer:
+                  [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS] ..
+    forced        {"name":"f","arguments":{"x":1}}                     by a grammar: tool_choice "required", or a name
+
+The names are vLLM's. A call in a format of models is sent when it is complete: until then it may turn out to be
+none, and what is no call stays text. The arguments of a forced call are sent as they come.
+"""
+import json
+import re
+import uuid
+from typing import Any
+
+FORMATS = {  # name -> a part of the chat templates of its models; a call's first characters; up to its JSON; its end
+    "hermes": ("<tool_call>", "<tool_call>", r"\s*<tool_call>\s*()", r"\s*</tool_call>"),
+    "mistral": (
+        "[TOOL_CALLS]", "[TOOL_CALLS]", r"\s*\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
+    "llama3_json": ("dictionary of argument name", "", r"\s*;?\s*(?:<\|python_tag\|>)?\s*()(?={)", "")}
+MAY_BE_LLAMAS = re.compile(r"\s*(?:[;{]|<\|p|<?\|?\Z)")  # a call has no text in front
+FORCED = re.compile(r'\{"name":"([\w-]+)","arguments":')
+NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+# Schemas of tools have keywords that llguidance does not know, "uniqueItems" for example: these bind nothing.
+LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_flexible": False}
+NO_PARAMETERS = {"type": "object", "properties": {}}
+THINKERS = ("deepseek_r1", "qwen3")  # the models with these thoughts
+THINK, THOUGHT = "<think>", "</think>"
+
+
+def find_parser(template: str) -> str | None:
+    """The format of the calls that a model with this chat template writes."""
+    return next((name for name, (sign, *_) in FORMATS.items() if sign in template), None)
+
+
+def read_tools(body: dict[str, Any]) -> tuple[list | None, dict | None]:
+    """The tools of a request that the model may call, and the JSON schema of a call that it must make."""
+    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
+    if choice in ("none", "auto"):
+        return (tools if choice == "auto" else None), None
+    try:
+        functions = [tool["function"] for tool in tools or ()]
+        schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
+        names = list(schemas) if choice == "required" else [choice["function"]["name"]]
+        is_right = all(NAME.fullmatch(name) and isinstance(schema, dict) for name, schema in schemas.items())
+    except (TypeError, KeyError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise ValueError("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': "
+                         "..}}, and tools a list of {'type': 'function', 'function': {'name': .., 'parameters': {..}}} "
+                         "with names of at most 64 letters, digits, _ and -")
+    if not schemas or names[0] not in schemas:
+        raise ValueError(f"tool_choice asks for {choice!r:.80}, and tools has {', '.join(schemas) or 'no function'}")
+    calls, places = [], {}
+    for name in names:
+        # A function's schema refers to parts of itself, from the root, and now it is not the root.
+        places[name] = json.loads(json.dumps(schemas[name]).replace('"$ref": "#', f'"$ref": "#/$defs/{name}'))
+        fields = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}}
+        calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
+    return tools, {"x-guidance": LENIENT, "$defs": places, "anyOf": calls}
+
+
+class Reader:
+    """Takes the text of one answer as it comes, and gives back what OpenAI's deltas say.
+
+    kind: a name in FORMATS, "forced", or None if there are no calls
+    thinks: True: the text begins within a thought; False: it may begin with one; None: there are none, or no more
+    """
+
+    def __init__(self, kind: str | None, thinks: bool | None = None):
+        self.kind, self.thinks = kind, thinks
+        self.held = ""  # text that is not sent yet: more may come that belongs to it
+        self.skips_spaces = False  # after a thought's beginning and end
+        self.num_calls = self.next_try = 0
+
+    def add(self, text: str, ended: bool) -> dict[str, Any]:
+        """What came with this text. ended: no more will come."""
+        self.held += text
+        thoughts = "" if self.thinks is None else self._read_thoughts(ended)
+        delta: dict[str, Any] = {"reasoning_content": thoughts, "content": "", "tool_calls": []}
+        if self.thinks is None:
+            (self._read_forced if self.kind == "forced" else self._read)(delta, ended)
+        return {name: value for name, value in delta.items() if value}
+
+    def _read_thoughts(self, ended: bool) -> str:
+        if not self.thinks:
+            start = self.held.lstrip()
+            if not ended and THINK.startswith(start):
+                return ""
+            if not start.startswith(THINK):
+                self.thinks = None
+                return ""
+            self.thinks = True
+            self.held, self.skips_spaces = start.removeprefix(THINK), True
+        text, is_over = self._take_until(THOUGHT, ended)
+        if is_over:
+            self.held, self.thinks, self.skips_spaces = self.held.partition(THOUGHT)[2], None, True
+        return text
+
+    def _take_until(self, marker: str, ended: bool) -> tuple[str, bool]:
+        """Take the held text up to the spaces before a marker, or before what may become one; is the marker there?"""
+        if self.skips_spaces:
+            self.held = self.held.lstrip()
+            self.skips_spaces = not self.held
+        end, size = self.held.find(marker), len(self.held)
+        found = end >= 0
+        if not found and not ended:
+            end = next(n for n in range(max(0, size - len(marker)), size + 1) if marker.startswith(self.held[n:]))
+        text = self.held[:end].rstrip() if end >= 0 else self.held
+        self.held = self.held[len(text):]
+        return text, found
+
+    def _read(self, delta: dict[str, Any], ended: bool) -> None:
+        """Content and complete calls."""
+        while self.held and not (self.num_calls and self.held.isspace()):
+            if self.kind == "llama3_json" and not MAY_BE_LLAMAS.match(self.held):
+                self.kind = None
+            text, found = self._take_until(FORMATS[self.kind][1] if self.kind else "\0", ended)
+            delta["content"] += text
+            if not found or not ended and len(self.held) < self.next_try:
+                return
+            calls, end = self._parse(ended)
+            if not end and not ended:
+                self.next_try = len(self.held) * 51 // 50 + 1  # so all tries together take linear time
+                return
+            end = end or len(self.held)
+            delta["content"] += "" if calls else self.held[:end]
+            delta["tool_calls"] += [self._call(name, json.dumps(found, ensure_ascii=False)) for name, found in calls]
+            self.held, self.next_try = self.held[end:], 0
+
+    def _parse(self, ended: bool) -> tuple[list[tuple[Any, Any]], int]:
+        """The calls in front of the held text, none if that is other JSON, and where they end; 0: not complete."""
+        begin, close = map(re.compile, FORMATS[self.kind or ""][2:])
+        try:
+            match = begin.match(self.held)
+            value, end = json.JSONDecoder().raw_decode(self.held, match.end() if match else len(self.held))
+        except (ValueError, RecursionError):
+            return [], 0
+        if not (closed := close.match(self.held, end)) and not ended:
+            return [], 0
+        value = {"name": match[1], "arguments": value} if match and match[1] else value
+        calls = [(call.get("name"), call.get("arguments", call.get("parameters"))) if isinstance(call, dict) else (0, 0)
+                 for call in (value if isinstance(value, list) else [value])]
+        are_calls = all([*map(type, call)] == [str, dict] for call in calls)
+        return calls if are_calls else [], closed.end() if closed else end
+
+    def _read_forced(self, delta: dict[str, Any], ended: bool) -> None:
+        if not self.num_calls and (match := FORCED.match(self.held)):
+            delta["tool_calls"], self.held = [self._call(match[1], "")], self.held[match.end():]
+        if self.num_calls:
+            text = self.held.removesuffix("}")  # the last brace closes what is around the arguments
+            self.held = self.held[len(text):]
+            if text:
+                calls = delta["tool_calls"] = delta["tool_calls"] or [{"index": 0, "function": {}}]
+                calls[0]["function"]["arguments"] = text
+        elif ended:
+            delta["content"] = self.held
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        self.num_calls += 1
+        number = uuid.uuid4().hex
+        return {"index": self.num_calls - 1, "id": number[:9] if self.kind == "mistral" else f"call_{number}",
+                "type": "function", "function": {"name": name, "arguments": arguments}}  # Mistral's templates want 9

@@ -1,0 +1,108 @@
+"""Thoughts, calls and content in the text of models, whole and in pieces of any size."""
+import json
+import time
+
+import pytest
+
+from nanopaged.api.tools import FORMATS, Reader, find_parser
+
+CITY = {"city": "Paris }</tool_call>\n\"é\" [TOOL_CALLS]", "days": [1, {"a": None}]}
+ARGUMENTS = json.dumps(CITY, ensure_ascii=False)
+HERMES = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": %s}'
+WEATHER, TIME = ("weather", CITY), ("time", {})
+
+
+def accumulate(reader: Reader, pieces: list[str]) -> dict:
+    """What OpenAI's client makes of the deltas."""
+    message: dict = {"reasoning_content": "", "content": "", "calls": [], "ids": []}
+    for i, piece in enumerate(pieces, 1):
+        delta = reader.add(piece, ended=i == len(pieces))
+        assert all(delta.values()) and delta.keys() <= {"reasoning_content", "content", "tool_calls"}
+        for name in ("reasoning_content", "content"):
+            message[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(message["calls"]) and call["type"] == "function"
+                message["calls"].append([call["function"]["name"], ""])
+                message["ids"].append(call["id"])
+            message["calls"][call["index"]][1] += call["function"]["arguments"]
+    assert len(set(message["ids"])) == len(message["ids"])
+    return message
+
+
+def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, str, list]:
+    """(thoughts, content, calls), the same in pieces of any size."""
+    found = [accumulate(Reader(kind, thinks), [text[i:i + size] for i in range(0, len(text), size)] + [""])
+             for size in (1, 2, 3, 7, 50, len(text) + 1)]
+    assert all({**other, "ids": 0} == {**found[0], "ids": 0} for other in found)
+    return found[0]["reasoning_content"], found[0]["content"], [
+        (name, json.loads(arguments)) for name, arguments in found[0]["calls"]]
+
+
+@pytest.mark.parametrize("kind, text, content, calls", [
+    ("hermes", HERMES % ARGUMENTS, "", [WEATHER]),
+    ("hermes", f"I look.\n\n{HERMES % ARGUMENTS}\n{HERMES % '{}'}\n", "I look.", [WEATHER, ("weather", {})]),
+    ("hermes", (HERMES % ARGUMENTS).removesuffix("\n</tool_call>"), "", [WEATHER]),  # its model ended there
+    ("hermes", "a < b, <tool", "a < b, <tool", []),
+    ("hermes", 'no\n<tool_call>\n{"name": "weather", "argu', 'no\n<tool_call>\n{"name": "weather", "argu', []),
+    ("hermes", "<tool_call>\n[1]\n</tool_call> so\n", "<tool_call>\n[1]\n</tool_call> so\n", []),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>' + HERMES % ARGUMENTS,
+     '<tool_call>{"name": 5, "arguments": {}}</tool_call>', [WEATHER]),
+    ("hermes", "<tool_call>" + "[" * 5000, "<tool_call>" + "[" * 5000, []),
+    ("llama3_json", LLAMA % ARGUMENTS, "", [WEATHER]),
+    ("llama3_json", f"<|python_tag|>{LLAMA % ARGUMENTS}; " + '{"name": "time", "parameters": {}}', "", [WEATHER, TIME]),
+    ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
+    ("llama3_json", "It is " + LLAMA % ARGUMENTS, "It is " + LLAMA % ARGUMENTS, []),
+    ("llama3_json", "{x", "{x", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": %s}, {"name": "time", "arguments": {}}]' % ARGUMENTS,
+     "", [WEATHER, TIME]),
+    ("mistral", f"Well [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time{{}}", "Well", [WEATHER, TIME]),
+    ("mistral", "[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
+    ("forced", '{"name":"weather","arguments":%s}' % ARGUMENTS, "", [WEATHER]),
+    ("forced", '{"name":"we', '{"name":"we', []),
+    (None, "  plain <tool_call> \n", "  plain <tool_call> \n", [])])
+def test_calls_in_the_formats_of_models(kind, text, content, calls):
+    assert read(text, kind) == ("", content, calls)
+    if kind != "forced":
+        assert read(f"<think>\nOh {{\n\n</think>\n\n{text}", kind, False) == ("Oh {", content.lstrip(), calls)
+
+
+@pytest.mark.parametrize("text, thinks, thoughts, content", [
+    ("<think>\n\n</think>\n\nHi", False, "", "Hi"), ("Hm.</think>Hi", True, "Hm.", "Hi"),
+    ("Hm. </thin", True, "Hm. </thin", ""), ("Hi <think>x</think>", False, "", "Hi <think>x</think>"),
+    ("<thi", False, "", "<thi"), ("\n Hi", False, "", "\n Hi"), ("a</think>b</think>", True, "a", "b</think>")])
+def test_thoughts(text, thinks, thoughts, content):
+    assert read(text, None, thinks) == (thoughts, content, [])
+
+
+def test_text_is_sent_as_it_comes():
+    reader = Reader("hermes", False)
+    assert reader.add("Hel", ended=False) == {"content": "Hel"}
+    assert reader.add("lo <tool", ended=False) == {"content": "lo"}
+    assert reader.add("box>", ended=False) == {"content": " <toolbox>"}
+    reader = Reader("forced")
+    [first] = reader.add('{"name":"f","arguments":{"x', ended=False)["tool_calls"]
+    assert first["function"] == {"name": "f", "arguments": '{"x'} and first["id"]
+    assert reader.add('":1}}', ended=False) == {"tool_calls": [{"index": 0, "function": {"arguments": '":1}'}}]}
+    assert reader.add("", ended=True) == {}
+
+
+def test_calls_of_mistral_have_the_ids_that_its_templates_want():
+    message = accumulate(Reader("mistral"), ["[TOOL_CALLS]f{}", ""])
+    assert len(message["ids"][0]) == 9 and message["ids"][0].isalnum()
+
+
+def test_a_long_call_takes_linear_time():
+    reader, started = Reader("hermes"), time.perf_counter()
+    reader.add('<tool_call>{"name": "f", "arguments": {"x": [', ended=False)
+    for _ in range(20_000):
+        reader.add('{"a": "}"}, ', ended=False)
+    assert time.perf_counter() - started < 5
+
+
+def test_the_format_is_found_in_the_chat_template():
+    templates = {"hermes": "{{ '<tool_call>\\n' }}", "mistral": "{{ '[TOOL_CALLS]' }}",
+                 "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}'}
+    assert {name: find_parser(templates[name]) for name in FORMATS} == {name: name for name in FORMATS}
+    assert find_parser("{{ messages }}") is None
