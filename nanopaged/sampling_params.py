@@ -60,7 +60,8 @@ class StructuredOutputsParams:
     def source(self) -> tuple[str, str]:
         """llguidance's name for the kind, and the grammar as text."""
         if self.choice is not None:
-            return "choice", json.dumps(list(self.choice))
+            # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
+            return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, self.choice))}"
         if self.regex is not None:
             return "regex", self.regex
         if self.grammar is not None:

@@ -35,7 +35,7 @@ class ApiError(ValueError):
 
     @classmethod
     def of(cls, error: BaseException, status: int = 400) -> "ApiError":
-        return error if isinstance(error, cls) else cls(str(error), status)
+        return error if isinstance(error, cls) else cls(str(error) or type(error).__name__, status)
 
 
 @dataclass(slots=True)

@@ -16,17 +16,20 @@ import asyncio
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from nanopaged.api.answers import ApiError
+from nanopaged.api.metrics import Metrics
 from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
 
 LOOP_SHARE = 0.35  # of a step's time, for the event loop
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
+HANG_SECONDS = 60  # of a step, which then counts as hanging
+JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 
 class Stream:
@@ -36,13 +39,14 @@ class Stream:
         self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
         self.num_sequences = sum(request.params.n for request in requests)
         self.latest: dict[int, RequestOutput] = {}  # by the request's number
+        self.arrival: float | None = None  # None: the engine does not have them yet
         self.is_taken = False  # these are all, and finished
         self.waiter: asyncio.Future | None = None  # None: the client does not wait for outputs
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     @property
     def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
+        return self.arrival is not None and all(request.finished for request in self.requests)
 
     @property
     def has_news(self) -> bool:
@@ -69,34 +73,62 @@ class AsyncLLM(threading.Thread):
         self.commands: deque[tuple[Callable, tuple]] = deque()
         self.has_commands = threading.Event()
         self.streams: dict[Stream, None] = {}  # the engine thread's: those in the engine
-        self.num_sequences = 0  # the event loop's: of the streams that are not closed
-        self.finish_reasons: Counter[str] = Counter()
-        self.failure: Exception | None = None  # of the last step
+        self.opened: set[Stream] = set()  # the event loop's: those that are not closed
+        self.num_sequences = 0  # of these
+        self.waiters: set[asyncio.Future] = set()  # the event loop's
+        self.end_reason: ApiError | None = None  # of the thread: there will be no outputs any more
+        self.failure: BaseException | None = None  # of the last step
+        self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
         self.is_stopped = False
+        self.metrics = Metrics(llm)
+        self.arrivals: dict[Request, float] = {}  # of requests without a token
 
     # ---- in the event loop
 
     def open(self, stream: Stream) -> None:
+        self.opened.add(stream)
         self.num_sequences += stream.num_sequences
-        self._tell(self._add, stream)
+        self._tell(self._add, stream, time.monotonic())
+
+    def num_unfinished(self) -> int:
+        """The samples under way, without those that only wait for their client to read them."""
+        return sum(stream.num_sequences for stream in self.opened if not stream.finished)
 
     async def outputs(self, stream: Stream) -> dict[int, RequestOutput]:
         """Wait for outputs of the stream that have something new; by the request's number. If all are wanted at once,
         the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while."""
+        if self.end_reason:
+            raise self.end_reason
         waiter = self.loop.create_future()
+        self.waiters.add(waiter)
         self._tell(self._wait, stream, waiter)
-        return await waiter
+        try:
+            return await waiter
+        finally:
+            self.waiters.discard(waiter)
 
     def close(self, stream: Stream) -> None:
         """The client has all outputs, or it is gone."""
+        self.opened.remove(stream)
         self.num_sequences -= stream.num_sequences
         if not stream.is_taken:
             self._tell(self._abort, stream)
 
+    def end(self, sentence: str = "the server is stopping") -> None:
+        """Clients get this as an error, now and from now on, whatever the thread does."""
+        self.end_reason = self.end_reason or ApiError(sentence, 503)
+        self._deliver([(waiter, self.end_reason) for waiter in self.waiters])
+
     def stop(self) -> None:
         self.is_stopped = True
         self.has_commands.set()
-        self.join()
+        self.join(JOIN_SECONDS)
+
+    def problem(self) -> str:
+        """Why there are no outputs, as a sentence, or an empty text."""
+        seconds = time.monotonic() - since if (since := self.busy_since) else 0
+        hangs = f"no step has ended for {seconds:.0f} seconds" if seconds > HANG_SECONDS else ""
+        return str(self.end_reason or hangs)
 
     def _tell(self, function: Callable, *arguments: Any) -> None:
         self.commands.append((function, arguments))
@@ -113,89 +145,93 @@ class AsyncLLM(threading.Thread):
             else:
                 waiter.set_result(result)
 
-    def metrics(self) -> str:
-        """Counts in Prometheus' text format, with vLLM's names. Cached blocks are held or free."""
-        scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
-        num_held = pool.num_blocks - pool.num_free_blocks
-        num_cached = sum(len(manager.key_of_block) for manager in getattr(pool, "managers", [pool]))
-        finished: dict[str, float] = {f'finished_reason="{reason}"': count
-                                      for reason, count in sorted(self.finish_reasons.items())}
-        states: dict[str, float] = {'state="held"': num_held, 'state="free"': pool.num_free_blocks,
-                                    'state="cached"': num_cached}
-        values: list[tuple[str, str, dict[str, float]]] = [
-            ("gauge", "num_requests_running", {"": len(scheduler.running)}),
-            ("gauge", "num_requests_waiting", {"": len(scheduler.waiting)}),
-            ("gauge", "kv_cache_usage_perc", {"": num_held / pool.num_blocks}),
-            ("gauge", "num_blocks", states),
-            ("counter", "prefix_cache_queries_total", {"": pool.num_prompt_tokens}),
-            ("counter", "prefix_cache_hits_total", {"": pool.num_cached_tokens}),
-            ("counter", "prompt_tokens_total", {"": pool.num_prompt_tokens}),
-            ("counter", "generation_tokens_total", {"": scheduler.num_generated_tokens}),
-            ("counter", "num_preemptions_total", {"": scheduler.num_preemptions}),
-            ("counter", "request_success_total", finished)]
-        if self.llm.drafting:
-            drafts = self.llm.drafting.metrics
-            values += [("counter", "spec_decode_num_drafts_total", {"": drafts.num_draft_steps}),
-                       ("counter", "spec_decode_num_draft_tokens_total", {"": drafts.num_draft_tokens}),
-                       ("counter", "spec_decode_num_accepted_tokens_total", {"": drafts.num_accepted_tokens})]
-        lines = []
-        for kind, name, counts in values:
-            lines.append(f"# TYPE nanopaged:{name} {kind}")
-            lines += [f"nanopaged:{name}{'{' * bool(label)}{label}{'}' * bool(label)} {count}"
-                      for label, count in counts.items()]
-        return "\n".join(lines) + "\n"
-
     # ---- in the engine thread
 
     def run(self) -> None:
-        while not self.is_stopped:
-            self.has_commands.clear()
-            if not (self.commands or self.llm.requests):
-                self.has_commands.wait()
-            started = time.perf_counter()
-            try:
-                with self.llm.lock:
-                    self._obey()
-                    if self.llm.requests:
-                        self.llm._step()
-                        self.failure = None
-                        self._obey()  # clients that began to wait during this step get its outputs
-            except Exception as failure:  # the GPU's, or a mistake of ours: the requests under way have to end
-                traceback.print_exc()
-                self._fail(failure)
-            ready = [stream for stream in self.streams
-                     if stream.waiter is not None and (stream.has_news or stream.failure)]
+        try:
+            while not self.is_stopped:
+                self.has_commands.clear()
+                if not (self.commands or self.llm.requests):
+                    self.busy_since = None
+                    self.has_commands.wait()
+                self.busy_since = self.busy_since or time.monotonic()
+                try:
+                    self._take_turn()
+                except BaseException as failure:  # the GPU's, a library's, or a mistake of ours: requests have to end
+                    traceback.print_exc()
+                    self._fail(failure)
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
+                self.loop.call_soon_threadsafe(self.end, "the engine has stopped")
+
+    def _take_turn(self) -> None:
+        """A step, and outputs for those that wait."""
+        started = time.monotonic()
+        with self.llm.lock:
+            self._obey()
             if self.llm.requests:
-                del ready[16 + int(LOOP_SHARE / EVENT_SECONDS * (time.perf_counter() - started)):]
-            news = [self._take(stream) for stream in ready]
-            if news:
-                with suppress(RuntimeError):  # the loop is closed: the server was stopped by force
-                    self.loop.call_soon_threadsafe(self._deliver, news)
-        self._fail(ApiError("the server is stopping", 503))
+                num_tokens = self.llm.scheduler.num_generated_tokens
+                self.llm._step()
+                self.failure = None
+                self._measure(self.llm.scheduler.num_generated_tokens - num_tokens)
+                self._obey()  # clients that began to wait during this step get its outputs
+        self._serve(time.monotonic() - started)
+
+    def _measure(self, num_tokens: int) -> None:
+        """A step has ended, with this many new tokens."""
+        now = time.monotonic()
+        for request in [request for request in self.arrivals if request.has_news]:
+            self.metrics.first_token.add(now - self.arrivals.pop(request))
+            num_tokens -= 1
+        if num_tokens > 0 and self.busy_since is not None:
+            self.metrics.between_tokens.add(now - self.busy_since, num_tokens)
+        self.busy_since = now
+
+    def _serve(self, seconds: float) -> None:
+        """Outputs for clients that wait, after a step of so many seconds."""
+        ready = [stream for stream in self.streams if stream.waiter is not None and (stream.failure or stream.has_news)]
+        if self.llm.requests:
+            del ready[16 + int(LOOP_SHARE / EVENT_SECONDS * seconds):]
+        if news := [self._take(stream) for stream in ready]:
+            with suppress(RuntimeError):  # as in `run`
+                self.loop.call_soon_threadsafe(self._deliver, news)
 
     def _obey(self) -> None:
         while self.commands:
             function, arguments = self.commands.popleft()
             function(*arguments)
 
-    def _add(self, stream: Stream) -> None:
+    def _add(self, stream: Stream, arrival: float) -> None:
         self.streams[stream] = None
         for request in stream.requests:
             self.llm._add(request)
+            self.arrivals[request] = arrival
+        stream.arrival = arrival
 
     def _wait(self, stream: Stream, waiter: asyncio.Future) -> None:
         stream.waiter = waiter
 
     def _abort(self, stream: Stream) -> None:
+        self._forget(stream)
         self.streams.pop(stream, None)
-        self.llm._abort(*(request.request_id for request in stream.requests))
+        self._count(stream)
 
-    def _fail(self, failure: Exception) -> None:
+    def _forget(self, stream: Stream) -> None:
+        self.llm._abort(*(request.request_id for request in stream.requests))
+        for request in stream.requests:
+            self.arrivals.pop(request, None)
+
+    def _count(self, stream: Stream) -> None:
+        self.metrics.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
+                                   for seq in getattr(request, "sequences", ()))
+
+    def _fail(self, failure: BaseException) -> None:
         self.failure = failure
         for stream in self.streams:
             stream.failure = failure
             with self.llm.lock:
-                self.llm._abort(*(request.request_id for request in stream.requests))
+                self._forget(stream)
+        self._serve(0)
 
     def _take(self, stream: Stream) -> tuple[asyncio.Future, Any]:
         """The future of a client that waits, and its outputs, or why there will be none."""
@@ -205,13 +241,13 @@ class AsyncLLM(threading.Thread):
             if stream.failure is not None:
                 raise stream.failure
             news = stream.take_news() if stream.in_parts else {}
-        except Exception as failure:  # a step's, or that of a tokenizer
+        except BaseException as failure:  # a step's, or that of a tokenizer
             stream.failure = failure
             return waiter, ApiError.of(failure, 500)
         del self.streams[stream]
         if not stream.finished:
             self.streams[stream] = None  # behind those that wait longer
         else:
-            self.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
-                                       for seq in request.sequences)
+            self._count(stream)
+            self.metrics.whole.add(time.monotonic() - (stream.arrival or 0), len(stream.requests))
         return waiter, news

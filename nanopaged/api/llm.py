@@ -34,7 +34,6 @@ from nanopaged.sampling_params import (
     BeamSearchParams,
     SamplingParams,
     SequenceSampling,
-    StructuredOutputsParams,
     read_override,
     wrap_int64,
 )
@@ -322,20 +321,21 @@ class LLM:
             bad_words = encode_bad_words(params.bad_words, self._check_tokenizer())
         if params.stop:
             self._check_tokenizer()  # without one there is no text to find them in
-        grammar = self._compile_grammar(params.structured_outputs) if params.structured_outputs else None
+        structured = params.structured_outputs
+        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
+            grammar = self._grammar_compiler().compile(structured) if structured else None
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer,
                        grammar, read_cache_salt(prompt))
 
-    def _compile_grammar(self, params: StructuredOutputsParams) -> Any:
+    def _grammar_compiler(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
         if self.grammars is None:
             from nanopaged.text.grammar import GrammarCompiler
             self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
-        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
-            return self.grammars.compile(params)
+        return self.grammars
 
     def _add(self, request: Request, is_reported: bool = False) -> None:
         """Queue a request; the caller has the lock."""

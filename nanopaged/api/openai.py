@@ -89,12 +89,16 @@ class Serving:
         if only_echo := body.get("echo", False) and body.get("max_tokens") == 0:
             body["max_tokens"] = 1  # a token is generated all the same
         params = self._params(path, body, call)
+        length = body.get("truncate_prompt_tokens")
+        if length is None:
+            self._check_length([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
+                               else as_list(body["prompt"]))
         prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
         thinks = None
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
             thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
         reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
-        if (length := body.get("truncate_prompt_tokens")) is not None:  # from the left; -1: what goes with max_tokens
+        if length is not None:  # from the left; -1: what goes with max_tokens
             check_number("truncate_prompt_tokens", length, int, lambda x: x == -1 or x > 0, "a positive integer, or -1")
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
@@ -102,6 +106,18 @@ class Serving:
         return Call(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
                     body.get("stream", False), "include_usage" in adds, body.get("echo", False), self.llm.tokenizer,
                     lambda: self.token_bytes, reader, adds, only_echo)
+
+    @cached_property
+    def max_chars(self) -> int:
+        """Of a text that the model may be able to take."""
+        return self.llm.max_model_len * max(map(len, self.token_bytes))
+
+    def _check_length(self, texts: list) -> None:
+        """ValueError for a text that the model cannot take: it is not tokenized, which would take long."""
+        for text in texts if self.llm.tokenizer else ():
+            if isinstance(text, str) and len(text) > self.max_chars:
+                raise ValueError(f"This model's maximum context length is {self.llm.max_model_len} tokens, which have "
+                                 f"{self.max_chars} characters at most, and a prompt has {len(text)}; shorten it")
 
     def check_model(self, name: Any) -> None:
         if name != self.model:
@@ -138,6 +154,7 @@ class Serving:
         if "messages" not in body:
             check_kind("prompt", body.get("prompt"), str, "a text, unless there are messages")
         prompt = self._render(body, body.get("tools")) if "messages" in body else body
+        self._check_length([prompt["prompt"]])
         tokens = self._encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
         return {"count": len(tokens), "max_model_len": self.llm.max_model_len, "tokens": tokens,
                 "token_strs": [decode([token]) for token in tokens] if body.get("return_token_strs") else None}

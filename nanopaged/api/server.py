@@ -1,15 +1,20 @@
 """The server: OpenAI's API over HTTP, on starlette and uvicorn (`python engine.py --serve`).
 
     event loop        headers, body                                              events
-    four threads                     JSON, template, tokenizer, grammar                  an answer that is no stream
+    four threads                     JSON, template, tokenizer                            answers, log probabilities
+    a process                                           grammar                  (nanopaged/text/grammar.py)
     engine's thread                                                      steps   (nanopaged/api/async_llm.py)
 
 **Security.** A web page can make a browser post to this machine. So a body must be declared as JSON, which a browser
-does not send to another site without asking, and Host must be an address, "localhost" or the name in --host: a page
-whose own name points to this machine sends that name. Beyond localhost a key does instead, which a page does not have.
-The key is for /v1 and for texts and tokens; /health and /metrics are open, as in vLLM.
+does not send to another site without asking, and Host must be an address, "localhost", the name in --host or one in
+--allowed-hosts: a page whose own name points to this machine sends that name. A key does instead, which a page does not
+have. The key is for /v1 and for texts and tokens; the other paths are open, as in vLLM, and /health, /ping and /metrics
+answer to any Host.
+
+**No client may stop the others.** What takes long has a bound: the constants below, and those of openai.py.
 """
 import asyncio
+import errno
 import hmac
 import ipaddress
 import json
@@ -17,11 +22,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
+from nanopaged import SamplingParams, __version__
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.async_llm import AsyncLLM, Stream
 from nanopaged.api.openai import TEXT_PATHS, Serving
@@ -35,39 +42,56 @@ try:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ValueError(f"the server needs starlette and uvicorn ({error}); pip install starlette uvicorn") from None
 
-MOST_BODY_BYTES = 2**23
+MOST_BODY_BYTES = 2**21  # or more, if the model takes more token ids
+LARGE_BODY_BYTES = 2**16  # bodies from here on are read one at a time: JSON's parser does not let other threads run
 MOST_SEQUENCES = 4096  # samples under way; with more, a request gets 503
 NUM_THREADS = 4  # that read and answer; with more of them, steps would wait longer for Python's lock
+MOST_PROMPT_LOGPROBS = 2**19  # of a call, 200 MB
+HEADER_SECONDS = 10  # for a client to send its headers
 BODY_SECONDS = 30  # for a client to send its body
+READ_SECONDS = 60  # for a client to read something of what was sent
 SHUTDOWN_SECONDS = 30  # for requests under way to finish
+ANY_HOST = ("/health", "/ping", "/metrics")
 
 
 class Guard:
-    """The checks of a request's headers, before all others: an ASGI middleware."""
+    """The checks of a request's headers, before all others, and an id in the answer's: an ASGI middleware."""
 
-    def __init__(self, app: Any, host: str, api_key: str | None) -> None:
-        self.app, self.host, self.key = app, host, api_key and f"Bearer {api_key}".encode()
-        self.checks_host = not api_key or is_local(host)
+    def __init__(self, app: Any, names: Collection[str], api_key: str | None) -> None:
+        self.app, self.key = app, (api_key or "").encode()
+        self.names = {"localhost", *(name.strip().lower() for name in names)} - {""}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app = self.app
-        if scope["type"] == "http" and (problem := self._find_problem(scope)):
-            app = error_response(problem)
-        await app(scope, receive, send)
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            request_id = headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:128]
+            if problem := self._find_problem(scope, headers):
+                app = error_response(problem, {"Connection": "close"})
 
-    def _find_problem(self, scope: Any) -> ApiError | None:
-        headers = dict(scope["headers"])
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    def _find_problem(self, scope: Any, headers: dict[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1")
-        if self.checks_host and not self._may_be_ours(host):
+        if not (self.key or scope["path"] in ANY_HOST or self._may_be_ours(host)):
             return ApiError(f"the header Host has {host!r:.80}, which is no address and not the server's name; the "
-                            "server's operator can name it with --host, or set a key")
+                            "server's operator can name it with --allowed-hosts, or set a key")
         if self.key and scope["path"].startswith(("/v1", *TEXT_PATHS)):
-            if not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
                 return ApiError("the server's key is needed, in the header Authorization: Bearer KEY", 401)
-        if scope["method"] == "POST":
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
+            return ApiError("the headers Content-Length and Transfer-Encoding are both given; leave one out")
+        if scope["method"] == "POST" and scope["path"] not in ANY_HOST:
             kind = headers.get(b"content-type", b"").decode("latin-1")
             if kind.partition(";")[0].strip().lower() != "application/json":
                 return ApiError(f"the header Content-Type must be application/json, not {kind!r:.80}")
@@ -75,7 +99,50 @@ class Guard:
 
     def _may_be_ours(self, host: str) -> bool:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        return name.lower() in ("localhost", self.host.lower()) or is_address(name)
+        return name.lower() in self.names or is_address(name)
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a time limit for headers. Its own limit is for a kept connection that is silent."""
+    headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._set_limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self.headers_due is None:
+            self.headers_due = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+        elif not is_waiting and self.headers_due is not None:
+            self.headers_due.cancel()
+            self.headers_due = None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's. Requests that outlast the limit of a shutdown, or a second signal, end with an error."""
+    end_requests: Callable[[], None]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        limit = self.config.timeout_graceful_shutdown or 0
+        asyncio.get_running_loop().call_later(limit, self.hurry)
+        self.config.timeout_graceful_shutdown = limit + 10  # uvicorn's way prints a traceback for each request
+        await super().shutdown(sockets)
+
+    def handle_exit(self, number: int, frame: Any) -> None:
+        if self.should_exit:
+            self.hurry()
+        else:
+            super().handle_exit(number, frame)
+
+    def hurry(self) -> None:
+        self.end_requests()
+        for connection in list(self.server_state.connections):  # some do not read their errors
+            asyncio.get_running_loop().call_later(3, connection.transport.abort)
 
 
 def is_address(name: str) -> bool:
@@ -88,25 +155,26 @@ def is_local(host: str) -> bool:
     return host == "localhost" or is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
     if isinstance(error, HTTPException):  # starlette's, for a path or a method
-        error = ApiError(f"there is no such path here, or not with this method ({error.detail})", error.status_code)
+        headers, allowed = error.headers, (error.headers or {}).get("Allow")
+        error = ApiError(f"the methods of this path are {allowed}" if allowed else error.detail, error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server failed; its log has the reason", 500)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
-    return JSONResponse(error.body, error.status, headers.get(error.status))
+    more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
+    return JSONResponse(error.body, error.status, {**(headers or {}), **more})
 
 
-async def read_body(request: HttpRequest) -> bytes:
+async def read_body(request: HttpRequest, most_bytes: int) -> bytes:
     body = bytearray()
-    too_large = ApiError(f"the body has more than {MOST_BODY_BYTES} bytes; send several requests", 413)
-    if int(request.headers.get("content-length", 0)) > MOST_BODY_BYTES:  # HTTP's parser has checked the number
+    too_large = ApiError(f"the body has more than {most_bytes} bytes; send several requests", 413)
+    if int(request.headers.get("content-length", 0)) > most_bytes:  # HTTP's parser has checked the number
         raise too_large
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > MOST_BODY_BYTES:
+                if len(body) > most_bytes:
                     raise too_large
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {BODY_SECONDS} seconds", 408) from None
@@ -126,64 +194,119 @@ class Api:
     def __init__(self, serving: Serving) -> None:
         self.serving, self.llm = serving, serving.llm
         self.threads = ThreadPoolExecutor(NUM_THREADS)
+        self.large_bodies = asyncio.Semaphore(1)
+        self.is_out_of_files = False
 
-    def app(self, host: str, api_key: str | None) -> Starlette:
+    def app(self, names: Collection[str], api_key: str | None) -> Starlette:
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            self.engine = AsyncLLM(self.llm, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(self.say_once)
+            self.engine = AsyncLLM(self.llm, loop)
             self.engine.start()
             yield
+            if self.llm.grammars:
+                await self.llm.grammars.close()
 
         async def refuse(request: HttpRequest, error: Exception) -> Response:
+            if isinstance(error, HTTPException) and error.status_code == 404:
+                error = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
             return error_response(error)
         routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         routes += [Route(path, self.convert, methods=["POST"]) for path in TEXT_PATHS]
-        routes += [Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
-                   Route("/health", self.health), Route("/metrics", self.metrics)]
-        return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, host, api_key)],
+        routes += [Route(path, answer, methods=["GET"]) for path, answer in (
+            ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
+            ("/ping", self.health), ("/metrics", self.metrics), ("/version", self.version))]
+        return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, names, api_key)],
                          exception_handlers={kind: refuse for kind in (ApiError, HTTPException, Exception)})
 
-    def server(self, host: str, api_key: str | None) -> uvicorn.Server:
-        return uvicorn.Server(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
-            self.app(host, api_key), http="h11", ws="none", lifespan="on", log_level="warning", access_log=False,
-            server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
+    def server(self, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> Server:
+        server = Server(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
+            self.app({host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="on", log_level="warning",
+            access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
+        server.end_requests = lambda: self.engine.end()
+        return server
+
+    def say_once(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio reports each connection that it cannot accept, with a traceback."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self.is_out_of_files:
+            self.is_out_of_files = True
+            print("warning: no more connections can be accepted: the process has all files open that it may have; "
+                  "raise the limit (ulimit -Hn)", file=sys.stderr)
 
     async def answer(self, request: HttpRequest) -> Response:
         """The endpoints that generate."""
-        try:
-            body = await read_body(request)
-        except ClientDisconnect:
+        body = await self._body(request)
+        prepared = await self._unless_gone(request, self._prepare(request.url.path, body))
+        if prepared is None:
             return Response(status_code=499)
-        call, stream = await self._in_thread(self._read, request.url.path, body)
-        num_sequences = self.engine.num_sequences
-        if num_sequences + stream.num_sequences > MOST_SEQUENCES:
-            raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try again "
-                           "later", 503)
+        call, stream = prepared
+        if self.engine.num_sequences + stream.num_sequences > MOST_SEQUENCES:
+            num_sequences = self.engine.num_unfinished()
+            if num_sequences + stream.num_sequences > MOST_SEQUENCES:
+                raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try "
+                               "again later", 503)
         if call.stream:
             return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
-                                     headers={"Cache-Control": "no-cache"})
-        answer, gone = asyncio.ensure_future(self._whole(call, stream)), asyncio.ensure_future(request.receive())
+                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's
+        return await self._unless_gone(request, self._whole(call, stream)) or Response(status_code=499)
+
+    async def _unless_gone(self, request: HttpRequest, work: Coroutine) -> Any:
+        """The result of the work, which is cancelled when the client leaves: then None."""
+        done, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else Response(status_code=499)
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            return done.result() if done.done() else None
         finally:
-            answer.cancel()
+            done.cancel()
             gone.cancel()
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        try:
+            return await read_body(request, max(MOST_BODY_BYTES, 8 * self.llm.max_model_len))
+        except ClientDisconnect:
+            raise HTTPException(499) from None
+
+    def _turn(self, body: bytes) -> Any:
+        """Large bodies are read one at a time."""
+        return self.large_bodies if len(body) > LARGE_BODY_BYTES else nullcontext()
 
     def _in_thread(self, function: Callable, *arguments: Any) -> Awaitable:
         return self.engine.loop.run_in_executor(self.threads, function, *arguments)
 
-    def _read(self, path: str, body: bytes) -> tuple[Call, Stream]:
+    async def _prepare(self, path: str, body: bytes) -> tuple[Call, Stream]:
+        async with self._turn(body):
+            call = await self._in_thread(self._read, path, body)
+        try:
+            if call.params.structured_outputs and self.llm.tokenizer:
+                grammars = await self._in_thread(self.llm._grammar_compiler)
+                await grammars.compile_safely(call.params.structured_outputs)
+            async with self._turn(body):
+                return call, await self._in_thread(self._make_stream, call)
+        except (ValueError, TypeError) as error:
+            raise ApiError.of(error) from None
+
+    def _read(self, path: str, body: bytes) -> Call:
         """In a worker thread: a long text takes a while."""
         call = self.serving.read(path, parse(body))
         if len(call.prompts) * call.params.n > MOST_SEQUENCES:
             raise ApiError(f"{len(call.prompts)} prompts with n {call.params.n} are more than {MOST_SEQUENCES} "
                            "samples; send several requests")
-        try:
-            requests = [self.llm._read_request(prompt, call.params, call.priority) for prompt in call.prompts]
-        except (ValueError, TypeError) as error:
-            raise ApiError.of(error) from None
-        return call, Stream(requests, call.stream)
+        return call
+
+    def _make_stream(self, call: Call) -> Stream:
+        """In a worker thread, too."""
+        requests = [self.llm._read_request(prompt, call.params, call.priority) for prompt in call.prompts]
+        echoes = call.params.prompt_logprobs
+        if echoes is not None:
+            num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+            if num_tokens * (echoes + 1) > MOST_PROMPT_LOGPROBS:
+                raise ApiError(f"{num_tokens} prompt tokens with {echoes + 1} log probabilities each are more than "
+                               f"{MOST_PROMPT_LOGPROBS}; send several requests")
+        # Log probabilities of prompts are converted at once, in a worker thread: so these streams have one event.
+        return Stream(requests, call.stream and echoes is None)
 
     async def _whole(self, call: Call, stream: Stream) -> Response:
         def write() -> Response:
@@ -198,11 +321,15 @@ class Api:
             self.engine.close(stream)
 
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
+        def write() -> str:
+            found = news if stream.in_parts else stream.take_news()
+            return "".join([call.events(number, output) for number, output in found.items()])
+
         self.engine.open(stream)
         try:
             while not stream.is_taken:
                 news = await self.engine.outputs(stream)
-                if text := "".join([call.events(number, output) for number, output in news.items()]):
+                if text := write() if call.params.logprobs is None else await self._in_thread(write):
                     yield text.encode()
             yield call.end(list(stream.latest.values())).encode()
         except ApiError as error:  # the status has been sent
@@ -211,8 +338,9 @@ class Api:
             self.engine.close(stream)
 
     async def convert(self, request: HttpRequest) -> Response:
-        body = await read_body(request)
-        return JSONResponse(await self._in_thread(lambda: self.serving.read(request.url.path, parse(body))))
+        body = await self._body(request)
+        async with self._turn(body):
+            return JSONResponse(await self._in_thread(lambda: self.serving.read(request.url.path, parse(body))))
 
     async def models(self, request: HttpRequest) -> Response:
         card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
@@ -224,18 +352,33 @@ class Api:
         return JSONResponse(card)
 
     async def health(self, request: HttpRequest) -> Response:
-        if self.engine.failure is not None or not self.engine.is_alive():
-            raise ApiError(f"the engine failed: {self.engine.failure}", 503)
+        if problem := self.engine.problem():
+            raise ApiError(problem, 503)
+        if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
+            stream = Stream([self.llm._read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
+            self.engine.open(stream)
+            try:
+                await self.engine.outputs(stream)
+            except ApiError as error:
+                raise ApiError(f"the engine failed: {error}", 503) from None
+            finally:
+                self.engine.close(stream)
         return Response()
 
+    async def version(self, request: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})
+
     async def metrics(self, request: HttpRequest) -> Response:
-        return PlainTextResponse(self.engine.metrics(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.engine.metrics.text(self.serving.model), media_type="text/plain; version=0.0.4")
 
 
 def bind(host: str, port: int) -> socket.socket:
     """The server's socket: it is refused before the model is loaded. Raises ValueError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # With the protocol named, asyncio sets TCP_NODELAY; else an answer on a kept connection waits for 40 ms.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     try:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux closes the connection of a client that does not read
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * READ_SECONDS)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -244,16 +387,22 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | None) -> int:
-    """Serve until SIGTERM or Ctrl-C; then requests under way have SHUTDOWN_SECONDS to finish. The exit code."""
+def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | None,
+          allowed_hosts: Collection[str] = ()) -> int:
+    """Serve until SIGTERM or Ctrl-C; then requests under way have SHUTDOWN_SECONDS to finish, or until the signal comes
+    again. The exit code."""
     if not (api_key or is_local(host)):
         print(f"warning: whoever reaches {host} may use this server; give it a key with --api-key", file=sys.stderr)
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     api = Api(serving)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
         signal.signal(number, lambda *_: None)
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
-    api.server(host, api_key).run(sockets=[listener])
+    api.server(host, api_key, allowed_hosts).run(sockets=[listener])
     api.engine.stop()
     return 0

@@ -41,10 +41,10 @@ PROMPTS: texts go to stdout, everything else to stderr
                                {"messages": [{"role": "user", "content": "Hi"}], ..}; - for stdin
   --output FILE.jsonl          results of --prompts as they finish; once more, and it goes on
   --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
-                               file: one answer; --no-history: no message is kept for next time
-  --system TEXT                system message of --chat
+                               file: one answer; --no-history keeps no message; --system TEXT
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
-                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model]
+                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model];
+                               --allowed-hosts NAME,..: its names at a proxy, needed without a key
   --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
   --tool-call-parser P, --reasoning-parser P     hermes, llama3_json, mistral; deepseek_r1, qwen3
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
@@ -77,8 +77,7 @@ ENGINE
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
   --no-enable-prefix-caching   compute common beginnings every time
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
-  --data-parallel-size N       GPUs, each with the model and a pool of its own [1]
-  --tensor-parallel-size N     GPUs that share one model and one pool [1]
+  --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
   --trace [FILE.html]          print what each step computes, in which blocks; or write a page
@@ -172,7 +171,8 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
                           args.reasoning_parser)
     if args.serve:
         from nanopaged.api.server import serve
-        return serve(serving, args.host, listener, args.api_key or os.environ.get("NANOPAGED_API_KEY"))
+        key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
+        return serve(serving, args.host, listener, key, (args.allowed_hosts or "").split(","))
     if prompt_file:
         return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -473,12 +473,12 @@ STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
     history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
-    port=int, api_key=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
+    port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
              chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
-             served_model_name=["serve", "prompts"], tool_call_parser=["serve", "prompts"],
+             allowed_hosts=["serve"], served_model_name=["serve", "prompts"], tool_call_parser=["serve", "prompts"],
              reasoning_parser=["serve", "prompts"])
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
@@ -557,6 +557,8 @@ def _check_combination(args, talks: bool) -> None:
     if args.chat and args.model == "shakespeare" and args.chat_template is None:
         raise ValueError("the bundled model cannot chat, it continues plays; give one that can, as --model "
                          "Qwen/Qwen3-0.6B, or a template as --chat-template FILE")
+    if args.api_key == "":
+        raise ValueError("--api-key is empty, and everybody knows that key; give another one, or leave the option out")
     if talks and ("beam_width" in has or args.n not in (None, 1)):
         raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
 

@@ -1,4 +1,5 @@
 """Structured output: every text fits its grammar, and no other request notices. Needs the package llguidance."""
+import asyncio
 import contextlib
 import json
 import random
@@ -365,6 +366,69 @@ def test_compiled_grammars_are_kept_in_bounds(llm, monkeypatch):
     for i in range(10):
         llm.generate("A", params(regex=f"a{{{i % 6 + 1}}}"), use_tqdm=False)
     assert len(llm.grammars.compiled) <= 4
+
+
+def test_failures_are_remembered(llm, monkeypatch):
+    compiled, compile_one = [], llm.grammars._compile
+    monkeypatch.setattr(llm.grammars, "_compile", lambda *source: (compiled.append(source), compile_one(*source))[1])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="unclosed group"):
+            llm.add_request("A", params(regex="(unclosed"))
+    assert len(compiled) == 1
+
+
+def test_a_grammar_that_was_compiled_does_not_wait_for_one_that_takes_long(llm):
+    llm.generate("A", params(choice=["b"]), use_tqdm=False)
+    with llm.grammars.lock:  # as a compilation has it
+        assert llm.generate("A", params(choice=["b"]), use_tqdm=False)[0].outputs[0].text == "b"
+
+
+def takes_hours(index):
+    parts = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i + index}}}"} for i in range(16)]
+    return StructuredOutputsParams(json={"allOf": parts})
+
+
+def test_a_grammar_that_takes_hours_is_given_up(llguidance, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.3)
+    compiler = load(device="cpu")._grammar_compiler()
+    good = StructuredOutputsParams(regex="[ab]")
+
+    async def run():
+        with pytest.raises(ValueError, match="more than 0.3 seconds to compile"):
+            await compiler.compile_safely(takes_hours(0))
+        assert compiler.process is None  # it has ended
+        await compiler.compile_safely(good)
+        process = compiler.process
+        leaves = asyncio.create_task(compiler.compile_safely(takes_hours(1)))
+        waits = asyncio.create_task(compiler.compile_safely(StructuredOutputsParams(regex="(")))
+        await asyncio.sleep(0.05)
+        leaves.cancel()
+        with pytest.raises(ValueError, match="unclosed group"):
+            await waits
+        assert await process.wait() and process is not compiler.process
+        await compiler.close()
+
+    asyncio.run(run())
+    with pytest.raises(ValueError, match="more than 0.3 seconds to compile"):
+        compiler.compile(takes_hours(0))
+    assert set(source for _, source in compiler.compiled) == {takes_hours(0).source[1], "[ab]", "("}
+    with pytest.raises(ValueError, match="unclosed group"):
+        compiler.compile(StructuredOutputsParams(regex="("))
+    compiler.compile(good)
+
+
+def test_an_ambiguous_grammar_ends_before_its_masks_take_long(llm):
+    grammar = 'start: e\ne: e e | "a" | e "a" | "a" e | e e e'
+    output = llm.generate("A", params(grammar=grammar, max_tokens=120), use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "error" and "items" in output.stop_reason
+
+
+def test_thousands_of_choices_and_hundreds_of_optional_properties(llm):
+    names = [f"the {i}th" for i in range(3000)]
+    schema = {"type": "object", "properties": {f"field {i}": {"type": "integer"} for i in range(300)}}
+    settings = [params(choice=names), params(json=schema | {"additionalProperties": False})]
+    first, second = (output.outputs[0] for output in llm.generate(["A"] * 2, settings, use_tqdm=False))
+    assert first.text in names and second.finish_reason != "error" and second.text.startswith("{")
 
 
 def test_the_bytes_of_a_sentencepiece_vocabulary(llguidance, tmp_path):

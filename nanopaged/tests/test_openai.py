@@ -596,7 +596,7 @@ def test_a_prompt_file_in_openais_batch_format(tmp_path, monkeypatch, capsys):
     assert results[7]["outputs"][0]["num_tokens"] == 2
     assert capsys.readouterr().err.count("line 3:") == 1
     before = (tmp_path / "out.jsonl").read_text()
-    assert run(*command) == 1 and "7 of them done before, 4 bad" in capsys.readouterr().err
+    assert run(*command) == 1 and "3 of them done before, 4 bad" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_text() == before
 
 

@@ -12,10 +12,15 @@ with tokens of one letter:
 
 The runner applies the mask last, after penalties, filters and logits processors (nanopaged/device/masks.py).
 """
+import asyncio
 import ctypes
+import json
+import sys
 import threading
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +30,23 @@ from nanopaged.sampling_params import StructuredOutputsParams
 
 MOST_COMPILED = 128  # grammars that are kept for later requests
 MOST_FORCED = 256  # tokens at once
+# A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
+MOST_ITEMS, MOST_ITEMS_IN_ROW, MOST_ITEMS_IN_ROW_OF_JSON = 5000, 300, 2000
+COMPILE_SECONDS = 5
+TRIAL = """
+import faulthandler, json, os, sys
+import llguidance
+nowhere = open(os.devnull, "w")
+getattr(os, "nice", int)(10)
+for line in sys.stdin:
+    faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True, file=nowhere)
+    try:
+        llguidance.LLMatcher.validate_grammar(llguidance.grammar_from(*json.loads(line)))
+    except Exception:
+        pass
+    faulthandler.cancel_dump_traceback_later()
+    print("done", flush=True)
+"""
 
 
 class GrammarCompiler:
@@ -43,7 +65,9 @@ class GrammarCompiler:
         if not eos:
             raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
         self.llguidance, self.eos_token_ids, self.lock = llguidance, eos, threading.Lock()
-        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
+        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # or why not; least recently used first
+        self.process: Process | None = None  # runs TRIAL
+        self.turn = asyncio.Lock()  # to use it
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size))
         try:
             self.vocabulary = llguidance.LLTokenizer(wrapper, eos_token=eos)
@@ -53,34 +77,76 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
+        source = self._source(params)
+        found = self.compiled.get(source)  # without the lock: another grammar may take long
+        if found is None:
+            with self.lock:
+                found = self.compiled.get(source) or self._compile(*source)
+                self._keep(source, found)
+        if isinstance(found, str):
+            raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
+        with suppress(KeyError):  # another thread has removed it
+            self.compiled.move_to_end(source)
+        return Grammar(found.deep_copy(), self)
+
+    async def compile_safely(self, params: StructuredOutputsParams) -> None:
+        """`compile`, for clients that nobody knows: it can be cancelled, and gives up after COMPILE_SECONDS.
+
+        llguidance takes hours for some schemas of 900 bytes, and a thread cannot be ended. So a process compiles the
+        grammar first, which ends itself when the time is over.
+        """
+        source = self._source(params)
+        if source in self.compiled:
+            return
+        async with self.turn:
+            process, self.process = self.process, None
+            if process is None or process.returncode is not None:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", TRIAL, str(COMPILE_SECONDS), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(json.dumps(source).encode() + b"\n")
+                if await process.stdout.readline():
+                    self.process = process
+            finally:
+                if self.process is None and process.returncode is None:
+                    process.kill()
+            if self.process is None:
+                self._keep(source, f"it takes more than {COMPILE_SECONDS} seconds to compile; give a simpler one")
+            await asyncio.to_thread(self.compile, params)
+
+    async def close(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    @staticmethod
+    def _source(params: StructuredOutputsParams) -> tuple[str, str]:
         try:
-            kind, source = params.source
+            return params.source
         except (ValueError, TypeError, RecursionError) as problem:
             raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
-        with self.lock:
-            matcher = self.compiled.get((kind, source))
-            if matcher is None:
-                matcher = self._compile(kind, source)
-            self.compiled[kind, source] = matcher
-            self.compiled.move_to_end((kind, source))
-            while len(self.compiled) > MOST_COMPILED:
-                self.compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self)
+
+    def _keep(self, source: tuple[str, str], found: Any) -> None:
+        self.compiled[source] = found
+        while len(self.compiled) > MOST_COMPILED:
+            self.compiled.popitem(last=False)
 
     def _compile(self, kind: str, source: str) -> Any:
+        """The matcher, or the reason why there is none."""
         matcher = self.llguidance.LLMatcher
         try:
             if kind == "json":
                 grammar = matcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
             else:
                 grammar = self.llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
-            compiled = matcher(self.vocabulary, grammar, log_level=0)  # its warnings would go to stderr
-            error = compiled.get_error()
+            limits = self.llguidance.LLParserLimits(
+                step_max_items=MOST_ITEMS,
+                max_items_in_row=MOST_ITEMS_IN_ROW_OF_JSON if kind == "json" else MOST_ITEMS_IN_ROW)
+            compiled = matcher(self.vocabulary, grammar, log_level=0, limits=limits)  # warnings would go to stderr
+            return compiled.get_error() or compiled
         except (ValueError, TypeError) as problem:
-            error = str(problem)
-        if error:
-            raise ValueError(f"structured_outputs cannot be used: {' '.join(error.split()):.300}")
-        return compiled
+            return str(problem)
 
 
 class _Vocabulary:

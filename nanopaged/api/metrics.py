@@ -1,0 +1,67 @@
+"""What a server counts, in Prometheus' text format. The names and their meanings are vLLM's, with `nanopaged:`."""
+from bisect import bisect_left
+from collections import Counter
+from typing import Any
+
+BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0]  # seconds
+
+
+class Histogram:
+    """How many durations were at most as long as each of BUCKETS."""
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(BUCKETS) + 1), 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += count
+        self.sum += seconds * count
+
+    def values(self) -> dict[str, float]:
+        """By what follows the name."""
+        counts = {f'_bucket{{le="{bucket}"}}': sum(self.counts[:i]) for i, bucket in enumerate([*BUCKETS, "+Inf"], 1)}
+        return {**counts, "_sum": self.sum, "_count": sum(self.counts)}
+
+
+class Metrics:
+    """Counts of an engine and its requests."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.finish_reasons: Counter[str] = Counter()
+        self.first_token, self.between_tokens, self.whole = Histogram(), Histogram(), Histogram()
+
+    def text(self, model: str) -> str:
+        scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
+        num_held = pool.num_blocks - pool.num_free_blocks
+        num_cached = sum(len(manager.key_of_block) for manager in getattr(pool, "managers", [pool]))
+        finished = {f'{{finished_reason="{reason}"}}': count for reason, count in sorted(self.finish_reasons.items())}
+        states = {'{state="held"}': num_held, '{state="free"}': pool.num_free_blocks, '{state="cached"}': num_cached}
+        values: list[tuple[str, str, Any, str]] = [
+            ("gauge", "num_requests_running", len(scheduler.running), "Samples that have blocks."),
+            ("gauge", "num_requests_waiting", len(scheduler.waiting), "Samples that wait for blocks."),
+            ("gauge", "kv_cache_usage_perc", num_held / pool.num_blocks, "Held blocks of all; 1 is all of them."),
+            ("gauge", "num_blocks", states, "Blocks by state; cached ones are held or free."),
+            ("counter", "prefix_cache_queries_total", pool.num_prompt_tokens, "Prompt tokens looked up in the cache."),
+            ("counter", "prefix_cache_hits_total", pool.num_cached_tokens, "Prompt tokens found there."),
+            ("counter", "prompt_tokens_total", pool.num_prompt_tokens, "Prompt tokens."),
+            ("counter", "generation_tokens_total", scheduler.num_generated_tokens, "Generated tokens."),
+            ("counter", "num_preemptions_total", scheduler.num_preemptions, "Preemptions."),
+            ("counter", "request_success_total", finished, "Ended samples by reason."),
+            ("histogram", "time_to_first_token_seconds", self.first_token.values(), "From arrival to the first token."),
+            ("histogram", "inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),
+            ("histogram", "e2e_request_latency_seconds", self.whole.values(), "From arrival to the last token.")]
+        if self.llm.drafting:
+            drafts = self.llm.drafting.metrics
+            counts = dict(drafts=drafts.num_draft_steps, draft_tokens=drafts.num_draft_tokens,
+                          accepted_tokens=drafts.num_accepted_tokens)
+            values += [("counter", f"spec_decode_num_{name}_total", count, f"Speculative decoding: {name}.")
+                       for name, count in counts.items()]
+        escaped = model.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
+        lines = []
+        for kind, name, found, meaning in values:
+            lines += [f"# HELP nanopaged:{name} {meaning}", f"# TYPE nanopaged:{name} {kind}"]
+            for end, count in (found if isinstance(found, dict) else {"": found}).items():
+                suffix, _, label = end.partition("{")
+                labels = f'model_name="{escaped}"{"," * bool(label)}{label or "}"}'
+                lines.append(f"nanopaged:{name}{suffix}{{{labels} {count}")
+        return "\n".join(lines) + "\n"
