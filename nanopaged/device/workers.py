@@ -141,6 +141,8 @@ class Workers:
                 self.check()
                 time.sleep(0.01)
             self.check()
+            if not self.is_ready:
+                self.fail(None)  # there will be no engine: nothing to wait for
             raise
 
     def check(self) -> None:
