@@ -50,7 +50,8 @@ def check_options(vllm_options: dict[str, Any], known: Iterable[str], *, model: 
     check_kind("hf_overrides", hf_overrides, (dict, NoneType), "a dict of entries of config.json")
     check_kind("override_generation_config", override_generation_config, (dict, NoneType),
                "a dict of entries of generation_config.json")
-    check_kind("hf_token", hf_token, (str, NoneType), "a token of the Hugging Face Hub, or None for the stored one")
+    check_number("hf_token", hf_token, (str, NoneType), lambda x: x is None or x.isascii() and x.isprintable(),
+                 "a token of the Hugging Face Hub, or None for the stored one")
     check_number("download_dir", download_dir, (str, Path, NoneType), lambda x: x is None or _may_be_path(x),
                  "a directory that can be made")
     if num_blocks is not None and num_gpu_blocks_override is not None:

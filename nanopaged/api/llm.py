@@ -111,7 +111,7 @@ class LLM:
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, **vllm_options: Any):
         check_options(
-            vllm_options, LLM.__init__.__kwdefaults__, model=model, tokenizer=tokenizer, load_format=load_format,
+            vllm_options, LLM.__init__.__kwdefaults__ or (), model=model, tokenizer=tokenizer, load_format=load_format,
             generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
             seed=seed, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
             skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,

@@ -516,6 +516,7 @@ class Array:
     ("runner", "pooling"), ("logprobs_mode", "processed_logits"), ("limit_mm_per_prompt", {"image": 2}),
     ("quantization", torch.ones(2)), ("load_format", torch.ones(2)), ("hf_token", True), ("download_dir", 5),
     ("override_generation_config", ["temperature"]), ("override_generation_config", {"top_n": 1}),
+    ("hf_token", "a\nb"), ("download_dir", "d" * 300),
     *((name, Array()) for name in ("device", "attention", "num_blocks", "scheduling_policy")),
     ("data_parallel_size", 10_000), ("max_num_seqs", 10**9), ("max_num_batched_tokens", 10**18),
 ])

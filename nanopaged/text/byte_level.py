@@ -160,7 +160,8 @@ class Tokenizer:
         # Unicode tables know.
         pattern = self._split.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
         try:
-            pieces = regex.findall(pattern, text, timeout=10 + len(text) / 50_000)  # ten times what it takes
+            seconds = 10 + len(text) / 50_000  # ten times what it takes
+            pieces = regex.findall(pattern, text, concurrent=True, timeout=seconds)  # other threads go on
         except (TimeoutError, MemoryError):
             raise ValueError("the tokenizer's split regex cannot cut this text: it tries too many ways") from None
         known = {piece: self._encode_piece(piece) for piece in set(pieces)}

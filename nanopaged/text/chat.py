@@ -241,7 +241,8 @@ def _compiler() -> Callable[[str], Any]:
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
             tree, nodes = super()._parse(source, name, filename), jinja2.nodes
-            for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.Block))):
+            found: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.Block)))
+            for node in found:
                 given: dict[str, Any] = dict(lineno=node.lineno, environment=self)
                 check = nodes.Call(nodes.EnvironmentAttribute("check_time", **given), [], [], None, None, **given)
                 node.body.insert(0, nodes.ExprStmt(check, **given))

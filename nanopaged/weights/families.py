@@ -81,8 +81,8 @@ def untie(config: model.ModelConfig, path: Path) -> None:
     whatever tie_word_embeddings says."""
     if config.tie_word_embeddings:
         names = ("lm_head.weight", config.names.get("embed_tokens", "embed_tokens") + ".weight")
-        stored = [tensor for name, tensor in read_tensors(path) if name.endswith(names)]
-        config.tie_word_embeddings = len(stored) < 2 or torch.equal(*stored)
+        stored = [tensor for name, tensor in read_tensors(path) if name.endswith(names)][:2]
+        config.tie_word_embeddings = len(stored) < 2 or stored[0].dtype == stored[1].dtype and torch.equal(*stored)
 
 
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
