@@ -154,7 +154,7 @@ def test_a_long_text_is_not_kept():
     shown = "".join(checker.add("xyzaaaaaaa") for _ in range(1000)) + checker.finish()
     assert shown == "xyzaaaaaaa" * 1000 and checker.matched is None
     checker.add("xyz" * 1000)
-    assert len(checker._held) < 10
+    assert len(checker._last) < 10
 
 
 # In the engine: the text of generated tokens is what they add to the prompt's

@@ -6,11 +6,7 @@ of the text as long as a stop string begins with that end:
 
     stop ["\n\nUser:"]      delta  "Yes."  "\n\n"  "Us"    "eful" ...    or    "er: and"
                             shown  "Yes."  ""      ""      "\n\nUseful"        "", and the text ends
-
-The search is that of Knuth, Morris and Pratt (1977): its cost per character does not depend on the length of the stop
-strings.
 """
-from functools import lru_cache
 
 
 class StopChecker:
@@ -23,57 +19,32 @@ class StopChecker:
     """
 
     def __init__(self, stop: list[str], include: bool = False):
-        self.stop = stop
-        self.include = include
+        self.stop, self.include = stop, include
         self.matched: str | None = None
-        self._lengths = [0] * len(stop)  # for each stop string, the length of its beginning that ends the text now
-        self._borders = [_borders(string) for string in stop]
-        self._held = ""  # the end of the text that has not been shown
+        self._last = ""  # the last characters of the text, among which a stop string may have begun
+        self._num_held = 0  # those of them that have not been shown
 
     def add(self, delta: str, may_stop: bool = True) -> str:
         """The text that can be shown now. may_stop=False ignores stop strings that end in this delta (min_tokens)."""
         if self.matched is not None:
             return ""
-        text = self._held + delta
-        for end, char in enumerate(delta, len(self._held) + 1):
-            for i in range(len(self.stop)):
-                if self._advance(i, char) and may_stop and self.matched is None:
-                    self.matched = self.stop[i]
-            if self.matched is not None:
-                self._held = ""
-                return text[:end if self.include else end - len(self.matched)]
-        end = len(text) if self.include else len(text) - max(self._lengths, default=0)
-        self._held = text[end:]
-        return text[:end]
+        text, old = self._last + delta, len(self._last)
+        shown = old - self._num_held
+        # A stop string that ends in the delta begins at most its length - 1 before the delta.
+        places = [text.find(string, max(0, old - len(string) + 1)) if may_stop else -1 for string in self.stop]
+        ends = [(place + len(string), string) for place, string in zip(places, self.stop) if place >= 0]
+        if ends:
+            end, self.matched = min(ends, key=lambda pair: pair[0])  # the first of those that end there
+            self._num_held = 0
+            return text[shown:end if self.include else end - len(self.matched)]
+        longest = max(map(len, self.stop), default=1) - 1
+        if not self.include:
+            self._num_held = next((n for n in range(min(longest, len(text)), 0, -1)
+                                   if any(n < len(string) and text.endswith(string[:n]) for string in self.stop)), 0)
+        self._last = text[max(0, len(text) - longest):]
+        return text[shown:len(text) - self._num_held]
 
     def finish(self) -> str:
         """The text that was held back, when generation has ended without a stop string."""
-        rest, self._held = self._held, ""
+        rest, self._num_held = self._last[len(self._last) - self._num_held:], 0
         return rest
-
-    def _advance(self, i: int, char: str) -> bool:
-        """Match the text's next character against stop string i. True if the text now ends with that string."""
-        stop = self.stop[i]
-        borders = self._borders[i]
-        length = self._lengths[i]
-        while length and stop[length] != char:
-            length = borders[length]
-        length += stop[length] == char
-        is_complete = length == len(stop)
-        self._lengths[i] = borders[length] if is_complete else length
-        return is_complete
-
-
-@lru_cache(maxsize=1024)
-def _borders(string: str) -> tuple[int, ...]:
-    """For each prefix of the string, the length of the longest shorter prefix that is also its suffix ("abab": 2).
-
-    If the next character does not fit, this much of the match remains.
-    """
-    borders = [0, 0]
-    for end in range(1, len(string)):
-        length = borders[end]
-        while length and string[length] != string[end]:
-            length = borders[length]
-        borders.append(length + (string[length] == string[end]))
-    return tuple(borders)
