@@ -405,7 +405,7 @@ def test_ids_that_no_token_has(tmp_path, wrong, kind):
 def test_split_regexes_that_cannot_be_run(tmp_path, monkeypatch, pattern):
     changed(tmp_path, "llama3", set_split(pattern))
     if HAS_TOKENIZERS:
-        with pytest.raises(ValueError, match="tokenizer.json that cannot be read .Exception: Oniguruma error") as error:
+        with pytest.raises(ValueError, match="tokenizer.json that cannot be read .*Oniguruma error") as error:
             load_tokenizer(tmp_path)
         one_sentence(error)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -443,13 +443,46 @@ def test_a_split_regex_that_tries_too_many_ways_for_a_missing_byte(tmp_path, mon
 
 
 @needs_tokenizers
-def test_a_panic_of_tokenizers_is_a_sentence(tmp_path, capfd):
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_a_subword_prefix_that_merges_lack(tmp_path, name):
+    """With that of Llama 2 the package `tokenizers` would end the process."""
     def edit(spec):
         spec["model"]["continuing_subword_prefix"] = "##"
 
-    with pytest.raises(ValueError, match="the package tokenizers panics on it") as error:
-        load_tokenizer(changed(tmp_path, "gpt2", edit))
+    with pytest.raises(ValueError, match="the merge .* lacks the continuing_subword_prefix '##'") as error:
+        load_tokenizer(changed(tmp_path, name, edit))
     one_sentence(error)
+
+
+@needs_tokenizers
+def test_a_panic_of_tokenizers_is_a_sentence(tmp_path, capfd):
+    def edit(spec):
+        spec["post_processor"]["processors"][1]["special_tokens"] = {}
+        spec["normalizer"] = {"type": "NFKC"}
+
+    with pytest.raises(ValueError, match="the package tokenizers cannot (read it|encode)") as error:
+        load_tokenizer(changed(tmp_path, "llama3", edit)).encode("a")
+    one_sentence(error)
+
+
+@needs_tokenizers
+def test_an_error_of_tokenizers_in_a_text_is_a_sentence(tmp_path, capfd):
+    def edit(spec):
+        spec["decoder"]["decoders"][3]["stop"] = 10**9  # characters to strip from the end
+
+    tokenizer = load_tokenizer(changed(tmp_path, "llama2", edit))
+    for decode in (tokenizer.decode, tokenizer.detokenizer().add):
+        with pytest.raises(ValueError, match="the package tokenizers cannot decode these ids"):
+            decode([])  # an empty text has no end
+
+
+@pytest.mark.parametrize("wrong", [[1], "5", -1, 10**9])
+def test_ids_of_a_template_that_no_token_has(tmp_path, wrong):
+    def edit(spec):
+        spec["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [wrong]
+
+    with pytest.raises(ValueError, match="a token has the id"):
+        load_tokenizer(changed(tmp_path, "llama3", edit))
 
 
 def random_text(rng: random.Random) -> str:

@@ -81,8 +81,7 @@ class Tokenizer:
         if not isinstance(vocab, dict):
             vocab = {token: i for i, (token, _) in enumerate(vocab)}
         self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
-        if wrong := [i for i in self.tokens.values() if type(i) is not int or not 0 <= i < MOST_IDS]:
-            raise ValueError(f"a token has the id {wrong[0]!r:.80}, and ids are integers from 0 to {MOST_IDS - 1}")
+        _check_ids(self.tokens.values())
         self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
         default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES else None
@@ -104,7 +103,7 @@ class Tokenizer:
             self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
             byte_ranks = {bytes_of(token): rank for token, rank in ranks.items()}
             try:
-                with panics_as_errors("tiktoken panics on it"):
+                with rust_errors("tiktoken cannot read it"):
                     self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
                                                        special_tokens={})
             except ValueError as error:
@@ -154,7 +153,7 @@ class Tokenizer:
         if self._add_prefix_space and not text.startswith(" "):
             text = " " + text
         if self._encoding and len(text) < _MAX_TIKTOKEN_TEXT and self._missing_bytes.isdisjoint(text.encode()):
-            with panics_as_errors("the tokenizer's split regex cannot cut this text"):
+            with rust_errors("the tokenizer's split regex cannot cut this text"):
                 return self._ids(self._encoding.encode_ordinary(text))
         # tiktoken does not expose its pieces. `regex` cuts in the same way, except at characters that only its newer
         # Unicode tables know.
@@ -226,13 +225,13 @@ class _AddedTokens:
 
 
 @contextmanager
-def panics_as_errors(problem: str) -> Iterator[None]:
-    """tiktoken and tokenizers are written in Rust. A panic there raises a BaseException, which callers that handle
-    errors let through, so it becomes a ValueError."""
+def rust_errors(problem: str) -> Iterator[None]:
+    """tiktoken and tokenizers are written in Rust. Their errors are plain Exceptions, and a panic there is a
+    BaseException, which callers that handle errors let through: all become a ValueError."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{problem} ({error!s:.200})") from None
 
@@ -244,6 +243,11 @@ def check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(f"text has a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}, half "
                          "of a character; decode its source with errors='replace'") from None
+
+
+def _check_ids(ids: Iterable[Any]) -> None:
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < MOST_IDS]:
+        raise ValueError(f"a token has the id {wrong[0]!r:.80}, and ids are integers from 0 to {MOST_IDS - 1}")
 
 
 def _check_byte_level(spec: dict[str, Any]) -> None:
@@ -294,6 +298,7 @@ def _template_ids(post_processor: dict[str, Any] | None) -> tuple[list[int], lis
             after = after + [i for part in parts[middle + 1:] for i in tokens[part]["ids"]]
         elif stage["type"] != "ByteLevel":  # ByteLevel moves offsets only
             raise NotByteLevel(f"a {stage['type']} post-processor")
+    _check_ids(before + after)
     return before, after
 
 

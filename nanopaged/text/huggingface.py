@@ -9,7 +9,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, panics_as_errors
+from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, rust_errors
 
 ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # default flags
 
@@ -21,7 +21,8 @@ class HuggingFaceTokenizer(Tokenizer):
         import tokenizers
 
         self._read_tokens(spec, config)
-        with panics_as_errors("the package tokenizers panics on it"):
+        _check_merges(spec["model"])
+        with rust_errors("the package tokenizers cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         flags = (*ADDED_TOKEN, "special")
@@ -32,12 +33,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
-        with panics_as_errors("the package tokenizers cannot encode this text"):
+        with rust_errors("the package tokenizers cannot encode this text"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        with panics_as_errors("the package tokenizers cannot decode these ids"):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return _decode(self._tokenizer, list(ids), skip_special_tokens)
 
     def token_bytes(self) -> list[bytes]:
         tokens = [b""] * self.vocab_size
@@ -51,6 +51,20 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return _PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
+
+
+def _decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool) -> str:
+    with rust_errors("the package tokenizers cannot decode these ids"):
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def _check_merges(model: dict[str, Any]) -> None:
+    """Raise ValueError for merges that end the process: the package cuts the prefix off without looking."""
+    prefix = model.get("continuing_subword_prefix") or ""
+    for pair in model.get("merges", []) if prefix else []:
+        second = pair.rpartition(" ")[2] if isinstance(pair, str) else pair[-1]
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge {pair!r:.80} lacks the continuing_subword_prefix {prefix!r:.80}")
 
 
 class _PrefixDetokenizer(Detokenizer):
@@ -97,4 +111,4 @@ class _PrefixDetokenizer(Detokenizer):
         return re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token_id)) is not None
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return _decode(self._tokenizer, ids, skip_special_tokens=False)
