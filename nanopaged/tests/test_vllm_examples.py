@@ -19,6 +19,7 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanopaged.api import llm as api
+from nanopaged.weights import hub
 from nanopaged.weights.checkpoint import read_safetensors
 
 torch.set_num_threads(1)
@@ -114,8 +115,8 @@ def snapshot(cache: Path, name: str, golden: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """The models of the examples, in a cache that is all there is of the Hub. The tests are about the calls, so a CPU
-    will do."""
+    """The models of the examples, in a cache that stands in for the Hub (test_hub.py has downloads). The tests are
+    about the calls, so a CPU will do."""
     cache = tmp_path_factory.mktemp("hub")
     files = snapshot(cache, OPT, "opt")  # in the files that are on the Hub: no safetensors, no tokenizer.json
     weights = dict(read_safetensors(GOLDEN / "opt" / "model.safetensors"))
@@ -140,8 +141,7 @@ def cache(tmp_path_factory):
         (files / file.name).symlink_to(file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_CACHE", str(cache))
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(hub, "download", lambda name, *_: next(cache.glob(f"*{name.replace('/', '--')}/snapshots/*")))
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield cache
 
