@@ -213,8 +213,9 @@ class AsyncLLM(threading.Thread):
 
     def _abort(self, stream: Stream) -> None:
         self._forget(stream)
-        self.streams.pop(stream, None)
-        self._count(stream)
+        if stream in self.streams:
+            del self.streams[stream]
+            self._count(stream)
 
     def _forget(self, stream: Stream) -> None:
         self.llm._abort(*(request.request_id for request in stream.requests))

@@ -438,14 +438,14 @@ def test_finished_samples_that_nobody_reads_do_not_count_and_go(server, monkeypa
 
 @pytest.mark.parametrize("slow", ["render", "response", "events"])
 def test_slow_templates_and_long_answers_do_not_stop_the_event_loop(server, monkeypatch, slow):
-    begun, may_end = threading.Event(), threading.Event()
+    begun, may_end, was_late = threading.Event(), threading.Event(), []
     owner, fields = server.api.serving if slow == "render" else http.Call, {}
     if slow == "events":
         fields = dict(stream=True, logprobs=True, top_logprobs=20)
 
     def wait(*arguments, do=getattr(owner, slow), **options):
         begun.set()
-        assert may_end.wait(20)
+        was_late.append(not may_end.wait(10))
         return do(*arguments, **options)
 
     monkeypatch.setattr(owner, slow, wait)
@@ -454,7 +454,7 @@ def test_slow_templates_and_long_answers_do_not_stop_the_event_loop(server, monk
         assert begun.wait(20)
         assert server.exchange(request(b"", "/health", "GET"))[0] == 200
         may_end.set()
-        assert read_response(connection)[0] == 200
+        assert read_response(connection)[0] == 200 and not any(was_late)
 
 
 def test_a_tokenizer_that_fails_ends_its_own_request(server, monkeypatch):
@@ -515,12 +515,12 @@ AMBIGUOUS = 'start: e\ne: e e | "a" | e "a" | "a" e | e e e'
 BLANKS = b'{"prompt": "' + b" " * (http.MOST_BODY_BYTES - 100) + b'"}'
 ATTACKS = {"compile": [bomb(i) for i in range(4)], "unread": [UNREAD], "large": [BLANKS] * 8,
            "masks": [dict(prompt="x", max_tokens=120, n=16, structured_outputs={"grammar": AMBIGUOUS})],
-           "logprobs": [dict(prompt=[[5] * 500] * 50, max_tokens=1, echo=True, logprobs=20)]}
+           "logprobs": [dict(prompt=[[5] * 500] * 50, max_tokens=1, echo=True, logprobs=20, stream=True)]}
 
 
 def measure_plain(server) -> list[float]:
     """The gaps of a plain stream, 99th percentile, and the time of a plain request, in seconds."""
-    content = request(dict(LONG, max_tokens=40, stream=True), Connection="close")
+    content = request(dict(LONG, max_tokens=100, stream=True), Connection="close")
     with server.send(content) as connection, connection.makefile("rb") as file:
         times = [time.monotonic() for line in file if line.startswith(b"data: {")]
     gaps = sorted(after - before for before, after in zip(times, times[1:]))
