@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these v
 TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
 ADDS = {"return_token_ids", "prompt_logprobs"}  # to an answer
 FLAGS = {"stream", "echo", "add_generation_prompt", "continue_final_message", "return_token_ids"}
-MOST_SAMPLES, MOST_LOGPROBS, MOST_STOPS = 128, 20, 16
+MOST_PROMPTS, MOST_SAMPLES, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
 MOST_CHARS = {"tools": 262_144, "structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
               "allowed_token_ids": 32_768, "stop": 8192, "stop_token_ids": 8192, "bad_words": 8192}  # as JSON
 
@@ -90,9 +90,8 @@ class Serving:
             body["max_tokens"] = 1  # a token is generated all the same
         params = self._params(path, body, call)
         length = body.get("truncate_prompt_tokens")
-        if length is None:
-            self._check_length([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
-                               else as_list(body["prompt"]))
+        self._check_length([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
+                           else as_list(body["prompt"]), is_cut=length is not None)
         prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
         thinks = None
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
@@ -112,9 +111,11 @@ class Serving:
         """Of a text that the model may be able to take."""
         return self.llm.max_model_len * max(map(len, self.token_bytes))
 
-    def _check_length(self, texts: list) -> None:
-        """ValueError for a text that the model cannot take: it is not tokenized, which would take long."""
-        for text in texts if self.llm.tokenizer else ():
+    def _check_length(self, texts: list, is_cut: bool = False) -> None:
+        """ValueError for what would take long to read: too many prompts, or a text that the model cannot take."""
+        if len(texts) > MOST_PROMPTS:
+            raise ValueError(f"there are {len(texts)} prompts, and at most {MOST_PROMPTS} in a request; send several")
+        for text in texts if self.llm.tokenizer and not is_cut else ():
             if isinstance(text, str) and len(text) > self.max_chars:
                 raise ValueError(f"This model's maximum context length is {self.llm.max_model_len} tokens, which have "
                                  f"{self.max_chars} characters at most, and a prompt has {len(text)}; shorten it")

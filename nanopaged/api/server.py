@@ -15,6 +15,7 @@ answer to any Host.
 """
 import asyncio
 import errno
+import gc
 import hmac
 import ipaddress
 import json
@@ -400,9 +401,11 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
     api = Api(serving)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
         signal.signal(number, lambda *_: None)
+    gc.freeze()  # a body of many small lists would have all that is loaded walked again and again
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
     api.server(host, api_key, allowed_hosts).run(sockets=[listener])
+    gc.unfreeze()
     api.engine.stop()
     return 0
