@@ -43,8 +43,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
                                file: one answer; --no-history keeps no message; --system TEXT
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
-                               NANOPAGED_API_KEY, as --served-model-name NAME [that of --model];
-                               --allowed-hosts NAME,..: its names at a proxy, needed without a key
+     NANOPAGED_API_KEY, --allowed-hosts NAME,.. without a key, --served-model-name NAME [--model's]
   --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
   --tool-call-parser P, --reasoning-parser P     hermes, llama3_json, mistral; deepseek_r1, qwen3
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
