@@ -431,6 +431,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs))
         self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
+        self.observers: list[Callable[[str, Any], object]] = []  # told of each change (nanopaged/cli/frames.py)
+
+    def tell(self, change: str, of: Any = None) -> None:
+        """The method of this name has changed a step or a sequence. "begin": a step is going to be scheduled."""
+        for observe in self.observers:
+            observe(change, of)
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=by_order)
@@ -438,6 +444,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Walk `waiting` and `running` as one list, merged by order, and give out the token budget. A waiting sequence
         is admitted when its turn comes. If it does not fit, this step admits no other, so that none overtakes it."""
+        self.tell("begin")
         step, budget = self.block_manager.begin_step(), self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
         while budget > 0:
@@ -460,6 +467,7 @@ class Scheduler:
             turn += 1
         manager = self.block_manager
         manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
+        self.tell("schedule", step)
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
@@ -533,12 +541,14 @@ class Scheduler:
                 seq.rewind(position + 1 if is_right else position)
             if seq.status is Status.FINISHED:
                 self.release(seq)
+        self.tell("update", step)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are free at once."""
         if seq.status is not Status.FINISHED:
             self.release(seq)
         seq.finish(reason, stop_reason)
+        self.tell("finish", seq)
 
     def release(self, seq: Sequence) -> None:
         """Remove a sequence from its queue and free its blocks. `add` queues it again, from its first token."""
@@ -573,6 +583,7 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 self.release(seq)
                 self.add(seq)
+        self.tell("undo", step)
 
     def _remove(self, seq: Sequence) -> None:
         discard(self.running, seq)
@@ -744,6 +755,7 @@ class Engine:
         if not self.launched:
             for seq in list(self.scheduler.running):
                 self.scheduler.release(seq)
+                self.scheduler.tell("release", seq)
 
     @property
     def is_idle(self) -> bool:

@@ -79,7 +79,7 @@ ENGINE
   --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
   --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
-  --trace [FILE.html]          print what each step computes, in which blocks; or write a page
+  --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
 
@@ -123,8 +123,9 @@ def _run(args, llm_class) -> int:
                     args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     if args.trace:
-        if not args.trace.lower().endswith(".html"):
-            raise ValueError(f"--trace takes FILE.html, or no file to print the steps on stderr, not {args.trace!r}")
+        if not args.trace.lower().endswith((".html", ".json")):
+            raise ValueError("--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not "
+                             f"{args.trace!r}")
         open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
     with _traced(llm, args):
@@ -147,7 +148,8 @@ def _traced(llm, args) -> Iterator[None]:
         if page:
             import shlex
             page.save(args.trace, "python engine.py " + shlex.join(args.words))
-            _say(f"{args.trace} plays the run; open it in a browser")
+            is_page = args.trace.lower().endswith(".html")
+            _say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,

@@ -5,15 +5,17 @@ import re
 import shlex
 import shutil
 import subprocess
-from html.parser import HTMLParser
+from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.cli.frames import VERSION, Frame
 from nanopaged.cli.main import main
-from nanopaged.cli.page import MOST_FRAMES, Page
+from nanopaged.cli.page import Page
 from nanopaged.tests.helpers import load
 
 torch.set_num_threads(1)
@@ -33,17 +35,17 @@ def run_of(text: str) -> dict:
 
 def states(run: dict):
     """(frame, block tables, tokens in the cache, texts, cached blocks of each GPU) after each frame."""
-    tables, lens, texts, cached = {}, {}, {}, [set() for _ in range(run["gpus"])]
+    tables, lens, texts, cached = {}, {}, {}, [set() for _ in range(run["pools"])]
     for frame in run["frames"]:
-        for known, news in ((tables, frame["tables"]), (lens, frame["lens"])):
+        for known, news in ((tables, frame.get("tables", {})), (lens, frame.get("lens", {}))):
             known.update(news)
             for name in [name for name, value in known.items() if value is None]:
                 del known[name]
-        for name, (start, more) in frame["texts"].items():
+        for name, (start, more) in frame.get("texts", {}).items():
             texts[name] = texts.get(name, [])[:start] + more
             assert len(texts[name]) == start + len(more)
-        for gpu, block, is_cached in frame["cached"]:
-            (cached[gpu].add if is_cached else cached[gpu].discard)(block)
+        for gpu, block, is_cached in frame.get("cached", []):
+            (cached[gpu].add if is_cached else cached[gpu].remove)(block)
         yield frame, dict(tables), dict(lens), dict(texts), [set(blocks) for blocks in cached]
 
 
@@ -51,9 +53,8 @@ def recorded(tmp_path, run, **options) -> tuple[LLM, dict, list]:
     """An engine, its page's data, and for each launched step the state of the scheduler by other means."""
     llm = load("shakespeare", **dict(device="cpu", num_blocks=18, block_size=4, max_num_seqs=256) | options)
     page, witnessed = Page(llm), []
-    pools = getattr(llm.scheduler, "pools", [llm.scheduler])
-    for gpu, (runner, scheduler) in enumerate(zip(llm.runners, pools)):
-        def launch(step, gpu=gpu, scheduler=scheduler, launch=runner.launch):
+    for gpu, (runner, recovery) in enumerate(zip(llm.runners, llm.recoveries)):
+        def launch(step, gpu=gpu, scheduler=recovery.scheduler, launch=runner.launch):
             witnessed.append((gpu, [list(seq.block_table) for seq in scheduler.running],
                               [seq.num_computed_tokens for seq in scheduler.running],
                               [llm.tokenizer.decode(seq.token_ids[:seq.num_computed_tokens])
@@ -63,65 +64,97 @@ def recorded(tmp_path, run, **options) -> tuple[LLM, dict, list]:
         runner.launch = launch
     run(llm)
     page.save(str(tmp_path / "run.html"), "a run </script>")
-    return llm, run_of((tmp_path / "run.html").read_text()), witnessed
+    page.save(str(tmp_path / "run.json"), "a run </script>")
+    page.close()
+    data = run_of((tmp_path / "run.html").read_text())
+    assert data == json.loads((tmp_path / "run.json").read_text())
+    return llm, data, witnessed
 
 
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
 RUNS = {
-    "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrives", "found", "copied", "preempted"}),
-    "swapping": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(swap_space=0.001), {"preempted", "swapped in"}),
-    "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beam", "copied"}),
-    "two GPUs": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES), dict(data_parallel_size=2), {"placed"})}
+    "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "copied", "preempted"}),
+    "swapping": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(swap_space=0.001), {"preempted", "swapped_in"}),
+    "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "copied"}),
+    "two GPUs": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES), dict(data_parallel_size=2), {"placed"}),
+    "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"found", "copied", "preempted"}),
+    "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES),
+                           dict(data_parallel_size=2, num_blocks=14, swap_space=0.001), {"swapped_in", "placed"}),
+    "64 sequences": (lambda llm: llm.generate([f"{i}: O" for i in range(64)], SamplingParams(max_tokens=12, seed=0)),
+                     dict(num_blocks=200), {"preempted", "arrived"})}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_data_is_what_happened(tmp_path, name):
     run, options, kinds = RUNS[name]
     llm, data, witnessed = recorded(tmp_path, run, **options)
-    assert (data["blocks"], data["size"], data["gpus"]) == (18, 4, len(llm.runners)) and "</script>" in data["title"]
-    steps = [state for state in states(data) if state[0]["title"].startswith("step ")]
+    assert (data["blocks"], data["block_size"], data["pools"]) == (options.get("num_blocks", 18), 4, len(llm.runners))
+    assert data["version"] == VERSION and "</script>" in data["command"]
+    steps = [state for state in states(data) if state[0]["kind"] == "step"]
     assert len(steps) == len(witnessed) > 10
+    seqs = {name: seq for frame in data["frames"] for name, seq in frame.get("seqs", {}).items()}
     for (frame, tables, lens, texts, cached), (gpu, held, computed, known, keys, num_tokens, copies) in zip(
             steps, witnessed):
         names = [row[0] for row in frame["work"]]
-        assert frame["gpu"] == gpu and [tables[name][:2] for name in names] == [[gpu, table] for table in held]
+        assert frame["pool"] == gpu and [tables[name][:2] for name in names] == [[gpu, table] for table in held]
         assert [lens[name] for name in names] == computed and frame["num_tokens"] == num_tokens
-        assert cached[gpu] == keys and [tuple(pair) for pair in frame["copies"]] == copies
-        assert ["".join(texts[name][:lens[name]]) for name in names] == known
-        assert sum(end - start for _, _, start, end in frame["work"] if start < end) <= num_tokens
-        assert all(data["seqs"][name][1] == int(name[1:]) for name in names)
-    *_, (last, tables, lens, _, _) = states(data)
-    assert tables == lens == {} and last["title"].startswith("after step")
-    assert kinds <= {kind for frame in data["frames"] for kind, _ in frame["events"]}
-    sampled = [words for frame in data["frames"] for kind, words in frame["events"] if kind == "sampled"]
-    assert len(sampled) == len(steps) and not any("in step" in words for words in sampled)
+        assert cached[gpu] == keys and [tuple(pair[:2]) for pair in frame.get("copied", [])] == copies
+        if "lookahead" not in options:  # with it, the text of the last token is not known yet
+            assert ["".join(texts[name][:lens[name]]) for name in names] == known
+        assert sum(end - start for _, _, start, end, *_ in frame["work"]) == num_tokens
+        assert all(seqs[name][1] == int(re.sub("[A-Z]+", "", name) or 0) for name in names)
+    *_, (_, tables, lens, _, _) = states(data)
+    assert tables == lens == {} and kinds <= {kind for frame in data["frames"] for kind in frame}
+    sampled = [frame["step"] for frame in data["frames"] if "sampled" in frame]
+    assert sorted(sampled) == [frame["step"] for frame, *_ in steps]
 
 
-def test_the_picture_in_the_readme():
-    [picture] = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
+def test_a_text_is_told_as_it_becomes_known(tmp_path):
+    """A token that ends within a character is told as its bytes, and the one that completes it has the character."""
+    llm, data, _ = recorded(tmp_path, lambda llm: llm.generate("\u20ac<!--<script>", SamplingParams(max_tokens=12)))
+    *_, (_, _, _, texts, _) = states(data)
+    pieces = texts["A"]
+    assert pieces[0] == [0xE2] and "".join(piece for piece in pieces if isinstance(piece, str)).startswith("\u20ac<!--")
+    assert "<!--<script" not in (tmp_path / "run.html").read_text()
+
+
+def test_the_pictures_in_the_readme():
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
+
+
+def test_the_frames_in_the_readme(tmp_path):
+    """README names every field of the data."""
+    _, data, _ = recorded(tmp_path, RUNS["samples"][0])
+    table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
+    for name in [*data, *(item.name for item in fields(Frame))]:
+        assert f"`{name}`" in table, name
+    assert f"`version` ({VERSION})" in table
 
 
 def test_long_runs_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr("nanopaged.cli.page.MOST_FRAMES", 5)
     _, data, witnessed = recorded(tmp_path, RUNS["samples"][0])
-    assert len(data["frames"]) == 5 < len(witnessed)
-    assert f"F.length < {MOST_FRAMES}" in (tmp_path / "run.html").read_text()
+    assert len(data["frames"]) == 5 and data["left_out"] >= 2 * len(witnessed) - 5
 
 
 def test_a_page_on_request(tmp_path, capsys):
     """The text is as without it, and the rest goes to stderr. The page has no parts outside of its file."""
     texts = []
-    for more in ([], ["--trace", str(tmp_path / "run.html")]):
+    for more in ([], ["--trace", str(tmp_path / "run.html")], ["--trace", str(tmp_path / "run.json")]):
         assert main([*EXAMPLE, *more]) == 0
         captured = capsys.readouterr()
         texts.append(captured.out)
-    assert texts[0] == texts[1] and f"{tmp_path / 'run.html'} plays the run" in captured.err
-    assert "step 1" not in captured.err
+        assert "step 1" not in captured.err and (not more or more[1] in captured.err)
+    assert texts[0] == texts[1] == texts[2]
     page = (tmp_path / "run.html").read_text()
-    assert not re.search(r"(?:src|href)=|url\(|@import|fetch\(", page.replace(json.dumps(run_of(page)), ""))
-    kinds = {kind for frame in run_of(page)["frames"] for kind, _ in frame["events"]}
-    assert {"found", "copied", "preempted", "slid out", "evicted", "finished"} <= kinds
+    run, data = run_of(page), json.loads((tmp_path / "run.json").read_text())
+    assert run["frames"] == data["frames"] and run["left_out"] == 0
+    assert not re.search(r"src=|url\(|@import|fetch\(|<link", page.replace(json.dumps(run), ""))
+    kinds = {kind for frame in data["frames"] for kind in frame}
+    assert {"found", "copied", "preempted", "slid_out", "evicted", "ended"} <= kinds
 
 
 def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
@@ -139,8 +172,9 @@ def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("run.txt", "--trace takes FILE.html, or no file to print the steps on stderr, not 'run.txt'"),
-    ("nowhere/run.html", "--trace 'nowhere/run.html' cannot be opened: No such file or directory")])
+    ("run.txt", "--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not 'run.txt'"),
+    ("nowhere/run.html", "--trace 'nowhere/run.html' cannot be opened: No such file or directory"),
+    ("nowhere/run.json", "--trace 'nowhere/run.json' cannot be opened: No such file or directory")])
 def test_files_that_are_no_page(tmp_path, capsys, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     assert main(["--prompt", "x", "--trace", name], lambda *_, **__: pytest.fail("it is loaded")) == 2
@@ -151,63 +185,99 @@ def test_files_that_are_no_page(tmp_path, capsys, monkeypatch, name, words):
 # In a browser
 # --------------------------------------------------------------------------------------------------
 
-class Texts(HTMLParser):
-    """The text of each element with an id."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.open, self.texts, self.blocks = [], {}, []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        if tag not in ("meta", "input", "br"):
-            self.open.append(attributes.get("id"))
-        if (attributes.get("class") or "").split()[:1] == ["b"]:
-            self.blocks.append(attributes["title"])
-
-    def handle_endtag(self, tag):
-        self.open.pop()
-
-    def handle_data(self, data):
-        for name in filter(None, self.open):
-            self.texts[name] = self.texts.get(name, "") + data
+DUMP = """<script>{
+  const all = stops.map((stop, i) => {
+    const s = stateAt(i), byBlock = (a, b) => a[0] - b[0]
+    const held = s.pools.map(p => [...p.held].map(([b, {names}]) => [b, names.length]).sort(byBlock))
+    const texts = {}
+    for (const name in s.texts) texts[name] = s.texts[name].slice(0, s.known[name])
+    return {diffs: stop.diffs.length, tables: s.tables, lens: s.lens, texts, held, kept: s.pools.map(p => p.kept),
+      cached: s.pools.map(p => [...p.cached].sort((a, b) => a - b)), series: series[i]} })
+  const shown = LOOK.map(i => { show(i)
+    const own = [...document.querySelectorAll("#pools .b")].filter(e => !e.dataset.away)
+    const labels = own.map(e => e.getAttribute("aria-label"))
+    return {labels, lines: document.querySelectorAll("#lines path").length, words: $("events").innerText,
+      attention: $("attention").innerText} })
+  const result = {all, shown, tour: tour.map(t => [t.at, t.title, t.words])}
+  document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
+}</script></html>"""
 
 
-def opened(path, frame: int) -> Texts:
-    """What Chromium shows of the page at a frame."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{path}#{frame}"]
-    return Texts(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+def played(path, look: list[int], width: int = 1440) -> dict:
+    """What the page's script makes of its data at every picture, and what Chromium shows at some of them."""
+    copy = path.with_name("copy.html")
+    copy.write_text(path.read_text().replace("</html>", DUMP.replace("LOOK", json.dumps(look))))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1000", "--dump-dom"]
+    out = subprocess.run([*command, f"file://{copy}"], capture_output=True, text=True, timeout=60).stdout
+    return json.loads(html.unescape(re.search("<pre>(.*)</pre>", out, re.S)[1]))
+
+
+def assert_played(run: dict, played: dict, look: list[int]):
+    """The script's states are those of the frames, and what it draws is in them."""
+    known, at = list(states(run)), 0
+    assert sum(stop["diffs"] for stop in played["all"]) == len(known)
+    for i, stop in enumerate(played["all"]):
+        at += stop["diffs"]
+        _, tables, lens, texts, cached = known[at - 1]
+        assert (stop["tables"], stop["lens"], stop["texts"]) == (tables, lens, texts)
+        assert stop["cached"] == [sorted(blocks) for blocks in cached]
+        for pool, (held, kept) in enumerate(zip(stop["held"], stop["kept"])):
+            here = [table for where, table, _ in tables.values() if where == pool]
+            counts = Counter(block for table in here for block in table if block >= 0)
+            assert held == [list(pair) for pair in sorted(counts.items())]
+            assert kept == len(cached[pool] - counts.keys())
+        series = stop["series"]
+        assert series["held"] == sum(map(len, stop["held"])) and series["running"] == len(lens) >= series["fits"]
+        assert series["used"] <= series["reserved"] <= run["blocks"] * run["block_size"] * run["pools"]
+        if i in look:
+            shown = played["shown"][look.index(i)]
+            labels = [label.partition(":")[2] for label in shown["labels"]]
+            expected = [(pool, block) for pool in range(run["pools"]) for block in range(len(labels) // run["pools"])]
+            for (pool, block), label in zip(expected, labels, strict=True):
+                names = [name for name, (where, table, _) in tables.items() if where == pool and block in table]
+                state = "held by" if names else "free, its tokens can" if block in cached[pool] else "free"
+                assert label.strip().startswith(state) and all(name in label for name in names)
+                assert names or block in cached[pool] or label == " free"
 
 
 @needs_chromium
-def test_a_browser_shows_each_kind_of_event(tmp_path, capsys):
+def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     path = tmp_path / "run.html"
     assert main([*EXAMPLE, "--trace", str(path)]) == 0
     run = run_of(path.read_text())
-    at = next(i for i, frame in enumerate(run["frames"]) if any(kind == "preempted" for kind, _ in frame["events"]))
-    frame, tables, lens, _, cached = list(states(run))[at]
-    shown = opened(path, at)
-    assert html.unescape(shown.texts["run"]) == run["title"] and shown.texts["title"] == frame["title"]
-    assert shown.texts["count"] == f"{at + 1} / {len(run['frames'])}"
-    for kind, words in frame["events"]:
-        assert f"{kind} {words}" in shown.texts["events"]
-    for button in ("shared beginning", "copy-on-write", "preemption", "sliding window", "eviction"):
-        assert re.search(rf"{button} \d", shown.texts["jumps"])
-    assert len(shown.blocks) == 18
-    for block, words in enumerate(shown.blocks):
-        holders = [name for name, (_, table, _) in tables.items() if block in table]
-        state = f"held by {', '.join(holders)}" if holders else "free, still cached" if block in cached[0] else "free"
-        assert words.startswith(f"block {block}: {state}")
-    assert re.findall(r"waits[^A-Z]*", shown.texts["tables"]) == ["waits: it was preempted in this step"]
-    assert f"{18 - sum(': free' in words for words in shown.blocks)} of 18 blocks held" in shown.texts["pools"]
+    result = played(path, look := list(range(0, 39, 3)))
+    assert_played(run, result, look)
+    titles = [title for _, title, _ in result["tour"]]
+    assert titles == ["Texts are admitted", "Prefill: the prompt", "Decode: one token", "A full block",
+                      "A shared beginning", "Copy-on-write", "The pool is full", "A text is preempted",
+                      "A text returns", "Drafts", "The window", "A text ends, its blocks are free"]
+    assert "block 1" in result["tour"][5][2] and all(shown["lines"] for shown in result["shown"][:8])
+    assert "It reads the K and V of tokens" in result["shown"][1]["attention"]
 
 
 @needs_chromium
-def test_a_browser_shows_the_pool_of_each_gpu_and_the_host(tmp_path):
-    recorded(tmp_path, RUNS["two GPUs"][0], data_parallel_size=2, num_blocks=14, swap_space=0.001)
-    run = run_of((tmp_path / "run.html").read_text())
-    at = next(i for i, (_, tables, *_) in enumerate(states(run)) if any(away for _, _, away in tables.values()))
-    shown = opened(tmp_path / "run.html", at)
-    assert all(f"The pool of GPU {gpu}: " in shown.texts["pools"] for gpu in range(2))
-    assert re.search(r"On the host: [1-9]\d* blocks", shown.texts["pools"]) and "host 0" in shown.texts["tables"]
+@pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390)])
+def test_a_browser_plays_other_runs(tmp_path, name, width):
+    call, options, _ = RUNS[name]
+    _, run, _ = recorded(tmp_path, call, **options)
+    result = played(tmp_path / "run.html", look := [0, 5, 12], width)
+    assert_played(run, result, look)
+    if run["host_blocks"]:
+        assert any(table[2] for stop in result["all"] for table in stop["tables"].values())
+
+
+@needs_chromium
+def test_a_browser_opens_what_could_end_the_script(tmp_path):
+    _, run, _ = recorded(tmp_path, lambda llm: llm.generate("<!--<script>", SamplingParams(max_tokens=2)))
+    result = played(tmp_path / "run.html", [0])
+    assert_played(run, result, [0])
+    assert '"<!--<script>"' in result["shown"][0]["words"]
+
+
+@needs_chromium
+def test_a_run_without_steps_says_so(tmp_path):
+    recorded_path = tmp_path / "run.html"
+    Page(load("shakespeare", device="cpu", num_blocks=8)).save(str(recorded_path), "nothing")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{recorded_path}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.partition("<script")[0]
+    assert "This run computed no step" in shown and "Infinity" not in shown

@@ -1,0 +1,435 @@
+"""What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
+
+`Frames` is an observer (engine.Scheduler.observers). It takes a picture of the queues, block tables and prefix caches
+after each change, compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames,
+page.py plays them. The engine computes the same with it and without it.
+
+Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
+"""
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from nanopaged import engine, kernel, tiles
+from nanopaged.api.beam import BeamSearch
+
+VERSION = 1  # of the frames in a file
+NULL = engine.NULL
+Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
+MOST_WORDS = 100  # tokens of a text that a frame repeats
+
+
+@dataclass
+class Frame:
+    """A change, and its events. README.md, "The frames of a run", describes the fields; what is empty is left out of a
+    file. Words that stand for blocks are block ids, and words that stand for sequences are their names."""
+    kind: str  # "step", "idle": a step that computes nothing, "tokens", "ended", "beams", "undone"
+    pool: int  # number of the GPU
+    step: int | None  # its number; of "tokens": of the step that sampled them; of others: of the last one
+    late: bool = False  # tokens: other steps were scheduled before they were read
+    num_tokens: int = 0  # that the step computes
+    budget: int = 0  # of tokens that it may compute
+    arrived: list = field(default_factory=list)  # [names, priority, number of prompt tokens, Words]
+    work: list = field(default_factory=list)  # [name, kind, start, end, whether it samples, drafts] of each that runs
+    waits: list = field(default_factory=list)  # [name, why]
+    placed: list = field(default_factory=list)  # [name, pool, [[pool, tokens of its next step], ..], samples there]
+    found: list = field(default_factory=list)  # [name, tokens, shared blocks, with whom, blocks that were free]
+    swapped_in: list = field(default_factory=list)  # [name, host blocks, blocks]
+    slid_out: list = field(default_factory=list)  # [name, block]
+    taken: list = field(default_factory=list)  # [name, blocks]
+    evicted: list = field(default_factory=list)  # block
+    copied: list = field(default_factory=list)  # [block, copy, holders of the copy, holders of the block]
+    registered: list = field(default_factory=list)  # block
+    preempted: list = field(default_factory=list)  # [name, blocks, host blocks that they go to]
+    drafted: list = field(default_factory=list)  # [name, Words, the position where they stood before or None]
+    attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
+    sampled: list = field(default_factory=list)  # [name, Words or why not, {best_of, allowed, forced, drafts, right}]
+    ended: list = field(default_factory=list)  # [name, how, reason, freed blocks, those not cached, others hold]
+    beams: list = field(default_factory=list)  # [name, Words, parent or None, shared blocks]
+    undone: list = field(default_factory=list)  # name
+    # The difference of the states
+    tables: dict = field(default_factory=dict)  # name -> [pool, block table, host blocks]; None: it has none any more
+    lens: dict = field(default_factory=dict)  # name -> tokens whose K and V are in its blocks; None: as above
+    texts: dict = field(default_factory=dict)  # name -> [tokens told before, the texts of those after]
+    cached: list = field(default_factory=list)  # [pool, block, whether the prefix cache has it now]
+    seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
+
+    def to_json(self) -> dict[str, Any]:
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in named.items() if value not in (None, False, [], {})
+                or name in ("pool", "step")}
+
+
+class State(NamedTuple):
+    """A picture of the schedulers and their block managers."""
+    running: list[list[engine.Sequence]]  # of each pool
+    waiting: list[engine.Sequence]  # of all
+    keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
+    tables: dict[engine.Sequence, list[int]]  # running sequence -> its block table
+    num_known: dict[engine.Sequence, int]  # running or waiting sequence -> the number of its known tokens
+    num_computed: dict[engine.Sequence, int]  # running sequence -> tokens in its blocks
+    host_tables: dict[engine.Sequence, list[int]]  # waiting sequence -> its blocks on the host
+    num_allowed: dict[engine.Sequence, int]  # running sequence with a grammar -> the tokens that may come next
+    drafts: dict[engine.Sequence, list[int]]  # running sequence -> its drafts that are not decided yet
+
+    @classmethod
+    def of(cls, schedulers: list[engine.Scheduler], waiting: list[engine.Sequence]) -> "State":
+        running = [list(scheduler.running) for scheduler in schedulers]
+        seqs = list(itertools.chain(*running))
+        return cls(running, list(waiting), [dict(one.block_manager.key_of_block) for one in schedulers],
+                   {seq: list(seq.block_table) for seq in seqs}, {seq: len(seq.token_ids) for seq in seqs + waiting},
+                   {seq: seq.num_computed_tokens for seq in seqs}, {seq: list(seq.host_table) for seq in waiting},
+                   {seq: seq.sampling.grammar.num_allowed() for seq in seqs if seq.sampling.grammar},
+                   {seq: list(seq.drafts) for seq in seqs if seq.drafts})
+
+
+class Frames:
+    """Calls show(frame) at every change of an LLM's engine until close()."""
+
+    def __init__(self, llm: Any, show: Callable[[Frame], object]):
+        self.llm, self.show = llm, show
+        self.schedulers: list[Any] = [recovery.scheduler for recovery in llm.recoveries]
+        self.managers: list[Any] = [scheduler.block_manager for scheduler in self.schedulers]
+        self.letters: dict[int, str] = {}  # arrival -> the request's name
+        self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
+        self.counter = itertools.count()
+        self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
+        self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
+        self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
+        self.beam_lens: dict[engine.Sequence, int] = {}  # live beam -> the number of its known tokens
+        self.told: dict[str, dict] = dict(tables={}, lens={})  # the state that the frames so far add up to
+        self.told_cached: list[set[int]] = [set() for _ in self.schedulers]
+        self.told_texts: dict[str, tuple] = {}  # name -> (sequence, tokens told, its detokenizer)
+        self.state = self._picture()
+        self.observers = [partial(self._observe, pool) for pool in range(len(self.schedulers))]
+        for scheduler, observer in zip(self.schedulers, self.observers):
+            scheduler.observers.append(observer)
+
+    def close(self) -> None:
+        for scheduler, observer in zip(self.schedulers, self.observers):
+            if observer in scheduler.observers:
+                scheduler.observers.remove(observer)
+
+    def header(self) -> dict[str, Any]:
+        """What stays the same over the run."""
+        manager, scheduler, config = self.managers[0], self.schedulers[0], self.llm.config
+        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # K and V of a token
+        return dict(version=VERSION, model=self.llm.path.name, pools=len(self.schedulers), blocks=manager.num_blocks,
+                    block_size=manager.block_size, host_blocks=getattr(manager, "num_host_blocks", 0),
+                    window=getattr(manager, "window", 0), max_num_seqs=scheduler.max_num_seqs,
+                    layers=config.num_layers, bytes_per_token=values * self.llm.runner.kv_dtype.itemsize,
+                    attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
+
+    def _picture(self) -> State:
+        return State.of(self.schedulers, self.llm.scheduler.waiting)
+
+    def _observe(self, pool: int, change: str, of: Any) -> None:
+        before, self.state = self.state, self._picture()
+        if beams := self._beams():
+            self._tell(Frame("beams", pool, self.last[pool], beams=beams))
+        make = dict(schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone, undo=self._undone)
+        if change in make and (frame := make[change](pool, before, of)):
+            self._tell(frame)
+
+    def _tell(self, frame: Frame) -> None:
+        """Add the difference between the state and what was told of it."""
+        state, tables, lens = self.state, {}, {}
+        for pool, running in enumerate(state.running):
+            for seq in running:
+                tables[self._name(seq)] = [pool, state.tables[seq], []]
+                lens[self._name(seq)] = state.num_computed[seq]
+            keys = set(state.keys[pool])
+            frame.cached += [[pool, block, block in keys] for block in sorted(keys ^ self.told_cached[pool])]
+            self.told_cached[pool] = keys
+        for seq, host_table in state.host_tables.items():
+            if host_table:
+                pool = self.managers.index(seq.pool)
+                tables[self._name(seq)] = [pool, [], _real(host_table)]
+        for name, now, news in (("tables", tables, frame.tables), ("lens", lens, frame.lens)):
+            before, self.told[name] = self.told[name], now
+            news.update({key: None for key in before if key not in now})
+            news.update({key: value for key, value in now.items() if before.get(key) != value})
+        for seq in state.num_known:
+            if seq.order[1] in self.letters:
+                self._tell_text(seq, frame)
+        self.told_texts = {name: told for name, told in self.told_texts.items() if told[0] in state.num_known}
+        self.show(frame)
+
+    def _tell_text(self, seq: engine.Sequence, frame: Frame) -> None:
+        """The tokens that were not told before; all of them if a beam of that name had others. A token that ends
+        within a character is told as its bytes; the one that completes the character has it."""
+        name, tokenizer = self._name(seq), self.llm.tokenizer
+        told, count, detokenizer = self.told_texts.get(name, (None, 0, None))
+        if told is not seq:
+            count, detokenizer = 0, tokenizer and tokenizer.detokenizer(skip_special_tokens=False)
+            frame.seqs[name] = [list(self.letters).index(seq.order[1]), seq.order[2], seq.num_prompt_tokens,
+                                seq.max_len]
+        if count < len(seq.token_ids):
+            new = seq.token_ids[count:]
+            frame.texts[name] = [count, [detokenizer.add([token]) or list(self._token_bytes[token]) or ""
+                                         if detokenizer else f"{token} " for token in new]]
+            self.told_texts[name] = seq, len(seq.token_ids), detokenizer
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return self.llm.tokenizer.token_bytes()
+
+    # ---- a step, when it is scheduled
+
+    def _step(self, pool: int, before: State, step: engine.SchedulerOutput) -> Frame | None:
+        scheduler, state, several = self.schedulers[pool], self.state, len(self.schedulers) > 1
+        running = state.running[pool]
+        waiting = sorted(scheduler.waiting + getattr(scheduler, "queue", []), key=engine.by_order)
+        arrived = [seq for seq in state.num_known if seq.order[1] not in self.letters]
+        placements = getattr(scheduler, "placements", [])
+        self.last[pool] = None
+        if several and not (running or waiting or arrived or placements):
+            return None  # other GPUs have all that is under way
+        frame = Frame("step" if step.seqs else "idle", pool, None, budget=scheduler.max_num_batched_tokens)
+        self._arrivals(arrived, frame)
+        self._placements(placements, frame)
+        if not step.seqs:
+            return frame
+        frame.step = self.last[pool] = self.numbers[step] = next(self.counter)
+        frame.num_tokens = sum(step.num_tokens)
+        is_spent, num_tokens = frame.num_tokens == frame.budget, dict(zip(step.seqs, step.num_tokens))
+        frame.work = [[self._name(seq), *self._work(seq, num_tokens[seq], step)] if seq in num_tokens
+                      else [self._name(seq), self._pause(seq, is_spent), 0, 0, False, 0] for seq in running]
+        for seq in waiting:
+            why = "waits behind it" if frame.waits else self._why_not(seq, pool, step, is_spent)
+            frame.waits.append([self._name(seq), why])
+        self._moves(pool, before, step, frame)
+        for seq in step.seqs:
+            if seq.drafts:  # custom proposers say where they found them, or not
+                found = getattr(seq.drafter.proposer, "found", None)
+                where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
+                frame.drafted.append([self._name(seq), self._words(seq.drafts), where])
+        self._attention(step, frame)
+        for seq in step.seqs:
+            num_computed = seq.num_computed_tokens - len(seq.drafts)
+            self.most_computed[seq.order] = max(num_computed, self.most_computed.get(seq.order, 0))
+        return frame
+
+    def _arrivals(self, seqs: list[engine.Sequence], frame: Frame) -> None:
+        by_arrival = sorted(seqs, key=lambda seq: seq.order[1:])
+        for arrival, group in itertools.groupby(by_arrival, key=lambda seq: seq.order[1]):
+            samples = list(group)
+            self.letters[arrival] = letters(len(self.letters))
+            prompt = samples[0].token_ids[:samples[0].num_prompt_tokens]
+            frame.arrived.append([self._names(samples), samples[0].order[0], len(prompt), self._words(prompt)])
+
+    def _placements(self, placements: list, frame: Frame) -> None:
+        """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
+        samples = None
+        for seq, pool, offers in placements:
+            has_samples = seq.samples is samples is not None or pool._run_here(seq.samples, but=seq)
+            samples = seq.samples
+            frame.placed.append([self._name(seq), pool.index,
+                                 [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
+
+    def _work(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput) -> tuple:
+        """The tokens that a sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
+        end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
+        start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
+        if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
+            kind = "again"
+        elif seq.drafts or num_tokens == 1 and start >= num_prompt_tokens:
+            kind = "decode"
+        elif start >= max(num_prompt_tokens, most):
+            kind = "forced"  # by a grammar, which leaves no choice about these tokens
+        else:
+            kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
+        return kind, start, end, seq in step.sampled, len(seq.drafts)
+
+    def _pause(self, seq: engine.Sequence, is_spent: bool) -> str:
+        """The reason why a running sequence computes no token in this step."""
+        if self._candidates(seq):
+            return "waits for the other beams"
+        if seq.num_new_tokens <= 0:
+            return "waits for its token"
+        return "waits: the token budget is spent" if is_spent else "waits"
+
+    def _why_not(self, seq: engine.Sequence, pool: int, step: engine.SchedulerOutput, is_spent: bool) -> str:
+        """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
+        manager, max_num_seqs = self.managers[pool], self.schedulers[pool].max_num_seqs
+        num_free = manager.num_free_blocks
+        if seq in step.preempted:
+            why = "it was preempted in this step"
+        elif len(self.state.running[pool]) >= max_num_seqs:
+            why = f"no batch row is free, max_num_seqs is {max_num_seqs}"
+        elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > num_free:
+            why = f"free blocks needed {num_needed}, there are {num_free}"
+        else:
+            why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
+        return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
+
+    def _moves(self, pool: int, before: State, step: engine.SchedulerOutput, frame: Frame) -> None:
+        """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
+        holders: dict[int, list[engine.Sequence]] = {}  # held block -> the sequences whose tables list it
+        for seq in self.state.running[pool]:
+            for block in _real(seq.block_table):
+                holders.setdefault(block, []).append(seq)
+        came = dict(step.swaps_in)  # host block -> block
+        for seq in self.state.running[pool]:
+            name, table, old = self._name(seq), seq.block_table, before.tables.get(seq)
+            hosts = [host for host in before.host_tables.get(seq, ()) if host in came]
+            moved = {NULL, *(came[host] for host in hosts)}
+            num_old = engine.cdiv(seq.num_hit_tokens, self.managers[pool].block_size) if old is None else len(old)
+            given = [block for block in table[:num_old] if block not in moved]
+            if old is None and given:  # the sequence was admitted in this step
+                shared = [block for block in given if len(holders[block]) > 1]
+                others = dict.fromkeys(other for block in shared for other in holders[block] if other is not seq)
+                frame.found.append([name, min(seq.num_hit_tokens, len(given) * self.managers[pool].block_size), shared,
+                                    self._names(others), [block for block in given if block not in shared]])
+            if hosts:
+                frame.swapped_in.append([name, hosts, [came[host] for host in hosts]])
+            frame.slid_out += [[name, block] for block, now in zip(old or (), table) if now == NULL != block]
+            if new := [block for block in table[num_old:] if block not in moved]:
+                frame.taken.append([name, new])
+        # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
+        stays = {old for seq, table in before.tables.items() if seq.pool is self.managers[pool]
+                 for old, now in zip(table, seq.block_table) if old == now}
+        frame.evicted = [block for block, key in before.keys[pool].items()
+                         if self.state.keys[pool].get(block) is not key and block not in stays]
+        frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
+                        for block, copy in step.copies]
+        frame.registered = list(step.cached)
+        went = {host: block for block, host in step.swaps_out}
+        for seq in step.preempted:
+            hosts = _real(seq.host_table)
+            blocks = [went[host] for host in hosts] or _real(before.tables.get(seq, ()))
+            frame.preempted.append([self._name(seq), blocks, hosts])
+
+    def _attention(self, step: engine.SchedulerOutput, frame: Frame) -> None:
+        """The kernel's splits of a decoding sequence's context, at the first decode and whenever they change.
+
+        Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
+        without splits). If torch computes attention, a context without splits is not mentioned.
+        """
+        runner = self.llm.runner
+        batch = engine.StepInput.of(step, self.managers[0].block_size)
+        size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
+        shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
+        if shape:  # a CUDA graph is recorded for sequences of any length
+            size, longest = shape.num_seqs, runner.max_model_len
+        default = None if runner.kernels is kernel.TRITON else (1, 0, False)
+        for seq, count in zip(step.seqs, step.num_tokens):
+            if count == 1 or seq.drafts:
+                num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
+                how = 1, 0, False
+                if num_splits > 1:
+                    num_contexts = size * self.llm.config.num_kv_heads
+                    how = num_splits, length, tiles.programs_per_context(num_contexts, tiles.split_bound(longest)) > 1
+                if how != self.splits.get(seq.order, default):
+                    frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
+                self.splits[seq.order] = how
+
+    # ---- the results of a step, and what happens between two steps
+
+    def _tokens(self, pool: int, before: State, step: engine.SchedulerOutput) -> Frame:
+        number = self.numbers.pop(step, None)
+        frame = Frame("tokens", pool, number, late=number != self.last[pool])
+        for seq in dict.fromkeys(step.sampled):
+            new, notes = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):], {}
+            if seq not in before.num_known:
+                notes["dropped"] = True  # it had ended
+            if candidates := self._candidates(seq):
+                new, notes["best_of"] = [candidates[0][0]], len(candidates)
+            elif new and seq in before.num_allowed:
+                notes["allowed"] = before.num_allowed[seq]
+                if len(new) > 1:
+                    notes["forced"] = self._words(new[1:])
+            if drafts := before.drafts.get(seq):
+                came = seq.token_ids[before.num_known[seq]:]
+                notes["right"] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came)))
+                notes["drafts"] = len(drafts)
+            words = new[:1] if "allowed" in notes else new
+            frame.sampled.append([self._name(seq), self._words(words) if words else None, notes])
+        alive = {*self.state.running[pool], *self.state.waiting}
+        ended = [seq for seq in dict.fromkeys(step.sampled) if seq in before.num_known and seq not in alive]
+        frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
+        return frame
+
+    def _beams(self) -> list[list]:
+        """The beams that have got a token since the last picture, those of a search in its order: best first."""
+        lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
+        known = {seq: count for seq, count in self.state.num_known.items()
+                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
+        grown = {seq for seq, count in known.items() if count > lens.get(seq, seq.num_prompt_tokens)}
+        searches = sorted({seq.listener for seq in grown}, key=lambda search: search.arrival)
+        beams = []
+        for child in (beam for search in searches for beam in search.beams if beam in grown):
+            parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
+                                                     and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
+            beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
+                          _real(child.block_table)])
+        self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
+        return beams
+
+    def _gone(self, pool: int, before: State, seq: engine.Sequence) -> Frame | None:
+        if seq not in before.num_known:  # it had ended before this call
+            return None
+        how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
+        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
+
+    def _undone(self, pool: int, _: State, step: engine.SchedulerOutput) -> Frame | None:
+        number = self.numbers.pop(step, None)
+        if step.seqs or step.preempted:
+            return Frame("undone", pool, number, undone=self._names(step.seqs + step.preempted))
+        return None
+
+    def _end(self, seq: engine.Sequence, how: str, before: State, later: Iterable[engine.Sequence] = ()) -> list:
+        """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
+        that others hold. The sequences `later` end after it."""
+        pool = next((pool for pool, manager in enumerate(self.managers) if manager is seq.pool), 0)
+        manager, held_later = self.managers[pool], {block for other in later for block in before.tables.get(other, ())}
+        blocks = _real(before.tables.get(seq, ()))[::-1]
+        free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
+        is_named = seq.finish_reason and not _is_beam(seq)
+        return [self._name(seq), how, *((seq.finish_reason, seq.stop_reason) if is_named else (None, None)), free,
+                [block for block in free if block not in manager.key_of_block],
+                [block for block in blocks if block not in free]]
+
+    # ---- names and words
+
+    def _name(self, seq: engine.Sequence) -> str:
+        return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
+
+    def _names(self, seqs: Iterable[engine.Sequence]) -> list[str]:
+        return [self._name(seq) for seq in seqs]
+
+    def _words(self, token_ids: list[int]) -> Words:
+        text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:MOST_WORDS], skip_special_tokens=False)
+        return text or token_ids[:MOST_WORDS]
+
+    def _candidates(self, seq: engine.Sequence) -> list[tuple] | None:
+        """A paused beam's best next tokens, (token, log probability)."""
+        return seq.listener.candidates.get(seq) if isinstance(seq.listener, BeamSearch) else None
+
+
+def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
+    """The number of splits of a context of seq_len tokens, and their length: kernel.split_length in Python."""
+    config = llm.config
+    runner = llm.runner
+    tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
+                             tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
+    sixteenth = engine.cdiv(seq_len, 16 * tile) * tile
+    least = engine.cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
+    length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
+    num_outside = max(seq_len - config.window, 0) // length if config.window else 0  # splits that the window hides
+    return engine.cdiv(seq_len, length) - num_outside, length
+
+
+def letters(number: int) -> str:
+    """A .. Z, AA, AB .."""
+    return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _is_beam(seq: engine.Sequence) -> bool:
+    return seq.request_id.startswith("beam")
+
+
+def _real(table: Iterable[int]) -> list[int]:
+    return [block for block in table if block != NULL]
