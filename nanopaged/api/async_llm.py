@@ -53,12 +53,18 @@ class Stream:
         return any(request.has_news for request in self.requests) if self.in_parts else self.finished
 
     def take_news(self) -> dict[int, RequestOutput]:
-        """Outputs that have something new, by the request's number."""
+        """Outputs that have something new, by the request's number. Raises ApiError for a step or a tokenizer that has
+        failed: whatever a package raises, panics too, ends this stream alone."""
         news = {}
-        for number, request in enumerate(self.requests):
-            if request.has_news:
-                request.has_news = False
-                news[number] = request.output()
+        try:
+            if self.failure is not None:
+                raise self.failure
+            for number, request in enumerate(self.requests):
+                if request.has_news:
+                    request.has_news = False
+                    news[number] = request.output()
+        except BaseException as failure:
+            raise ApiError.of(failure, 500) from failure
         self.latest |= news
         self.is_taken = self.finished
         return news
@@ -239,12 +245,9 @@ class AsyncLLM(threading.Thread):
         waiter, stream.waiter = stream.waiter, None
         assert waiter is not None
         try:
-            if stream.failure is not None:
-                raise stream.failure
-            news = stream.take_news() if stream.in_parts else {}
-        except BaseException as failure:  # a step's, or that of a tokenizer
-            stream.failure = failure
-            return waiter, ApiError.of(failure, 500)
+            news = stream.take_news() if stream.in_parts or stream.failure else {}
+        except ApiError as error:
+            return waiter, error
         del self.streams[stream]
         if not stream.finished:
             self.streams[stream] = None  # behind those that wait longer
