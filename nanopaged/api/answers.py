@@ -19,7 +19,6 @@ from nanopaged.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOO_LONG = "maximum context length"  # clients look for these words and OpenAI's code
-CODES: dict[int, str | int] = {401: "invalid_api_key"}
 SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's
 
 
@@ -30,8 +29,8 @@ class ApiError(ValueError):
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
-        found = code or ("context_length_exceeded" if TOO_LONG in message else CODES.get(status, status))
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": found}}
+        found = "context_length_exceeded" if TOO_LONG in message else status
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code or found}}
 
     @classmethod
     def of(cls, error: BaseException, status: int = 400) -> "ApiError":
@@ -58,12 +57,11 @@ class Call:
     params: SamplingParams
     priority: int
     stream: bool
-    include_usage: bool
     echo: bool
     tokenizer: Any
     token_bytes: Callable[[], list[bytes]] = list
     make_reader: Callable[[], Any] = lambda: None
-    adds: frozenset[str] = frozenset()  # "return_token_ids", "prompt_logprobs", "continuous_usage_stats"
+    adds: frozenset[str] = frozenset()  # of openai.ADDS and openai.STREAM_OPTIONS
     only_echo: bool = False  # a token is generated, and not shown
     created: int = field(default_factory=lambda: int(time.time()))
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
@@ -74,7 +72,7 @@ class Call:
         self.kind = "chat.completion" if self.is_chat else "text_completion"
         self.head = (f'data: {{"id":{quote(self.id)},"object":"{self.kind}{".chunk" * self.is_chat}",'
                      f'"created":{self.created},"model":{quote(self.model)}')
-        self.tail = ',"usage":null}\n\n' if self.include_usage else "}\n\n"
+        self.tail = ',"usage":null}\n\n' if "include_usage" in self.adds else "}\n\n"
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""
@@ -136,17 +134,15 @@ class Call:
 
     def _event(self, index: int, content: str, logprobs: dict | None = None, finish_reason: str | None = None,
                stop_reason: int | str | None = None, top: str = "") -> str:
-        logprobs_json = "null" if logprobs is None else json.dumps(logprobs)
-        end = '"finish_reason":null'
-        if finish_reason:
-            end = f'"finish_reason":"{finish_reason}","stop_reason":{json.dumps(stop_reason)}'
-        return (f'{self.head}{top},"choices":[{{"index":{index},{content},"logprobs":{logprobs_json},{end}}}]'
+        found = "null" if logprobs is None else json.dumps(logprobs)
+        end = f'"{finish_reason}","stop_reason":{json.dumps(stop_reason)}' if finish_reason else "null"
+        return (f'{self.head}{top},"choices":[{{"index":{index},{content},"logprobs":{found},"finish_reason":{end}}}]'
                 f'{self.tail}')
 
     def end(self, outputs: list[RequestOutput]) -> str:
         """The last events of a stream."""
-        counts = f'{self.head},"choices":[],"usage":{json.dumps(usage(outputs))}}}\n\n' if self.include_usage else ""
-        return counts + "data: [DONE]\n\n"
+        counts = f'{self.head},"choices":[],"usage":{json.dumps(usage(outputs))}}}\n\n'
+        return counts * ("include_usage" in self.adds) + "data: [DONE]\n\n"
 
     def _write(self, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> tuple[str, dict | None]:
         """The text and the log probabilities of a sample that were not sent yet."""
@@ -171,10 +167,9 @@ class Call:
             return text, None
         if self.is_chat:
             return text, {"content": [self._chat_logprobs(*entry) for entry in found]}
-        if not sent.detokenizer and self.tokenizer:
-            sent.detokenizer = self.tokenizer.detokenizer(self.params.skip_special_tokens, output.prompt_token_ids)
-            if self.echo:  # of a prompt of ids, the special tokens are shown
-                sent.detokenizer = self.tokenizer.detokenizer(output.prompt is not None)
+        if not sent.detokenizer and self.tokenizer:  # an echo of a prompt of ids shows special tokens
+            sent.detokenizer = self.tokenizer.detokenizer(output.prompt is not None) if self.echo else (
+                self.tokenizer.detokenizer(self.params.skip_special_tokens, output.prompt_token_ids))
         return text, self._completion_logprobs(found, sent)
 
     def _completion_logprobs(self, found: list[tuple[int, Any]], sent: Sent) -> dict[str, list]:

@@ -17,8 +17,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from nanopaged.api.answers import ApiError
@@ -79,8 +79,7 @@ class AsyncLLM(threading.Thread):
         self.commands: deque[tuple[Callable, tuple]] = deque()
         self.has_commands = threading.Event()
         self.streams: dict[Stream, None] = {}  # the engine thread's: those in the engine
-        self.opened: set[Stream] = set()  # the event loop's: those that are not closed
-        self.num_sequences = 0  # of these
+        self.opened: set[Stream] = set()  # the event loop's: those within `open`
         self.waiters: set[asyncio.Future] = set()  # the event loop's
         self.end_reason: ApiError | None = None  # of the thread: there will be no outputs any more
         self.failure: BaseException | None = None  # of the last step
@@ -91,10 +90,17 @@ class AsyncLLM(threading.Thread):
 
     # ---- in the event loop
 
-    def open(self, stream: Stream) -> None:
+    @contextmanager
+    def open(self, stream: Stream) -> Iterator[None]:
+        """The engine has the stream's requests meanwhile. Then the client has all outputs, or it is gone."""
         self.opened.add(stream)
-        self.num_sequences += stream.num_sequences
         self._tell(self._add, stream, time.monotonic())
+        try:
+            yield
+        finally:
+            self.opened.remove(stream)
+            if not stream.is_taken:
+                self._tell(self._abort, stream)
 
     def num_unfinished(self) -> int:
         """The samples under way, without those that only wait for their client to read them."""
@@ -107,18 +113,11 @@ class AsyncLLM(threading.Thread):
             raise self.end_reason
         waiter = self.loop.create_future()
         self.waiters.add(waiter)
-        self._tell(self._wait, stream, waiter)
+        self._tell(setattr, stream, "waiter", waiter)
         try:
             return await waiter
         finally:
             self.waiters.discard(waiter)
-
-    def close(self, stream: Stream) -> None:
-        """The client has all outputs, or it is gone."""
-        self.opened.remove(stream)
-        self.num_sequences -= stream.num_sequences
-        if not stream.is_taken:
-            self._tell(self._abort, stream)
 
     def end(self, sentence: str = "the server is stopping") -> None:
         """Clients get this as an error, now and from now on, whatever the thread does."""
@@ -213,9 +212,6 @@ class AsyncLLM(threading.Thread):
             self.llm._add(request)
             self.arrivals[request] = arrival
         stream.arrival = arrival
-
-    def _wait(self, stream: Stream, waiter: asyncio.Future) -> None:
-        stream.waiter = waiter
 
     def _abort(self, stream: Stream) -> None:
         self._forget(stream)

@@ -40,8 +40,9 @@ NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these v
     "documents": ([],), "mm_processor_kwargs": ({},), "include_reasoning": (True,), "echo": (False,)}
 TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
 ADDS = {"return_token_ids", "prompt_logprobs"}  # to an answer
+STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 FLAGS = {"stream", "echo", "add_generation_prompt", "continue_final_message", "return_token_ids"}
-MOST_PROMPTS, MOST_SAMPLES, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
+MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
 MOST_CHARS = {"tools": 262_144, "structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
               "allowed_token_ids": 32_768, "stop": 8192, "stop_token_ids": 8192, "bad_words": 8192}  # as JSON
 
@@ -79,7 +80,7 @@ class Serving:
 
     def _read(self, path: str, body: dict) -> Call:
         body = _check_fields(path, body)
-        adds = _read_usage(body) | {name for name in ADDS if body.get(name, False) is not False}
+        adds = frozenset(_read_stream_options(body) + [name for name in ADDS if body.get(name, False) is not False])
         tools, call = read_tools(body) if path == CHAT else (None, None)
         kind = "forced" if call else self.tool_parser if tools else None
         if kind in FORMATS:
@@ -90,8 +91,8 @@ class Serving:
             body["max_tokens"] = 1  # a token is generated all the same
         params = self._params(path, body, call)
         length = body.get("truncate_prompt_tokens")
-        self._check_length([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
-                           else as_list(body["prompt"]), is_cut=length is not None)
+        self._check_size([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
+                         else as_list(body["prompt"]), params.n, is_cut=length is not None)
         prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
         thinks = None
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
@@ -103,18 +104,19 @@ class Serving:
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return Call(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
-                    body.get("stream", False), "include_usage" in adds, body.get("echo", False), self.llm.tokenizer,
-                    lambda: self.token_bytes, reader, adds, only_echo)
+                    body.get("stream", False), body.get("echo", False), self.llm.tokenizer, lambda: self.token_bytes,
+                    reader, adds, only_echo)
 
     @cached_property
     def max_chars(self) -> int:
         """Of a text that the model may be able to take."""
         return self.llm.max_model_len * max(map(len, self.token_bytes))
 
-    def _check_length(self, texts: list, is_cut: bool = False) -> None:
-        """ValueError for what would take long to read: too many prompts, or a text that the model cannot take."""
-        if len(texts) > MOST_PROMPTS:
-            raise ValueError(f"there are {len(texts)} prompts, and at most {MOST_PROMPTS} in a request; send several")
+    def _check_size(self, texts: list, n: int = 1, is_cut: bool = False) -> None:
+        """ValueError for what would take long to read: too many samples, or a text that the model cannot take."""
+        if len(texts) * n > MOST_SAMPLES:
+            raise ValueError(f"{len(texts)} prompts with n {n} are more than {MOST_SAMPLES} samples; send several "
+                             "requests")
         for text in texts if self.llm.tokenizer and not is_cut else ():
             if isinstance(text, str) and len(text) > self.max_chars:
                 raise ValueError(f"This model's maximum context length is {self.llm.max_model_len} tokens, which have "
@@ -155,7 +157,7 @@ class Serving:
         if "messages" not in body:
             check_kind("prompt", body.get("prompt"), str, "a text, unless there are messages")
         prompt = self._render(body, body.get("tools")) if "messages" in body else body
-        self._check_length([prompt["prompt"]])
+        self._check_size([prompt["prompt"]])
         tokens = self._encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
         return {"count": len(tokens), "max_model_len": self.llm.max_model_len, "tokens": tokens,
                 "token_strs": [decode([token]) for token in tokens] if body.get("return_token_strs") else None}
@@ -179,7 +181,8 @@ def _check_fields(path: str, body: dict) -> dict:
             raise ValueError(f"{name} has more than {MOST_CHARS[name]} characters; give less")
     if isinstance(stop := body.get("stop"), list) and len(stop) > MOST_STOPS:
         raise ValueError(f"stop has {len(stop)} strings; give at most {MOST_STOPS}")
-    check_number("n", body.get("n", 1), int, lambda x: 1 <= x <= MOST_SAMPLES, f"an integer from 1 to {MOST_SAMPLES}")
+    check_number("n", body.get("n", 1), int, lambda x: 1 <= x <= MOST_SAMPLES_OF_A_PROMPT,
+                 f"an integer from 1 to {MOST_SAMPLES_OF_A_PROMPT}")
     return body
 
 
@@ -191,16 +194,15 @@ def _read_prompts(prompt: Any) -> list[dict]:
     return [{"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} for prompt in prompts]
 
 
-def _read_usage(body: dict) -> frozenset[str]:
-    """What of stream_options is wanted."""
+def _read_stream_options(body: dict) -> list[str]:
+    """Those that are true."""
     check_kind("stream_options", options := body.get("stream_options", {}), dict, "an object")
     if options and not body.get("stream"):
         raise ValueError('stream_options needs "stream": true')
-    if unknown := sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"}):
-        raise ValueError(f"stream_options has no field {unknown[0]!r:.80} here; leave it out")
     for name in options:
+        check_choice("a field of stream_options", name, tuple(sorted(STREAM_OPTIONS)))
         check_kind(name, options[name], bool, "true or false")
-    return frozenset(name for name in ("include_usage", "continuous_usage_stats") if options.get(name))
+    return [name for name in options if options[name]]
 
 
 def _read_logprobs(path: str, body: dict) -> dict[str, int]:

@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nanopaged import SamplingParams, __version__
@@ -48,7 +48,7 @@ except ImportError as error:
 
 MOST_BODY_BYTES = 2**21  # or more, if the model takes more token ids
 MOST_BRACKETS = 100_000  # of a body: Python takes 12 ms for so many lists, and 0.9 s for 700,000, which 2 MB can have
-LARGE_BODY_BYTES = 2**16  # bodies from here on are read one at a time: JSON's parser does not let other threads run
+LARGE_BODY_BYTES = 2**16  # larger bodies are read one at a time: JSON's parser does not let other threads run
 MOST_SEQUENCES = 4096  # samples under way; with more, a request gets 503
 NUM_THREADS = 4  # that read and answer; with more of them, steps would wait longer for Python's lock
 MOST_PROMPT_LOGPROBS = 2**19  # of a call, 200 MB
@@ -89,7 +89,8 @@ class Guard:
         if self.key and scope["path"].startswith(("/v1", *TEXT_PATHS)):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-                return ApiError("the server's key is needed, in the header Authorization: Bearer KEY", 401)
+                return ApiError("the server's key is needed, in the header Authorization: Bearer KEY", 401,
+                                "invalid_api_key")
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
             return ApiError("the headers Content-Length and Transfer-Encoding are both given; leave one out")
         if scope["method"] == "POST" and scope["path"] not in ANY_HOST:
@@ -197,8 +198,8 @@ class Api:
 
     def __init__(self, serving: Serving) -> None:
         self.serving, self.llm = serving, serving.llm
-        self.threads = ThreadPoolExecutor(NUM_THREADS)
-        self.large_bodies = asyncio.Semaphore(1)
+        self.most_bytes = max(MOST_BODY_BYTES, 8 * self.llm.max_model_len)
+        self.threads, self.large_thread = ThreadPoolExecutor(NUM_THREADS), ThreadPoolExecutor(1)
         self.is_out_of_files = False
 
     def app(self, names: Collection[str], api_key: str | None) -> Starlette:
@@ -221,8 +222,9 @@ class Api:
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
             ("/ping", self.health), ("/metrics", self.metrics), ("/version", self.version))]
+        kinds = ApiError, HTTPException, ClientDisconnect, Exception
         return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, names, api_key)],
-                         exception_handlers={kind: refuse for kind in (ApiError, HTTPException, Exception)})
+                         exception_handlers=dict.fromkeys(kinds, refuse))
 
     def server(self, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> Server:
         server = Server(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
@@ -242,66 +244,47 @@ class Api:
 
     async def answer(self, request: HttpRequest) -> Response:
         """The endpoints that generate."""
-        body = await self._body(request)
-        prepared = await self._unless_gone(request, self._prepare(request.url.path, body))
-        if prepared is None:
-            return Response(status_code=499)
-        call, stream = prepared
-        if self.engine.num_sequences + stream.num_sequences > MOST_SEQUENCES:
-            num_sequences = self.engine.num_unfinished()
-            if num_sequences + stream.num_sequences > MOST_SEQUENCES:
-                raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try "
-                               "again later", 503)
+        body = await read_body(request, self.most_bytes)
+        call, stream = await self._unless_gone(request, self._prepare(request.url.path, body))
+        if (num_sequences := self.engine.num_unfinished()) + stream.num_sequences > MOST_SEQUENCES:
+            raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try again "
+                           "later", 503)
         if call.stream:
             return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's
-        return await self._unless_gone(request, self._whole(call, stream)) or Response(status_code=499)
+        return await self._unless_gone(request, self._whole(call, stream))
 
     async def _unless_gone(self, request: HttpRequest, work: Coroutine) -> Any:
-        """The result of the work, which is cancelled when the client leaves: then None."""
+        """The result of the work, which is cancelled when the client leaves."""
         done, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-            return done.result() if done.done() else None
+            if not done.done():
+                raise ClientDisconnect
+            return done.result()
         finally:
             done.cancel()
             gone.cancel()
 
-    async def _body(self, request: HttpRequest) -> bytes:
-        try:
-            return await read_body(request, max(MOST_BODY_BYTES, 8 * self.llm.max_model_len))
-        except ClientDisconnect:
-            raise HTTPException(499) from None
+    def _in_thread(self, function: Callable, *arguments: Any, body: bytes = b"") -> Awaitable:
+        """What may take a while, without the event loop."""
+        threads = self.large_thread if len(body) > LARGE_BODY_BYTES else self.threads
+        return self.engine.loop.run_in_executor(threads, function, *arguments)
 
-    def _turn(self, body: bytes) -> Any:
-        """Large bodies are read one at a time."""
-        return self.large_bodies if len(body) > LARGE_BODY_BYTES else nullcontext()
-
-    def _in_thread(self, function: Callable, *arguments: Any) -> Awaitable:
-        return self.engine.loop.run_in_executor(self.threads, function, *arguments)
+    def _read(self, path: str, body: bytes) -> Awaitable:
+        return self._in_thread(lambda: self.serving.read(path, parse(body)), body=body)
 
     async def _prepare(self, path: str, body: bytes) -> tuple[Call, Stream]:
-        async with self._turn(body):
-            call = await self._in_thread(self._read, path, body)
+        call = await self._read(path, body)
         try:
             if call.params.structured_outputs and self.llm.tokenizer:
                 grammars = await self._in_thread(self.llm._grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
-            async with self._turn(body):
-                return call, await self._in_thread(self._make_stream, call)
+            return call, await self._in_thread(self._make_stream, call, body=body)
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None
 
-    def _read(self, path: str, body: bytes) -> Call:
-        """In a worker thread: a long text takes a while."""
-        call = self.serving.read(path, parse(body))
-        if len(call.prompts) * call.params.n > MOST_SEQUENCES:
-            raise ApiError(f"{len(call.prompts)} prompts with n {call.params.n} are more than {MOST_SEQUENCES} "
-                           "samples; send several requests")
-        return call
-
     def _make_stream(self, call: Call) -> Stream:
-        """In a worker thread, too."""
         requests = [self.llm._read_request(prompt, call.params, call.priority) for prompt in call.prompts]
         echoes = call.params.prompt_logprobs
         if echoes is not None:
@@ -309,7 +292,7 @@ class Api:
             if num_tokens * (echoes + 1) > MOST_PROMPT_LOGPROBS:
                 raise ApiError(f"{num_tokens} prompt tokens with {echoes + 1} log probabilities each are more than "
                                f"{MOST_PROMPT_LOGPROBS}; send several requests")
-        # Log probabilities of prompts are converted at once, in a worker thread: so these streams have one event.
+        # Log probabilities of prompts are converted at once, in a thread: so these streams have one event.
         return Stream(requests, call.stream and echoes is None)
 
     async def _whole(self, call: Call, stream: Stream) -> Response:
@@ -317,34 +300,28 @@ class Api:
             stream.take_news()
             return JSONResponse(call.response([stream.latest[number] for number in range(len(stream.requests))]))
 
-        self.engine.open(stream)
-        try:
+        with self.engine.open(stream):
             await self.engine.outputs(stream)
             return await self._in_thread(write)
-        finally:
-            self.engine.close(stream)
 
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
         def write() -> str:
             found = news if stream.in_parts else stream.take_news()
             return "".join([call.events(number, output) for number, output in found.items()])
 
-        self.engine.open(stream)
-        try:
-            while not stream.is_taken:
-                news = await self.engine.outputs(stream)
-                if text := write() if call.params.logprobs is None else await self._in_thread(write):
-                    yield text.encode()
-            yield call.end(list(stream.latest.values())).encode()
-        except ApiError as error:  # the status has been sent
-            yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
-        finally:
-            self.engine.close(stream)
+        with self.engine.open(stream):
+            try:
+                while not stream.is_taken:
+                    news = await self.engine.outputs(stream)
+                    if text := write() if call.params.logprobs is None else await self._in_thread(write):
+                        yield text.encode()
+                yield call.end(list(stream.latest.values())).encode()
+            except ApiError as error:  # the status has been sent
+                yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
 
     async def convert(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        async with self._turn(body):
-            return JSONResponse(await self._in_thread(lambda: self.serving.read(request.url.path, parse(body))))
+        body = await read_body(request, self.most_bytes)
+        return JSONResponse(await self._read(request.url.path, body))
 
     async def models(self, request: HttpRequest) -> Response:
         card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
@@ -360,13 +337,11 @@ class Api:
             raise ApiError(problem, 503)
         if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
             stream = Stream([self.llm._read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
-            self.engine.open(stream)
-            try:
-                await self.engine.outputs(stream)
-            except ApiError as error:
-                raise ApiError(f"the engine failed: {error}", 503) from None
-            finally:
-                self.engine.close(stream)
+            with self.engine.open(stream):
+                try:
+                    await self.engine.outputs(stream)
+                except ApiError as error:
+                    raise ApiError(f"the engine failed: {error}", 503) from None
         return Response()
 
     async def version(self, request: HttpRequest) -> Response:

@@ -370,17 +370,17 @@ def test_the_blocks_of_a_client_that_leaves_are_free_within_two_steps(server, st
 def test_the_abort_of_a_client_that_left_comes_before_the_next_step(server):
     """Once the event loop has noticed it."""
     engine, steps, step = server.api.engine, [], server.llm._step
-    aborts, abort = [], engine._abort
+    aborts, abort, tell = [], engine._abort, engine._tell
     engine._abort = lambda stream: (aborts.append(len(steps)), abort(stream))
-    close = engine.close
-    engine.close = lambda stream: (aborts.append(len(steps)), close(stream))
+    engine._tell = lambda function, *arguments: (
+        aborts.append(len(steps)) if function == engine._abort else None, tell(function, *arguments))
     server.llm._step = lambda: (step(), steps.append(1))
     try:
         with server.send(request(dict(LONG, stream=True))):
             wait_until(lambda: len(steps) > 3)
         wait_until(server.is_idle)
     finally:
-        del engine._abort, engine.close, server.llm._step
+        del engine._abort, engine._tell, server.llm._step
     noticed, done = aborts
     assert done - noticed <= 2 and len(steps) - noticed <= 2
 
@@ -429,7 +429,7 @@ def test_finished_samples_that_nobody_reads_do_not_count_and_go(server, monkeypa
         wait_until(lambda: server.llm.requests)
         assert server.post(dict(GREEDY, prompt="x"))[0] == 503
         wait_until(lambda: not server.llm.requests)
-        assert server.api.engine.num_sequences == 32
+        assert server.api.engine.opened and not server.api.engine.num_unfinished()
         assert server.post(dict(GREEDY, prompt="x"))[0] == 200
         for kept in list(server.server.server_state.connections):
             kept.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
@@ -560,7 +560,7 @@ def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
             for body in ATTACKS[attack]:
                 pool.submit(send, stack.enter_context(server.slow()), request(body))
             if attack == "unread":
-                wait_until(lambda: server.api.engine.num_sequences)
+                wait_until(lambda: server.api.engine.opened)
                 wait_until(lambda: not server.llm.requests)
             beside = measure_plain(server)
         if all(seconds < max(3 * alone, 0.5) for alone, seconds in zip(usual, beside)):
@@ -646,7 +646,7 @@ def test_huge_bodies(server, monkeypatch):
 def test_large_bodies_of_honest_clients(server):
     """As many prompts of ids as a request may have, many messages in parts, and a text that is full of brackets."""
     body = json.dumps(dict(prompt=[[5, 6]] * http.MOST_SEQUENCES)).encode()
-    assert len(server.api._read("/v1/completions", body).prompts) == http.MOST_SEQUENCES
+    assert len(server.api.serving.read("/v1/completions", http.parse(body)).prompts) == http.MOST_SEQUENCES
     parts = [{"role": "user", "content": [{"type": "text", "text": str([[[i]]])}]} for i in range(4000)]
     status, found = server.post(dict(messages=parts, model="bard"), "/v1/chat/completions")
     assert status == 400 and found["error"]["code"] == "context_length_exceeded"
@@ -916,7 +916,7 @@ def test_another_address_without_a_key_gets_a_warning(monkeypatch, capsys, host,
     monkeypatch.setattr(http.Api, "engine", SimpleNamespace(stop=lambda: None), raising=False)
     try:
         with http.bind(host, 0) as listener:
-            assert http.serve(Serving(None, "bard", None), host, listener, key) == 0
+            assert http.serve(Serving(SimpleNamespace(max_model_len=9), "bard", None), host, listener, key) == 0
     finally:
         for number, handler in handlers:
             signal.signal(number, handler)
