@@ -149,18 +149,16 @@ class Serving:
 
     def _convert(self, path: str, body: dict) -> dict[str, Any]:
         """A text as tokens, or tokens as a text; the fields are vLLM's."""
-        decode = self.llm._check_tokenizer().decode
         if path == DETOKENIZE:
             check_number("tokens", tokens := body.get("tokens"), list,
                          lambda x: all(type(token) is int and token >= 0 for token in x), "a list of token ids")
-            return {"prompt": decode(tokens)}
+            return {"prompt": self.llm._check_tokenizer().decode(tokens)}
         if "messages" not in body:
             check_kind("prompt", body.get("prompt"), str, "a text, unless there are messages")
         prompt = self._render(body, body.get("tools")) if "messages" in body else body
         self._check_size([prompt["prompt"]])
         tokens = self._encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
-        return {"count": len(tokens), "max_model_len": self.llm.max_model_len, "tokens": tokens,
-                "token_strs": [decode([token]) for token in tokens] if body.get("return_token_strs") else None}
+        return {"count": len(tokens), "max_model_len": self.llm.max_model_len, "tokens": tokens}
 
 
 def _check_fields(path: str, body: dict) -> dict:

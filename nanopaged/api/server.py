@@ -296,13 +296,9 @@ class Api:
         return Stream(requests, call.stream and echoes is None)
 
     async def _whole(self, call: Call, stream: Stream) -> Response:
-        def write() -> Response:
-            stream.take_news()
-            return JSONResponse(call.response([stream.latest[number] for number in range(len(stream.requests))]))
-
         with self.engine.open(stream):
             await self.engine.outputs(stream)
-            return await self._in_thread(write)
+            return await self._in_thread(lambda: JSONResponse(call.response([*stream.take_news().values()])))
 
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
         def write() -> str:
