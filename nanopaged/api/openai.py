@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
+from nanopaged.api.responses import RESPONSES, ResponseCall, read_response
 from nanopaged.api.tools import FORMATS, THINK, Reader, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number
 from nanopaged.sampling_params import SamplingParams
@@ -79,6 +80,9 @@ class Serving:
             raise ApiError.of(error) from None
 
     def _read(self, path: str, body: dict) -> Call:
+        make: Callable[..., Call] = Call
+        if path == RESPONSES:
+            make, body, path = partial(ResponseCall, given=body), read_response(body), CHAT
         body = _check_fields(path, body)
         adds = frozenset(_read_stream_options(body) + [name for name in ADDS if body.get(name, False) is not False])
         tools, call = read_tools(body) if path == CHAT else (None, None)
@@ -103,7 +107,7 @@ class Serving:
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-        return Call(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
+        return make(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
                     body.get("stream", False), body.get("echo", False), self.llm.tokenizer, lambda: self.token_bytes,
                     reader, adds, only_echo)
 

@@ -32,6 +32,7 @@ from nanopaged import SamplingParams, __version__
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.async_llm import AsyncLLM, Stream
 from nanopaged.api.openai import TEXT_PATHS, Serving
+from nanopaged.api.responses import RESPONSES
 
 try:
     import uvicorn
@@ -217,7 +218,7 @@ class Api:
             if isinstance(error, HTTPException) and error.status_code == 404:
                 error = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
             return error_response(error)
-        routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+        routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT, RESPONSES)]
         routes += [Route(path, self.convert, methods=["POST"]) for path in TEXT_PATHS]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),

@@ -425,7 +425,7 @@ def test_finished_samples_that_nobody_reads_do_not_count_and_go(server, monkeypa
     monkeypatch.setattr(http, "MOST_SEQUENCES", 32)
     assert server.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * http.READ_SECONDS
     with server.slow() as slow:
-        slow.sendall(request(UNREAD))
+        slow.sendall(request(dict(UNREAD, max_tokens=400)))  # under way for a while
         wait_until(lambda: server.llm.requests)
         assert server.post(dict(GREEDY, prompt="x"))[0] == 503
         wait_until(lambda: not server.llm.requests)
