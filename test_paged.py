@@ -406,8 +406,10 @@ class FakeModel:
             for (_, block), content in zip(moves, contents):
                 target.update((block * size + i, value) for i, value in enumerate(content))
 
-    def tokens(self, seq):
-        return seq.token_ids + self.unread.get(seq, [])
+    def tokens(self, seq, num_drafts=None):
+        # Drafts follow the last known token. What a launched step samples there is not pending any more: before drafts
+        # a step is unread only if forced tokens have taken the place of its sample.
+        return seq.token_ids + (seq.drafts[:num_drafts] if seq.drafts else self.unread.get(seq, []))
 
     def step(self, fail=False):
         step = self.scheduler.schedule()
@@ -438,7 +440,7 @@ class FakeModel:
         self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
-            tokens = tuple(self.tokens(seq) + seq.drafts)
+            tokens = tuple(self.tokens(seq))
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
                 if position >= seq.num_hit_tokens:
                     block = seq.block_table[position // manager.block_size]
@@ -451,13 +453,13 @@ class FakeModel:
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             window = getattr(manager, "window", 0)
             oldest = max(0, seq.num_computed_tokens - num_tokens - window + 1) if window else 0
-            tokens = tuple(self.tokens(seq) + seq.drafts)
+            tokens = tuple(self.tokens(seq))
             for position in range(oldest, seq.num_computed_tokens):
                 assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
         # A small vocabulary, so that different sequences often generate the same text. Not all samples of a prompt do.
         num_rows, sampled = Counter(), []
         for seq in step.sampled:
-            sampled.append((sum(self.tokens(seq) + seq.drafts[:num_rows[seq]]) + seq.order[1] % 2) * 31 % 3)
+            sampled.append((sum(self.tokens(seq, num_rows[seq])) + seq.order[1] % 2) * 31 % 3)
             num_rows[seq] += 1
         self.events["drafts"] += len(step.sampled) - len(num_rows)
         for seq, token in zip(step.sampled, sampled):
