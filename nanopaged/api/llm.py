@@ -293,10 +293,10 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
-        under way holds blocks."""
+        under way holds blocks, in the pool or on the host."""
         with self.lock:
             books = self.scheduler.block_manager
-            if books.num_free_blocks < books.num_blocks:
+            if books.num_free_blocks < books.num_blocks or any(seq.host_table for seq in self.scheduler.waiting):
                 return False
             for manager in getattr(books, "managers", [books]):
                 manager.uncache(list(manager.key_of_block))
@@ -382,8 +382,8 @@ class LLM:
                 self._check_if_idle()
 
     def _check_if_idle(self) -> None:
-        """With nothing under way the books must balance."""
-        if self.engine.is_idle:
+        """With nothing under way the books must balance. (A beam search may stop when the engine is gone.)"""
+        if not self.lock.is_closed and self.engine.is_idle:
             self.scheduler.block_manager.check_idle()
 
     def _step(self) -> None:
@@ -422,9 +422,9 @@ class LLM:
             end = request.fail(error)
             for seq in request.sequences:
                 self.scheduler.finish(seq, *end)
-            self.requests.pop(request.request_id, None)
             request.end()
-            self._check_if_idle()
+            if self.requests.pop(request.request_id, None):
+                self._check_if_idle()  # only here: without the lock (`generate` reads finished requests) steps go on
             return read()
 
     @contextmanager

@@ -1,5 +1,6 @@
 """What goes wrong in a step ends what it must and nothing else, and leaves a usable engine."""
 import math
+import threading
 from itertools import count
 from types import SimpleNamespace
 
@@ -95,6 +96,33 @@ def test_a_detokenizer_that_fails_ends_its_request_and_no_other(settings):
         list(llm.stream("JULIET:", params[0]))
     assert not llm.requests
     llm.scheduler.block_manager.check_idle()
+
+
+def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
+    """`generate` reads its outputs without the lock. The other thread's sequence is in no queue, and has blocks."""
+    llm, planning, has_failed = load(), threading.Event(), threading.Event()
+    long = PROMPT * 3
+    expected = llm.generate([long], GREEDY)  # its blocks are in the prefix cache now
+    others: list = []
+    thread = threading.Thread(target=lambda: others.extend(llm.generate([long], GREEDY)))
+    run = llm.scheduler._run
+
+    class FailingNow:
+        def add(self, ids):
+            llm.scheduler._run = lambda seq: planning.set() or has_failed.wait(30) and run(seq)
+            thread.start()
+            assert planning.wait(30)
+            raise Panic("a broken vocabulary")
+
+    make = llm.tokenizer.detokenizer
+    llm.tokenizer.detokenizer = lambda skip=True, ids=(): FailingNow() if ids == PROMPT else make(skip, ids)
+    try:
+        failed = llm.generate([PROMPT], GREEDY)[0].outputs[0]
+    finally:
+        has_failed.set()
+        thread.join(30)
+    assert failed.finish_reason == "error" and "a broken vocabulary" in failed.stop_reason
+    assert tokens_of(others) == tokens_of(expected)
 
 
 @pytest.mark.parametrize("method", ["on_token", "fill_mask"])

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import threading
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 
@@ -309,6 +311,16 @@ def test_the_prefix_cache_can_be_emptied():
         assert output.num_cached_tokens == 0 < len(output.prompt_token_ids) // 16
 
 
+def test_the_prefix_cache_is_not_emptied_under_a_request_on_the_host():
+    llm, answers = load("llama2", num_blocks=6, block_size=4, swap_space=0.01), Counter()
+    for token, length in ((5, 8), (6, 12)):
+        llm.add_request([token] * 8, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    while llm.has_unfinished_requests():
+        llm.step()
+        answers[tuple(seq.status.name for seq in llm.scheduler.waiting), llm.reset_prefix_cache()] += 1
+    assert answers.keys() == {((), False), (("SWAPPED",), False), ((), True)} and answers[(), True] == 1
+
+
 def test_an_engine_in_a_with_block_is_freed_at_its_end():
     block = ExitStack()
     llm = block.enter_context(load())
@@ -322,6 +334,26 @@ def test_an_engine_in_a_with_block_is_freed_at_its_end():
     for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7])):
         with pytest.raises(RuntimeError, match="was closed"):
             call()
+
+
+def test_a_thread_that_searches_when_the_engine_is_closed_gets_the_sentence():
+    errors, has_begun = [], threading.Event()
+
+    def search(llm):
+        try:
+            while True:
+                llm.beam_search(PROMPT, BeamSearchParams(2, max_tokens=20))
+        except Exception as error:
+            errors.append(error)
+
+    with load("llama2", num_blocks=64) as llm:
+        forward = llm.runner.model.forward
+        llm.runner.model.forward = lambda *args: has_begun.set() or forward(*args)
+        thread = threading.Thread(target=search, args=[llm])
+        thread.start()
+        assert has_begun.wait(30)
+    thread.join(30)
+    assert [type(error) for error in errors] == [RuntimeError] and "was closed" in str(errors[0])
 
 
 def test_what_an_engine_shows_of_itself():
