@@ -54,8 +54,8 @@ class Workers:
     def __init__(self, size: int, options: dict[str, Any]):
         self.folder = tempfile.mkdtemp(prefix="nanopaged-")
         # In sessions of their own: Ctrl-C in the terminal reaches rank 0 only.
-        self.guard = subprocess.Popen(["sh", "-c", GUARD, "guard", self.folder], stdin=PIPE, stdout=DEVNULL,
-                                      stderr=DEVNULL, start_new_session=True)
+        self.guard = subprocess.Popen(["sh", "-c", GUARD, "guard", self.folder], bufsize=0, stdin=PIPE,
+                                      stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
         self.processes: dict[int, Popen] = {}
         self.joined: list[Peers] = []  # rank 0's, once it has them
         self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
@@ -210,7 +210,6 @@ def _tell(guard: Popen, workers: str) -> None:
     """Which processes the guard has to kill."""
     with suppress(OSError, ValueError):  # it is gone, or closed
         guard.stdin.write(f"{workers}\n".encode())  # type: ignore[union-attr]
-        guard.stdin.flush()  # type: ignore[union-attr]
 
 
 def _close(processes: dict[int, Popen], guard: Popen, folder: str, joined: list[Peers], owner: int) -> None:

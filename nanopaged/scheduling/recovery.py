@@ -26,9 +26,11 @@ class Recovery:
         try:
             while loop.launched:  # an earlier step's tokens are valid: append them before its sequences start over
                 loop.update()
-        except BaseException:  # with grammars a step is sampled late, at the latest when it is read: that failed
+        except BaseException as failed:  # with grammars a step is sampled late, at the latest when it is read
             while loop.launched:
                 self._undo(loop.launched.popleft()[0])
+            if not isinstance(failed, Exception):  # Ctrl-C
+                error = failed
         if not self._shrink(error):
             raise error
 

@@ -251,6 +251,25 @@ def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
     llm.scheduler.block_manager.check_idle()
 
 
+def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
+    llm, numbers = load("llama2", lookahead=1), count()
+    launch = llm.runner.launch
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def failing(step):
+        number = next(numbers)
+        if number == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return interrupted if number == 0 else launch(step)
+
+    llm.runner.launch = failing
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPT, GREEDY)
+    assert tokens_of(llm.generate([PROMPT], GREEDY)) == tokens_of(shared("llama2").generate([PROMPT], GREEDY))
+
+
 def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
     llm = load("llama2", max_num_batched_tokens=64)
     launch = on_a_small_card(llm)

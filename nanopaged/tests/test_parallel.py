@@ -401,6 +401,14 @@ def test_a_real_worker_that_is_killed(monkeypatch):
     assert end(llm) == f"worker 1 (process {pid}) was ended by signal 9; make a new LLM"
 
 
+def test_a_guard_that_was_killed_does_no_harm():
+    llm = split()
+    llm.runner.workers.guard.kill()
+    llm.runner.workers.guard.wait()
+    llm.runner.workers.close()
+    assert not Path(llm.runner.workers.folder).exists()
+
+
 def test_exchanges_are_counted_by_group(tmp_path):
     """Rank 0 has had another engine, so torch's number of its first exchange here is 17; that of the worker is 0."""
     def exchange(rank, first):
