@@ -240,7 +240,7 @@ class BlockManager:
         writes_first = first_to_write < end and first < len(table)
         must_copy = writes_first and self.ref_counts[table[first]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))  # wrong drafts may have left more
-        if writes_first and not must_copy:
+        if writes_first and not must_copy and table[first] in self.key_of_block:
             self._evict(table[first])  # a sample of the same prompt, now gone, may have filled and offered the block
         if not (num_missing or must_copy):
             return True
