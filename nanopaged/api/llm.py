@@ -171,6 +171,8 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         """Abort what is under way, end the worker processes, and free the memory of the weights and the pool. Later
         calls raise RuntimeError."""
+        if self.lock.process != os.getpid():  # a forked process leaves the block; the engine is its parent's
+            return
         with self.lock:
             self._abort(*self.requests)
             self.lock.is_closed, is_cuda = True, self.runner.device.type == "cuda"
