@@ -129,7 +129,8 @@ class Frames:
         before, self.state = self.state, self._picture()
         if beams := self._beams():
             self._tell(Frame("beams", pool, self.last[pool], beams=beams))
-        make = dict(schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone, undo=self._undone)
+        make: dict[str, Callable[..., Frame | None]] = dict(
+            schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone, undo=self._undone)
         if change in make and (frame := make[change](pool, before, of)):
             self._tell(frame)
 
@@ -332,7 +333,7 @@ class Frames:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         for seq in dict.fromkeys(step.sampled):
-            new, notes = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):], {}
+            new, notes = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):], dict[str, Any]()
             if seq not in before.num_known:
                 notes["dropped"] = True  # it had ended
             if candidates := self._candidates(seq):
@@ -358,7 +359,8 @@ class Frames:
         known = {seq: count for seq, count in self.state.num_known.items()
                  if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
         grown = {seq for seq, count in known.items() if count > lens.get(seq, seq.num_prompt_tokens)}
-        searches = sorted({seq.listener for seq in grown}, key=lambda search: search.arrival)
+        found: set[Any] = {seq.listener for seq in grown}
+        searches = sorted(found, key=lambda search: search.arrival)
         beams = []
         for child in (beam for search in searches for beam in search.beams if beam in grown):
             parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener

@@ -39,8 +39,7 @@ class StopChecker:
             return text[shown:end if self.include else end - len(self.matched)]
         longest = max(map(len, self.stop), default=1) - 1
         if not self.include:
-            self._num_held = next((n for n in range(min(longest, len(text)), 0, -1)
-                                   if any(n < len(string) and text.endswith(string[:n]) for string in self.stop)), 0)
+            self._num_held = max((_num_begun(text, string) for string in self.stop), default=0)
         self._last = text[max(0, len(text) - longest):]
         return text[shown:len(text) - self._num_held]
 
@@ -48,3 +47,13 @@ class StopChecker:
         """The text that was held back, when generation has ended without a stop string."""
         rest, self._num_held = self._last[len(self._last) - self._num_held:], 0
         return rest
+
+
+def _num_begun(text: str, stop: str) -> int:
+    """The length of the longest end of the text that the stop string begins with, and does not end with."""
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

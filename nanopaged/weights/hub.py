@@ -61,9 +61,10 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
 
     try:
         with _explained(repo_id, revision):
-            names = {file.rfilename for file in HfApi(token=token).model_info(repo_id, revision=revision).siblings}
-        first = next((name for name in WEIGHT_FILES if name in names), None)
-        if "config.json" not in names or first is None and not without_weights:
+            info = HfApi(token=token).model_info(repo_id, revision=revision)
+            names = {file.rfilename for file in info.siblings or ()}
+        first = next((name for name in WEIGHT_FILES if name in names), "")
+        if "config.json" not in names or not first and not without_weights:
             refuse_other_formats(f"model {repo_id!r}", names)
             raise FileNotFoundError(f"model {repo_id!r} lacks config.json, or has none of {', '.join(WEIGHT_FILES)}; "
                                     "pass a model in that layout")
@@ -72,7 +73,7 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
             check(snapshot)
         tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
         wanted = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SETTINGS)]
-        has_index = first is not None and not without_weights and first.endswith(".json")
+        has_index = not without_weights and first.endswith(".json")
         fetch([*wanted, *tokenizer, *([first] if has_index else ())])
         if not without_weights:
             files = _weight_files(snapshot) if has_index else [first]
