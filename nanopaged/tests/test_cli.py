@@ -7,6 +7,7 @@ import os
 import re
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -1027,6 +1028,7 @@ def test_a_conversation_in_a_terminal(chat):
     def take_terminal():
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background passes on that it ignores Ctrl-C
 
     child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *chat, "--device", "cpu", "--ignore-eos"],
                              stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,

@@ -331,7 +331,8 @@ def test_an_engine_in_a_with_block_is_freed_at_its_end():
     with freed_at_once(llm.runner, llm.runner.model, llm.engine):
         block.close()
     assert not llm.requests and llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
-    for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7])):
+    for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7]),
+                 lambda: llm.beam_search([5, 6, 7], BeamSearchParams(2))):
         with pytest.raises(RuntimeError, match="was closed"):
             call()
 
