@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import Kind, check_kind, check_number, is_one_of
+from nanopaged.inputs import MOST_TOKENS, Kind, check_kind, check_number, is_one_of
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
@@ -15,7 +15,6 @@ MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created w
 # The entries of a generation_config.json that are read, and the settings that they give.
 GENERATION_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
     "max_new_tokens": "max_tokens"}
-MOST_MIN_TOKENS = 2**31 - 1  # the device stores min_tokens as an int32 (nanopaged/device/logits.py)
 
 
 @dataclass
@@ -192,8 +191,8 @@ class SamplingParams:
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
             _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1, or None")
-        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_MIN_TOKENS,
-                     f"an integer from 0 to {MOST_MIN_TOKENS}")
+        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_TOKENS,
+                     f"an integer from 0 to {MOST_TOKENS}")
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")

@@ -448,7 +448,7 @@ class LLM:
         prompts: one prompt or a list of them, each a text, a list of token ids, or a dict (see add_request)
         sampling_params: one for all, or one for each. ValueError, before anything runs, if a prompt can never run.
         priority: one for each prompt, with scheduling_policy="priority"
-        use_tqdm: draw a progress bar on stderr, if that is a terminal
+        use_tqdm: draw a progress bar on stderr, if that is a terminal or a notebook's cell
         """
         _refuse_lora(lora_request)
         prompts = as_list(prompts)
@@ -614,8 +614,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
     """
     path = find_on_disk(model, revision)
     if path is None:
-        from nanopaged.weights.hub import download  # imports requests, which a local model does not need
-
+        from nanopaged.weights.hub import download
         path = download(str(model), revision, check, without_weights, token, cache)
     return path
 
