@@ -260,6 +260,12 @@ def test_an_endless_template_is_ended_in_any_thread(source):
     assert "it computes for too long" in message and "chat_template=" in message
 
 
+def test_a_template_with_an_endless_text_is_ended():
+    """The tokenizer would take minutes for it."""
+    template = ChatTemplate("{% for i in range(60) %}{{ 'x' * 1000000 }}{% endfor %}")
+    assert "it makes a text of more than 50000000 characters" in complaint(template.render, QUESTION)
+
+
 @pytest.mark.parametrize("source", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 9 }}", "{{ 10 ** 9 * [1] }}",
                                     "{% set n = namespace(n=9) %}{% for i in range(99) %}{% set n.n = n.n * n.n %}"
                                     "{% endfor %}"])

@@ -36,6 +36,7 @@ NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its c
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
 MOST_IN_PRODUCT = 1_000_000  # characters, items or bits
+MOST_IN_TEXT = 50_000_000  # characters of a prompt
 MARK = "THE_MODEL_GOES_ON_HERE "  # if a template strips the message, the space at the mark's end disappears
 
 
@@ -183,7 +184,13 @@ def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
     try:
         template = compiled(source)
         template.environment.clock.end = time.thread_time() + seconds
-        return template.render(variables)
+        pieces, size = [], 0
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_IN_TEXT:
+                raise OverflowError(f"it makes a text of more than {MOST_IN_TEXT} characters")
+        return "".join(pieces)
     except Exception as error:  # a template is a program and can raise any exception
         reason = f"{' '.join(str(error).split()):.400}"
         if isinstance(error, _Refusal):
