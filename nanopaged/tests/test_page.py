@@ -192,12 +192,13 @@ DUMP = """<script>{
     const texts = {}
     for (const name in s.texts) texts[name] = s.texts[name].slice(0, s.known[name])
     return {diffs: stop.diffs.length, tables: s.tables, lens: s.lens, texts, held, kept: s.pools.map(p => p.kept),
-      cached: s.pools.map(p => [...p.cached].sort((a, b) => a - b)), series: series[i]} })
+      cached: s.pools.map(p => [...p.cached].sort((a, b) => a - b)), series: series[i],
+      title: stop.title, waits: stop.waits, events: stop.events} })
   const shown = LOOK.map(i => { show(i)
     const own = [...document.querySelectorAll("#pools .b")].filter(e => !e.dataset.away)
     const labels = own.map(e => e.getAttribute("aria-label"))
     return {labels, lines: document.querySelectorAll("#lines path").length, words: $("events").innerText,
-      attention: $("attention").innerText} })
+      attention: $("attention").innerText, saving: $("saving").innerText} })
   const result = {all, shown, tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
 }</script></html>"""
@@ -214,7 +215,7 @@ def played(path, look: list[int], width: int = 1440) -> dict:
 
 def assert_played(run: dict, played: dict, look: list[int]):
     """The script's states are those of the frames, and what it draws is in them."""
-    known, at = list(states(run)), 0
+    known, at, size = list(states(run)), 0, run["block_size"]
     assert sum(stop["diffs"] for stop in played["all"]) == len(known)
     for i, stop in enumerate(played["all"]):
         at += stop["diffs"]
@@ -229,6 +230,12 @@ def assert_played(run: dict, played: dict, look: list[int]):
         series = stop["series"]
         assert series["held"] == sum(map(len, stop["held"])) and series["running"] == len(lens) >= series["fits"]
         assert series["used"] <= series["reserved"] <= run["blocks"] * run["block_size"] * run["pools"]
+        filled = Counter()
+        for name, (pool, table, _) in tables.items():
+            for j, block in enumerate(table):
+                if block >= 0:
+                    filled[pool, block] = max(filled[pool, block], min(size, max(0, lens[name] - j * size)))
+        assert series["empty"] == series["held"] * size - sum(filled.values())
         if i in look:
             shown = played["shown"][look.index(i)]
             labels = [label.partition(":")[2] for label in shown["labels"]]
@@ -249,9 +256,19 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     assert_played(run, result, look)
     titles = [title for _, title, _ in result["tour"]]
     assert titles == ["Texts are admitted", "Prefill: the prompt", "Decode: one token", "A full block",
-                      "A shared beginning", "Copy-on-write", "The pool is full", "A text is preempted",
-                      "A text returns", "Drafts", "The window", "A text ends, its blocks are free"]
-    assert "block 1" in result["tour"][5][2] and all(shown["lines"] for shown in result["shown"][:8])
+                      "A shared beginning", "Samples of one prompt", "Copy-on-write", "The pool is full",
+                      "A text is preempted", "A text returns", "Drafts", "The window",
+                      "A text ends, its blocks are free"]
+    assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:8])
+    assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("guesses were right") == 1
+    causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
+    assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "found", "taken"]  # A0; A1; B0, B0
+    full = [kinds for kinds in causes if "preempted" in kinds and "taken" in kinds]
+    assert full and all(kinds.index("preempted") < kinds.index("taken") for kinds in full)
+    assert any("3 of 3 guesses of B1 were right" in stop["title"] for stop in result["all"])
+    after = [stop for stop in result["all"] if stop["title"].startswith("After") and stop["waits"]]
+    assert after and all(why == "waits for the next step" for stop in after for _, why in stop["waits"])
+    assert "only 3 of them would have fitted" in result["shown"][0]["saving"]
     assert "It reads the K and V of tokens" in result["shown"][1]["attention"]
 
 
