@@ -199,7 +199,16 @@ DUMP = """<script>{
     const labels = own.map(e => e.getAttribute("aria-label"))
     return {labels, lines: document.querySelectorAll("#lines path").length, words: $("events").innerText,
       attention: $("attention").innerText, saving: $("saving").innerText} })
-  const result = {all, shown, tour: tour.map(t => [t.at, t.title, t.words])}
+  if (tour.length) travel(2)
+  const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
+  const view = [place("tour"), place("stage")]
+  show(1)
+  const chip = document.querySelector(".row.chosen .lb")
+  chip.focus(); explain(chip)
+  const told = [$("rowinfo").textContent]
+  show(stops.length - 1)
+  told.push($("rowinfo").textContent, document.activeElement.id)
+  const result = {all, shown, view, told, tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
 }</script></html>"""
 
@@ -266,6 +275,9 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     full = [kinds for kinds in causes if "preempted" in kinds and "taken" in kinds]
     assert full and all(kinds.index("preempted") < kinds.index("taken") for kinds in full)
     assert any("3 of 3 guesses of B1 were right" in stop["title"] for stop in result["all"])
+    told, later, focused = result["told"]  # a focused block, and after its text has ended
+    assert "slots 0 to 3" in told and '2 "' in told and "slot 2;" in told and "divided, rounded down" in told
+    assert later.startswith("Point at a token") and focused == "slider"
     after = [stop for stop in result["all"] if stop["title"].startswith("After") and stop["waits"]]
     assert after and all(why == "waits for the next step" for stop in after for _, why in stop["waits"])
     assert "only 3 of them would have fitted" in result["shown"][0]["saving"]
@@ -279,6 +291,8 @@ def test_a_browser_plays_other_runs(tmp_path, name, width):
     _, run, _ = recorded(tmp_path, call, **options)
     result = played(tmp_path / "run.html", look := [0, 5, 12], width)
     assert_played(run, result, look)
+    (tour_top, tour_bottom), (stage_top, _) = result["view"]  # the tour stays above what it explains
+    assert 0 <= tour_top < tour_bottom <= stage_top <= tour_bottom + 20 < 600
     if run["host_blocks"]:
         assert any(table[2] for stop in result["all"] for table in stop["tables"].values())
 
