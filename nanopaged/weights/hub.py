@@ -37,7 +37,7 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
     OSError if the cache cannot be written.
     """
     try:
-        from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+        from huggingface_hub import try_to_load_from_cache
     except ImportError:
         raise ValueError(f"model {repo_id!r} is no directory here, and a model by name needs the package "
                          "huggingface_hub: pip install huggingface_hub") from None
@@ -47,47 +47,50 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
     cache = None if cache is None else Path(cache).expanduser()
     config = try_to_load_from_cache(repo_id, "config.json", cache_dir=cache, revision=revision)
     cached = Path(config).parent if isinstance(config, str) else None
-    has_model = cached is not None and (without_weights or bool(weights := _weight_files(cached)) and
-                                        _has(cached, weights))
-    if cached is not None and has_model:
-        if any(_has(cached, files) for files in TOKENIZERS):
-            return cached
-        revision = cached.name  # the commit that the cache has is completed
+    weights = [] if cached is None or without_weights else _weight_files(cached)
+    if cached is None or not (without_weights or weights) or not _has(cached, weights):
+        return _complete(repo_id, revision, check, without_weights, token, cache)
+    if any(_has(cached, files) for files in TOKENIZERS):
+        return cached
+    try:  # it is the commit in the cache that is completed
+        return _complete(repo_id, cached.name, check, without_weights, token, cache)
+    except OSError as error:  # prompts of token ids need no tokenizer
+        print(f"{repo_id}: going on without the tokenizer, which the cache lacks ({error})", file=sys.stderr)
+        return cached
+
+
+def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | None, without_weights: bool,
+              token: str | None, cache: Path | None) -> Path:
+    """Download what the cache lacks: config.json, then the settings and a tokenizer, at last the weights."""
+    from huggingface_hub import HfApi, snapshot_download
 
     def fetch(patterns: Iterable[str]) -> Path:
         with _explained(repo_id, revision):
             return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token,
                                           allow_patterns=[*patterns]))
 
-    try:
-        with _explained(repo_id, revision):
-            info = HfApi(token=token).model_info(repo_id, revision=revision)
-            names = {file.rfilename for file in info.siblings or ()}
-        first = next((name for name in WEIGHT_FILES if name in names), "")
-        if "config.json" not in names or not first and not without_weights:
-            refuse_other_formats(f"model {repo_id!r}", names)
-            raise FileNotFoundError(f"model {repo_id!r} lacks config.json, or has none of {', '.join(WEIGHT_FILES)}; "
-                                    "pass a model in that layout")
-        snapshot = fetch(["config.json"])
-        if check is not None:
-            check(snapshot)
-        tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
-        wanted = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SETTINGS)]
-        has_index = not without_weights and first.endswith(".json")
-        fetch([*wanted, *tokenizer, *([first] if has_index else ())])
-        if not without_weights:
-            files = _weight_files(snapshot) if has_index else [first]
-            fetch(files)
-            if missing := [name for name in files if not _has(snapshot, [name])]:
-                raise FileNotFoundError(f"model {repo_id!r} lacks {missing[0]}, which its index names; pass a complete "
-                                        "model")
-        return snapshot
-    except OSError as error:
-        if cached is None or not has_model:
-            raise
-        # Prompts of token ids need no tokenizer.
-        print(f"{repo_id}: going on without the tokenizer, which the cache lacks ({error})", file=sys.stderr)
-        return cached
+    with _explained(repo_id, revision):
+        info = HfApi(token=token).model_info(repo_id, revision=revision)
+    names = {file.rfilename for file in info.siblings or ()}
+    first = next((name for name in WEIGHT_FILES if name in names), "")
+    if "config.json" not in names or not first and not without_weights:
+        refuse_other_formats(f"model {repo_id!r}", names)
+        raise FileNotFoundError(f"model {repo_id!r} lacks config.json, or has none of {', '.join(WEIGHT_FILES)}; pass "
+                                "a model in that layout")
+    snapshot = fetch(["config.json"])
+    if check is not None:
+        check(snapshot)
+    tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
+    settings = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SETTINGS)]
+    has_index = not without_weights and first.endswith(".json")
+    fetch([*settings, *tokenizer, *([first] if has_index else ())])
+    if not without_weights:
+        files = _weight_files(snapshot) if has_index else [first]
+        fetch(files)
+        if missing := [name for name in files if not _has(snapshot, [name])]:
+            raise FileNotFoundError(f"model {repo_id!r} lacks {missing[0]}, which its index names; pass a complete "
+                                    "model")
+    return snapshot
 
 
 def _weight_files(directory: Path) -> list[str]:
