@@ -387,8 +387,9 @@ class Interrupter:
 
     def trace(self, frame, event, arg):
         name = frame.f_code.co_filename
-        is_ours = name.startswith(str(ROOT)) and "/tests/" not in name or name == contextlib.__file__
-        if not is_ours or frame.f_code in self.left_out:
+        path = name.removeprefix(f"{ROOT}/")  # ROOT may contain a virtual environment
+        is_ours = path.startswith("nanopaged/") and "/tests/" not in path or path == "engine.py"
+        if not (is_ours or name == contextlib.__file__) or frame.f_code in self.left_out:
             return None
         if event == "line":
             self.num_lines -= 1
