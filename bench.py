@@ -47,6 +47,7 @@ import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.cli.batch import open_file
+from nanopaged.scheduling import additions
 from nanopaged.scheduling.drafts import PAYS, Ngram
 from nanopaged.text.byte_level import Detokenizer
 
@@ -174,9 +175,9 @@ def scheduler(quick: bool) -> None:
 
 def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> float:
     """The median time of a decode step."""
-    plan = engine.Scheduler(engine.BlockManager(num_blocks, 64), num_running, BUDGET)
+    plan = additions.Scheduler(additions.BlockManager(num_blocks, 64), num_running, BUDGET)
     for i in range(num_running + num_waiting):
-        plan.add(engine.Sequence([i % 1000] * 8, (0, i, 0), 1008))
+        plan.add(additions.Sequence([i % 1000] * 8, (0, i, 0), 1008))
     while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
         step = plan.schedule()
         plan.update(step, engine.Sampled([1] * len(step.sampled)))
@@ -190,11 +191,11 @@ def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int
 
 
 def planned(prompts: list[list[int]], params: list[SamplingParams], max_num_seqs: int = 256,
-            block_size: int = 64) -> Iterator[tuple[engine.Scheduler, engine.SchedulerOutput]]:
+            block_size: int = 64) -> Iterator[tuple[additions.Scheduler, engine.SchedulerOutput]]:
     """The steps in which an engine computes these requests, planned without a model: (scheduler, step) of each step."""
-    plan = engine.Scheduler(engine.BlockManager(100_000, block_size, enable_prefix_caching=False), max_num_seqs, BUDGET)
+    plan = additions.Scheduler(additions.BlockManager(100_000, block_size, False), max_num_seqs, BUDGET)
     for i, (prompt, wanted) in enumerate(zip(prompts, params)):
-        plan.add(engine.Sequence(prompt, (0, i, 0), len(prompt) + num_output_tokens(wanted)))
+        plan.add(additions.Sequence(prompt, (0, i, 0), len(prompt) + num_output_tokens(wanted)))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step
@@ -748,7 +749,7 @@ def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, 
     update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
 
     def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
-        tokens, num_rows = [], Counter[engine.Sequence]()
+        tokens, num_rows = [], Counter[additions.Sequence]()
         for seq, token in zip(step.sampled, sampled.tokens):
             is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
             tokens.append(seq.drafts[num_rows[seq]] if is_right else token)

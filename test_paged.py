@@ -25,13 +25,15 @@ import torch
 import engine
 import kernel
 import model
-from engine import NULL, BlockManager, Engine, Sampled, Scheduler, Sequence, Status, StepInput
+from engine import NULL, Sampled, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.device import last_layer, rectangles
 from nanopaged.device.logits import encode_bad_words
-from nanopaged.scheduling import samples
+from nanopaged.device.step_input import StepInput
+from nanopaged.scheduling import additions, samples
+from nanopaged.scheduling.additions import BlockManager, Scheduler, Sequence
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.drafts import Drafter, Drafting
 from nanopaged.scheduling.swapping import Swapping
@@ -425,7 +427,7 @@ class FakeModel:
             self.scheduler.undo(step)
             if not self.launched:
                 for seq in list(self.scheduler.running):
-                    self.scheduler.release(seq)
+                    self.scheduler.retire(seq)
         if len(self.launched) > self.lookahead or not step.seqs:
             self.update()
         return step
@@ -530,6 +532,34 @@ def test_a_sequence_runs_to_its_end_and_gives_everything_back():
     assert model.num_computed == 16  # nothing follows the last token, so it is never computed
 
 
+def test_the_chapter_alone_plans_the_same_steps():
+    """The classes of engine.py give the texts and the steps that LLM's subclasses of them give."""
+    def run(chapter):
+        manager = chapter.BlockManager(14, 4)
+        scheduler, steps, rng = chapter.Scheduler(manager, 5, 16), [], random.Random(0)
+        seqs = [chapter.Sequence([rng.randrange(2) for _ in range(rng.randint(1, 30))], (0, i, 0), 40,
+                                 frozenset({7})) for i in range(12)]
+
+        def launch(step):
+            steps.append([(seq.order[1], num_tokens) for seq, num_tokens in zip(step.seqs, step.num_tokens)])
+            steps[-1] += step.copies + [len(step.preempted)]
+            return lambda: Sampled([sum(seq.token_ids) * 31 % 8 - (seq.order[1] == 11) for seq in step.sampled])
+
+        loop = chapter.Engine(scheduler, SimpleNamespace(launch=launch))
+        for seq in seqs:
+            scheduler.add(seq)
+        scheduler.finish(seqs[3], "abort")
+        while not loop.is_idle:
+            loop.step()
+            held = Counter(block for seq in scheduler.running for block in seq.block_table)
+            assert manager.ref_counts == [held[block] for block in range(14)]
+            assert set(manager.free_queue) == set(range(14)) - set(held)
+        assert manager.num_free_blocks == 14 and sum(step[-1] for step in steps) > 3
+        return steps, [(seq.token_ids, seq.finish_reason, seq.stop_reason) for seq in seqs]
+
+    assert run(engine) == run(additions)
+
+
 def test_identical_prompts_share_blocks_within_one_step():
     model = fake()
     first, second = sequence(range(10)), sequence(range(10))
@@ -566,7 +596,7 @@ def test_the_counters_of_the_sequences_text(lookahead):
         if len(steps) > lookahead:
             model.scheduler.update(steps.popleft(), Sampled([20]))
             note()
-    rows = as_rows((Sequence, Engine)[lookahead].__doc__, "num_computed_tokens   ")[:3]
+    rows = as_rows((engine.Sequence, additions)[lookahead].__doc__, "num_computed_tokens   ")[:3]
     assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
     assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead

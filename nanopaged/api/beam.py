@@ -44,6 +44,7 @@ from typing import Any
 from nanopaged import engine
 from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
+from nanopaged.scheduling.additions import Scheduler, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +165,22 @@ class BeamSearch:
     have theirs, and then `branch` appends the tokens."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
-                 num_candidates: int, scheduler: engine.Scheduler) -> None:
+                 num_candidates: int, scheduler: Scheduler) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
         self.scheduler = scheduler
         self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
-        self.candidates: dict[engine.Sequence, list[tuple[int, float]]] = {}
+        self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
         self.beams = [self._new_beam()]
         scheduler.add(self.beams[0])
 
-    def _new_beam(self) -> engine.Sequence:
-        return engine.Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
+    def _new_beam(self) -> Sequence:
+        return Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
                                len(self.prompt_token_ids) + self.group.max_tokens, request_id=f"beam {self.arrival}",
                                sampling=self.sampling, listener=self, may_look_ahead=False)
 
-    def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
-        """engine.Listener's method: keep the candidates; no token is appended yet."""
+    def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
+        """Listener's method: keep the candidates; no token is appended yet."""
         self.candidates[seq] = list(zip(*logprobs[2:]))
         return []
 
@@ -189,7 +190,7 @@ class BeamSearch:
         candidates again; then the search waits for them."""
         return bool(self.beams) and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.beams)
 
-    def branch(self) -> list[tuple[engine.Sequence, engine.Sequence, int]]:
+    def branch(self) -> list[tuple[Sequence, Sequence, int]]:
         """One step of the search. Returns (parent, child, token appended to the child) for each new live beam. A beam's
         first child is the beam itself, and each further child is a fork. A beam without a child ends."""
         beams = self.beams
@@ -216,7 +217,7 @@ class BeamSearch:
             self._end(beam)
         self.beams = []
 
-    def _end(self, beam: engine.Sequence) -> None:
+    def _end(self, beam: Sequence) -> None:
         self.scheduler.finish(beam, "abort")
         beam.listener = None  # the beam and the search would keep each other in memory
         self.free_numbers.append(beam.order[2])

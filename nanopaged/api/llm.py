@@ -37,6 +37,7 @@ from nanopaged.sampling_params import (
     read_override,
     wrap_int64,
 )
+from nanopaged.scheduling import additions
 from nanopaged.scheduling.recovery import Recovery
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.text.tokenizer import load_tokenizer
@@ -215,9 +216,9 @@ class LLM:
                              "memory")
         return window, max_model_len or (limit if window else min(limit, size))
 
-    def _make_engine(self, managers: list[engine.BlockManager], *limits: int) -> None:
+    def _make_engine(self, managers: list[additions.BlockManager], *limits: int) -> None:
         """The scheduler and the step loop; with several GPUs, one of each for each of them."""
-        schedulers: list[Any] = [engine.Scheduler(managers[0], *limits)]
+        schedulers: list[Any] = [additions.Scheduler(managers[0], *limits)]
         if len(managers) > 1:
             from nanopaged.scheduling import data_parallel
             # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
@@ -228,7 +229,7 @@ class LLM:
         if self.tensor_parallel_size == 1:
             for runner in self.runners:
                 runner.interruptible = self.lock.interrupts.let_through
-        engines = [engine.Engine(scheduler, runner, runner.lookahead, recovery.recover)
+        engines = [additions.Engine(scheduler, runner, runner.lookahead, recovery.recover)
                    for scheduler, runner, recovery in zip(schedulers, self.runners, self.recoveries)]
         self.runner: Runner = self.runners[0]
         self.scheduler: Any = schedulers[0]
@@ -345,7 +346,7 @@ class LLM:
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
         sequences = [
-            engine.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids,
+            additions.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids,
                             str(arrival),
                             SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
                                              grammar=request.grammar and request.grammar.copy()),
@@ -364,7 +365,7 @@ class LLM:
         for seq in sequences:
             self.scheduler.add(seq)
 
-    def _compute_whole_prompt(self, seq: engine.Sequence, count: int) -> None:
+    def _compute_whole_prompt(self, seq: additions.Sequence, count: int) -> None:
         """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
         take memory."""
         num_values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
@@ -399,7 +400,7 @@ class LLM:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())
 
-    def _take(self, seqs: list[engine.Sequence], sampled: engine.Sampled) -> None:
+    def _take(self, seqs: list[additions.Sequence], sampled: engine.Sampled) -> None:
         for seq, position, logprobs in sampled.prompt_logprobs:
             if seq.request_id in self.requests:
                 self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
@@ -662,11 +663,11 @@ def _make_drafting(speculative_config: Any, vocab_size: int) -> Any:
 
 
 def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,
-                        swap_space: float) -> engine.BlockManager:
+                        swap_space: float) -> additions.BlockManager:
     num_host_blocks = runner.allocate_host_pool(swap_space)
     if window or num_host_blocks:
         return Swapping(num_blocks, runner.block_size, enable_prefix_caching, window, num_host_blocks)
-    return engine.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)
+    return additions.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)
 
 
 def _one_for_each(prompts: list, settings: Any, priority: Any) -> Iterator[tuple]:

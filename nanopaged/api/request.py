@@ -6,9 +6,9 @@ stop strings, which are searched for in the text.
 from collections.abc import Mapping
 from typing import Any
 
-from nanopaged import engine
 from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
 from nanopaged.sampling_params import SamplingParams
+from nanopaged.scheduling.additions import Sequence
 from nanopaged.text.stop import StopChecker
 
 
@@ -26,7 +26,7 @@ class Request:
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
         self.request_id = ""  # set by `start`
 
-    def start(self, request_id: str, sequences: list[engine.Sequence], is_reported: bool) -> None:
+    def start(self, request_id: str, sequences: list[Sequence], is_reported: bool) -> None:
         """The scheduler gets the sequences now. is_reported: LLM.step returns outputs of this request."""
         self.request_id, self.sequences, self.is_reported = request_id, sequences, is_reported
         self.samples = [_Sample(j, seq, self.params, self.tokenizer) for j, seq in enumerate(sequences)]
@@ -42,7 +42,7 @@ class Request:
     def finished(self) -> bool:
         return not self.running
 
-    def take(self, seq: engine.Sequence) -> tuple[str, str] | None:
+    def take(self, seq: Sequence) -> tuple[str, str] | None:
         """A sequence got a token, or failed to get one. Returns (finish_reason, stop_reason) if its text ends here for
         a reason that the scheduler does not know."""
         index = self.running.get(seq)
@@ -129,7 +129,7 @@ def failure(what: str, error: BaseException) -> tuple[str, str]:
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
-    def __init__(self, index: int, seq: engine.Sequence, params: SamplingParams, tokenizer: Any) -> None:
+    def __init__(self, index: int, seq: Sequence, params: SamplingParams, tokenizer: Any) -> None:
         self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
         self.text = ""
         self.num_read = 0  # generated tokens that are in the text
@@ -146,8 +146,8 @@ class _Sample:
     def matched(self) -> str | None:
         return self.stop.matched if self.stop else None
 
-    def on_token(self, seq: engine.Sequence, token: int, logprobs: Any) -> list[int]:
-        """engine.Listener's method, for requests with log probabilities or a grammar."""
+    def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
+        """Listener's method, for requests with log probabilities or a grammar."""
         wants_logprobs, grammar = self.params.logprobs is not None, seq.sampling.grammar
         if wants_logprobs and token >= 0:
             self.new_logprobs.append(logprobs)

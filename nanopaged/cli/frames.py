@@ -1,7 +1,7 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (engine.Scheduler.observers). It takes a picture of the queues, block tables and prefix caches
-after each change, compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames,
+`Frames` is an observer (Scheduler.observers). It takes a picture of the queues, block tables and prefix caches after
+each change, compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames,
 page.py plays them. The engine computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
+from nanopaged.device.step_input import StepInput
+from nanopaged.scheduling.additions import Scheduler, Sequence
 
 VERSION = 1  # of the frames in a file
 NULL = engine.NULL
@@ -64,18 +66,18 @@ class Frame:
 
 class State(NamedTuple):
     """A picture of the schedulers and their block managers."""
-    running: list[list[engine.Sequence]]  # of each pool
-    waiting: list[engine.Sequence]  # of all
+    running: list[list[Sequence]]  # of each pool
+    waiting: list[Sequence]  # of all
     keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
-    tables: dict[engine.Sequence, list[int]]  # running sequence -> its block table
-    num_known: dict[engine.Sequence, int]  # running or waiting sequence -> the number of its known tokens
-    num_computed: dict[engine.Sequence, int]  # running sequence -> tokens in its blocks
-    host_tables: dict[engine.Sequence, list[int]]  # waiting sequence -> its blocks on the host
-    num_allowed: dict[engine.Sequence, int]  # running sequence with a grammar -> the tokens that may come next
-    drafts: dict[engine.Sequence, list[int]]  # running sequence -> its drafts that are not decided yet
+    tables: dict[Sequence, list[int]]  # running sequence -> its block table
+    num_known: dict[Sequence, int]  # running or waiting sequence -> the number of its known tokens
+    num_computed: dict[Sequence, int]  # running sequence -> tokens in its blocks
+    host_tables: dict[Sequence, list[int]]  # waiting sequence -> its blocks on the host
+    num_allowed: dict[Sequence, int]  # running sequence with a grammar -> the tokens that may come next
+    drafts: dict[Sequence, list[int]]  # running sequence -> its drafts that are not decided yet
 
     @classmethod
-    def of(cls, schedulers: list[engine.Scheduler], waiting: list[engine.Sequence]) -> "State":
+    def of(cls, schedulers: list[Scheduler], waiting: list[Sequence]) -> "State":
         running = [list(scheduler.running) for scheduler in schedulers]
         seqs = list(itertools.chain(*running))
         return cls(running, list(waiting), [dict(one.block_manager.key_of_block) for one in schedulers],
@@ -98,7 +100,7 @@ class Frames:
         self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
         self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
-        self.beam_lens: dict[engine.Sequence, int] = {}  # live beam -> the number of its known tokens
+        self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its known tokens
         self.told: dict[str, dict] = dict(tables={}, lens={})  # the state that the frames so far add up to
         self.told_cached: list[set[int]] = [set() for _ in self.schedulers]
         self.told_texts: dict[str, tuple] = {}  # name -> (sequence, tokens told, its detokenizer)
@@ -158,7 +160,7 @@ class Frames:
         self.told_texts = {name: told for name, told in self.told_texts.items() if told[0] in state.num_known}
         self.show(frame)
 
-    def _tell_text(self, seq: engine.Sequence, frame: Frame) -> None:
+    def _tell_text(self, seq: Sequence, frame: Frame) -> None:
         """The tokens that were not told before; all of them if a beam of that name had others. A token that ends
         within a character is told as its bytes; the one that completes the character has it."""
         name, tokenizer = self._name(seq), self.llm.tokenizer
@@ -213,7 +215,7 @@ class Frames:
             self.most_computed[seq.order] = max(num_computed, self.most_computed.get(seq.order, 0))
         return frame
 
-    def _arrivals(self, seqs: list[engine.Sequence], frame: Frame) -> None:
+    def _arrivals(self, seqs: list[Sequence], frame: Frame) -> None:
         by_arrival = sorted(seqs, key=lambda seq: seq.order[1:])
         for arrival, group in itertools.groupby(by_arrival, key=lambda seq: seq.order[1]):
             samples = list(group)
@@ -230,7 +232,7 @@ class Frames:
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
 
-    def _work(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput) -> tuple:
+    def _work(self, seq: Sequence, num_tokens: int, step: engine.SchedulerOutput) -> tuple:
         """The tokens that a sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
@@ -244,7 +246,7 @@ class Frames:
             kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
         return kind, start, end, seq in step.sampled, len(seq.drafts)
 
-    def _pause(self, seq: engine.Sequence, is_spent: bool) -> str:
+    def _pause(self, seq: Sequence, is_spent: bool) -> str:
         """The reason why a running sequence computes no token in this step."""
         if self._candidates(seq):
             return "waits for the other beams"
@@ -252,7 +254,7 @@ class Frames:
             return "waits for its token"
         return "waits: the token budget is spent" if is_spent else "waits"
 
-    def _why_not(self, seq: engine.Sequence, pool: int, step: engine.SchedulerOutput, is_spent: bool) -> str:
+    def _why_not(self, seq: Sequence, pool: int, step: engine.SchedulerOutput, is_spent: bool) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
         manager, max_num_seqs = self.managers[pool], self.schedulers[pool].max_num_seqs
         num_free = manager.num_free_blocks
@@ -268,7 +270,7 @@ class Frames:
 
     def _moves(self, pool: int, before: State, step: engine.SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        holders: dict[int, list[engine.Sequence]] = {}  # held block -> the sequences whose tables list it
+        holders: dict[int, list[Sequence]] = {}  # held block -> the sequences whose tables list it
         for seq in self.state.running[pool]:
             for block in _real(seq.block_table):
                 holders.setdefault(block, []).append(seq)
@@ -310,7 +312,7 @@ class Frames:
         without splits). If torch computes attention, a context without splits is not mentioned.
         """
         runner = self.llm.runner
-        batch = engine.StepInput.of(step, self.managers[0].block_size)
+        batch = StepInput.of(step, self.managers[0].block_size)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
@@ -370,7 +372,7 @@ class Frames:
         self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
         return beams
 
-    def _gone(self, pool: int, before: State, seq: engine.Sequence) -> Frame | None:
+    def _gone(self, pool: int, before: State, seq: Sequence) -> Frame | None:
         if seq not in before.num_known:  # it had ended before this call
             return None
         how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
@@ -382,7 +384,7 @@ class Frames:
             return Frame("undone", pool, number, undone=self._names(step.seqs + step.preempted))
         return None
 
-    def _end(self, seq: engine.Sequence, how: str, before: State, later: Iterable[engine.Sequence] = ()) -> list:
+    def _end(self, seq: Sequence, how: str, before: State, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
         pool = next((pool for pool, manager in enumerate(self.managers) if manager is seq.pool), 0)
@@ -396,17 +398,17 @@ class Frames:
 
     # ---- names and words
 
-    def _name(self, seq: engine.Sequence) -> str:
+    def _name(self, seq: Sequence) -> str:
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
 
-    def _names(self, seqs: Iterable[engine.Sequence]) -> list[str]:
+    def _names(self, seqs: Iterable[Sequence]) -> list[str]:
         return [self._name(seq) for seq in seqs]
 
     def _words(self, token_ids: list[int]) -> Words:
         text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:MOST_WORDS], skip_special_tokens=False)
         return text or token_ids[:MOST_WORDS]
 
-    def _candidates(self, seq: engine.Sequence) -> list[tuple] | None:
+    def _candidates(self, seq: Sequence) -> list[tuple] | None:
         """A paused beam's best next tokens, (token, log probability)."""
         return seq.listener.candidates.get(seq) if isinstance(seq.listener, BeamSearch) else None
 
@@ -429,7 +431,7 @@ def letters(number: int) -> str:
     return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
-def _is_beam(seq: engine.Sequence) -> bool:
+def _is_beam(seq: Sequence) -> bool:
     return seq.request_id.startswith("beam")
 
 

@@ -12,13 +12,14 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import engine
 from nanopaged.device.fused import fuse
 from nanopaged.device.masks import mask_logits, send_masks
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers, on_its_device
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE, no_garbage_collection
+from nanopaged.scheduling.additions import Sequence
 from nanopaged.tiles import MANY_CONTEXTS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
@@ -66,7 +67,7 @@ class GraphRunner(Runner):
         self.record()
         return num_blocks
 
-    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
             split, last_rows = one_token_rows(batch, sampling_indices)
@@ -150,7 +151,7 @@ class GraphRunner(Runner):
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: engine.StepInput, sampling_indices: list[int],
+    def _replay(self, shape: Shape, batch: StepInput, sampling_indices: list[int],
                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
@@ -181,8 +182,8 @@ class GraphRunner(Runner):
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
 
-    def _sample_masked(self, batch: engine.StepInput, sampling_indices: list[int], tokens: Tensor,
-                       grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
+    def _sample_masked(self, batch: StepInput, sampling_indices: list[int], tokens: Tensor,
+                       grammars: list[tuple[int, Sequence, int]]) -> Tensor:
         """The tokens of a replayed step, sampled again in the rows of sequences with a grammar."""
         masked = {sampling_indices[i]: seq for i, seq, position in grammars if seq.is_pending(position)}
         if masked:
@@ -195,7 +196,7 @@ class GraphRunner(Runner):
         self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of the other rows of a sequence
         return tokens
 
-    def _replay_masked(self, batch: engine.StepInput, masked: dict[int, engine.Sequence]) -> tuple[Tensor, Tensor]:
+    def _replay_masked(self, batch: StepInput, masked: dict[int, Sequence]) -> tuple[Tensor, Tensor]:
         """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
         send_masks(self, list(masked.values()))
@@ -220,7 +221,7 @@ class GraphRunner(Runner):
         return at.long(), self._sample(logits, rows, lens, SamplingNeeds())
 
 
-def one_token_rows(batch: engine.StepInput, sampling_indices: list[int]) -> tuple[engine.StepInput, list[int]]:
+def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepInput, list[int]]:
     """The same step as a decode step with a row for each token, and the rows that sample.
 
     A few forced tokens are a chunk, and beside decoding sequences a chunk needs a step with room for prompts, which
@@ -229,7 +230,7 @@ def one_token_rows(batch: engine.StepInput, sampling_indices: list[int]) -> tupl
 
         a chunk of 3 tokens after 4 cached ones            rows with seq_lens 5, 6, 7
     """
-    rows = engine.StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping)
+    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping)
     for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
         rows.seqs += [seq] * num_tokens
         rows.num_tokens += [1] * num_tokens

@@ -37,9 +37,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import engine
 from nanopaged.device.fused import compile_rows
 from nanopaged.sampling_params import SamplingParams
+from nanopaged.scheduling import additions
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
@@ -58,7 +58,7 @@ class Start(NamedTuple):
     bad_words: list[list[int]]  # from encode_bad_words
 
     @classmethod
-    def of(cls, seq: engine.Sequence) -> "Start":
+    def of(cls, seq: additions.Sequence) -> "Start":
         prompt_ids, output_ids = seq.token_ids[:seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens:]
         sampling = seq.sampling
         return cls(seq.row, sampling.params, prompt_ids, output_ids, seq.stop_token_ids, sampling.bad_words)
@@ -218,7 +218,7 @@ class LogitsEditor:
             self.recent[slots] = torch.cat([tokens[:, None].int() + 1, self.recent[slots][:, :-1]], 1)
 
 
-def start_editing(runner: "Runner", seqs: list[engine.Sequence]) -> None:
+def start_editing(runner: "Runner", seqs: list[additions.Sequence]) -> None:
     """Tell the runner's editor of sequences that are new in their rows. It is made for the first one that needs it."""
     if runner.editor is None:
         runner.editor = LogitsEditor(runner.max_num_seqs + 1, runner.config.vocab_size, runner.device, runner.send,

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.step_input import StepInput
+from nanopaged.scheduling.additions import Sequence
 
 MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
@@ -14,13 +16,13 @@ LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of
 
 class PromptPart(NamedTuple):
     """Prompt tokens whose log probabilities a step computes."""
-    seq: engine.Sequence
+    seq: Sequence
     first: int  # position of the first
     num_tokens: int
     rows: range  # in the flat batch, of the tokens that predict them
 
 
-def prompt_parts(batch: engine.StepInput) -> list[PromptPart]:
+def prompt_parts(batch: StepInput) -> list[PromptPart]:
     """For sequences that want log probabilities of their prompts: the token at each position predicts the next one."""
     parts = []
     for seq, num_tokens, index in zip(batch.seqs, batch.num_tokens, batch.query_start_loc):
@@ -32,7 +34,7 @@ def prompt_parts(batch: engine.StepInput) -> list[PromptPart]:
     return parts
 
 
-def logprob_tensors(send: Callable, seqs: list[engine.Sequence], parts: list[PromptPart], tokens: Tensor,
+def logprob_tensors(send: Callable, seqs: list[Sequence], parts: list[PromptPart], tokens: Tensor,
                     logits: Tensor, needs: SamplingNeeds) -> list[Tensor]:
     """What `top_logprobs` returns for the sampled tokens of the sequences that want it, and then for prompt parts.
     logits: those of the sampled tokens, then those of the parts."""
@@ -85,7 +87,7 @@ def as_list(tensor: Tensor) -> list:
     return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
 
 
-def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], order: list[int],
+def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[Sequence], order: list[int],
                  parts: list[PromptPart]) -> engine.Sampled:
     """The step's tokens and their log probabilities, from the tensors of `logprob_tensors`: (own, rank, ids of the best
     tokens, theirs) for each token. The tensors' order is that of `seqs`, and the i-th token belongs to row order[i]."""

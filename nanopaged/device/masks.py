@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
+from nanopaged.scheduling.additions import Sequence
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
 
 
-def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
+def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, Sequence, int]]) -> Tensor:
     """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence, position) of those
     that have one. A token that the grammar has forced by now is not sampled."""
     seqs = {row: seq for row, seq, position in grammars if seq.is_pending(position)}
     return mask_logits(logits, send_masks(runner, [seqs.get(row) for row in range(len(logits))]))
 
 
-def send_masks(runner: "Runner", seqs: list[engine.Sequence | None]) -> Tensor:
+def send_masks(runner: "Runner", seqs: list[Sequence | None]) -> Tensor:
     """`Masker.send`, by a masker that is made at the first call."""
     if runner.masker is None:
         runner.masker = Masker(runner.config.vocab_size, runner.max_num_samples, runner.device)
@@ -39,10 +40,10 @@ class Masker:
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
 
-    def send(self, seqs: list[engine.Sequence | None]) -> Tensor:
+    def send(self, seqs: list[Sequence | None]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
         sequence with drafts has several: that of its next token, then those after one draft, two .."""
-        start, num_rows = self.host.data_ptr(), Counter[engine.Sequence | None]()
+        start, num_rows = self.host.data_ptr(), Counter[Sequence | None]()
         for row, seq in enumerate(seqs):
             address = start + self.num_bytes * row
             if seq is None:

@@ -35,8 +35,10 @@ from nanopaged import engine, model
 from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
+from nanopaged.scheduling.additions import Sequence
 from nanopaged.tiles import cdiv
 from nanopaged.weights.split import find_cuts, padded_part, random_tensors, split_config
 
@@ -212,11 +214,11 @@ class Driver(ParallelRunner):
                       for moves in (step.swaps_out, step.copies, step.swaps_in)]
         super()._move_blocks(step)
 
-    def _send_rows(self, seqs: list[engine.Sequence]) -> tuple[list[int], list[int]]:
+    def _send_rows(self, seqs: list[Sequence]) -> tuple[list[int], list[int]]:
         self.entries = super()._send_rows(seqs)
         return self.entries
 
-    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         self.workers.send([*self.moves, *self.entries, [bool(needs.grammars)], sampling_indices, more_rows,
                            batch.num_tokens, *batch.lists])
@@ -257,7 +259,7 @@ class Follower(ParallelRunner):
             self.block_tables.view(-1)[sent_cells] = sent_blocks
         seqs: list[Any] = [None] * len(num_tokens)
         needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
-        self._compute(engine.StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
+        self._compute(StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

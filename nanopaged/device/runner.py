@@ -5,7 +5,7 @@ before has grammars, that one is sampled first, see transfer.py):
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
-    forward pass      model.py over one flat batch (engine.StepInput): each layer writes K and V, then attends
+    forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens.
@@ -39,7 +39,9 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import choices, masks, memory, swapping, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
+from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
+from nanopaged.scheduling.additions import Sequence
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
@@ -174,7 +176,7 @@ class Runner:
             self.unsampled.pop().sample()
         self._move_blocks(step)
         self._send_rows(step.seqs)
-        batch = engine.StepInput.of(step, self.block_size)
+        batch = StepInput.of(step, self.block_size)
         launched = LaunchedStep(self, step, batch)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
@@ -193,13 +195,13 @@ class Runner:
         if step.swaps_in:
             swapping.move_in(self, step.swaps_in)
 
-    def _send_rows(self, seqs: list[engine.Sequence]) -> tuple[list[int], list[int]]:
+    def _send_rows(self, seqs: list[Sequence]) -> tuple[list[int], list[int]]:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
         settings of sequences that are new in their row. Returns the entries, cells and blocks, for parallel.py."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
-        new: list[engine.Sequence] = []
+        new: list[Sequence] = []
         for seq in seqs:
             # A sequence that is new in its row has sent no block (`BlockManager.free` sets num_sent_blocks to 0). One
             # that grew or copied a block comes through here, too, but its settings are there already.
@@ -230,12 +232,12 @@ class Runner:
             self.owners[row] = NOBODY
         return free_rows
 
-    def forget_rows(self, seqs: list[engine.Sequence]) -> None:
+    def forget_rows(self, seqs: list[Sequence]) -> None:
         """A step failed half-way: the settings of these rows are sent again. (Their block tables are anyway.)"""
         for seq in seqs:
             self.owners[seq.row] = NOBODY
 
-    def _compute(self, batch: engine.StepInput, sampling_indices: list[int], more_rows: list[int],
+    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         """The forward pass. Returns a function that samples the tokens [num_samples], and the logits of their rows and
         then of more rows of the flat batch, [num_samples + ..., vocab_size].

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import engine
 from nanopaged.device.fused import compile_rows
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
+from nanopaged.scheduling import additions
 
 if TYPE_CHECKING:
     from nanopaged.device.logits import LogitsEditor
@@ -33,7 +33,7 @@ class SamplingNeeds(NamedTuple):
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
-    def of(cls, seqs: list[engine.Sequence], positions: list[int], editor: "LogitsEditor | None") -> "SamplingNeeds":
+    def of(cls, seqs: list[additions.Sequence], positions: list[int], editor: "LogitsEditor | None") -> "SamplingNeeds":
         """positions: of the sampled tokens. editor: None while no sequence has edited its logits."""
         params = [seq.sampling.params for seq in seqs]
         processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:],

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device import logprobs
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.step_input import StepInput
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
@@ -64,7 +65,7 @@ class LaunchedStep:
     needs: what sampling must do for these sequences
     """
 
-    def __init__(self, runner: "Runner", step: engine.SchedulerOutput, batch: engine.StepInput):
+    def __init__(self, runner: "Runner", step: engine.SchedulerOutput, batch: StepInput):
         self.runner, self.device, self.sampled = runner, runner.device, step.sampled
         sampled = set(step.sampled)
         self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]

@@ -35,6 +35,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanopaged import engine
+from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler, Sequence
 from nanopaged.scheduling.samples import Samples
 
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
@@ -50,22 +51,22 @@ class Offer(NamedTuple):
 
 class Placement(NamedTuple):
     """A sequence has been placed in a pool. offers: of all candidates; none if it had no choice."""
-    seq: engine.Sequence
+    seq: Sequence
     pool: "PoolScheduler"
     offers: dict["PoolScheduler", Offer]
 
 
-class PoolScheduler(engine.Scheduler):
+class PoolScheduler(Scheduler):
     """The Scheduler of one pool. In its `waiting` are only sequences that were placed here.
 
     pools: all PoolSchedulers of the engine; this one appends itself
     limits: max_num_seqs and max_num_batched_tokens
     """
 
-    def __init__(self, block_manager: engine.BlockManager, runner: Any, pools: list["PoolScheduler"], *limits: int):
+    def __init__(self, block_manager: BlockManager, runner: Any, pools: list["PoolScheduler"], *limits: int):
         super().__init__(block_manager, *limits)
         self.runner, self.pools, self.index = runner, pools, len(pools)
-        self.queue: list[engine.Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
+        self.queue: list[Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
         self.placements: list[Placement] = []  # of the last call of `schedule`
         self._forget_promises()
@@ -91,15 +92,15 @@ class PoolScheduler(engine.Scheduler):
                 engine.discard(self.waiting, seq)
                 insort(self.queue, seq, key=engine.by_order)
 
-    def _run_here(self, samples: Samples | None, but: engine.Sequence | None = None) -> bool:
+    def _run_here(self, samples: Samples | None, but: Sequence | None = None) -> bool:
         """Whether a sample of this prompt, other than `but`, runs in this pool."""
         return samples is not None and any(seq is not but for seq in samples.running(self.block_manager))
 
-    def _run(self, seq: engine.Sequence) -> None:
+    def _run(self, seq: Any) -> None:
         super()._run(seq)
         self.runner.forget_rows([seq])  # in a row that it had before, the tokens sampled elsewhere are missing
 
-    def _remove(self, seq: engine.Sequence) -> None:
+    def _remove(self, seq: Any) -> None:
         super()._remove(seq)
         for queue in (self.queue, *(pool.waiting for pool in self.pools)):
             engine.discard(queue, seq)
@@ -134,7 +135,7 @@ class PoolScheduler(engine.Scheduler):
             placements += self._place_before_later(self.queue[0])
         return placements
 
-    def _place_before_later(self, seq: engine.Sequence) -> list[Placement]:
+    def _place_before_later(self, seq: Sequence) -> list[Placement]:
         """Place a sequence that has no candidate where the last of all running sequences is, if that is later in the
         order: its pool preempts it."""
         busy = [pool for pool in self.pools if pool.running and pool.running[-1].order > seq.order]
@@ -149,7 +150,7 @@ class PoolScheduler(engine.Scheduler):
         """The place in the order of the first waiting sequence if too few blocks are free for it. None overtakes it."""
         return next((seq.order for seq in self.waiting[:1] if self.block_manager.plan(seq) is None), (math.inf,))
 
-    def _offer(self, seq: engine.Sequence, load: int) -> Offer | None:
+    def _offer(self, seq: Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""
         if load >= self.max_num_batched_tokens or len(self.running) + len(self.waiting) >= self.max_num_seqs:
             return None
@@ -162,7 +163,7 @@ class PoolScheduler(engine.Scheduler):
         num_cached = min(hit.num_tokens + num_shared * self.block_manager.block_size, seq.num_tokens - 1)
         return Offer(load + seq.num_tokens - num_cached, num_needed, num_free, hit) if num_needed <= num_free else None
 
-    def _promise(self, seq: engine.Sequence, offer: Offer, load: int) -> None:
+    def _promise(self, seq: Sequence, offer: Offer, load: int) -> None:
         self.promised_tokens += offer.num_tokens - load
         self.promised_blocks += offer.num_needed
         self._follow_promises(seq, offer.hit, extend=True)
@@ -172,7 +173,7 @@ class PoolScheduler(engine.Scheduler):
         self.promised_tokens = self.promised_blocks = 0
         self.promised_keys: dict[tuple, int] = {}  # as in BlockManager.prefix_cache; prefix keys are negative for now
 
-    def _follow_promises(self, seq: engine.Sequence, hit: engine.PrefixHit, extend: bool = False) -> int:
+    def _follow_promises(self, seq: Sequence, hit: engine.PrefixHit, extend: bool = False) -> int:
         """The number of blocks after the hit that sequences placed before will cache. extend: promise the others."""
         size, num_shared, prefix_key = self.block_manager.block_size, 0, hit.prefix_key
         is_cached = hit.num_cached_blocks == len(hit.blocks)  # else a sample's
@@ -190,7 +191,7 @@ class PoolScheduler(engine.Scheduler):
         return num_shared
 
 
-def make_schedulers(managers: list[engine.BlockManager], runners: list, *limits: int) -> list[PoolScheduler]:
+def make_schedulers(managers: list[BlockManager], runners: list, *limits: int) -> list[PoolScheduler]:
     pools: list[PoolScheduler] = []
     for manager, runner in zip(managers, runners):
         PoolScheduler(manager, runner, pools, *limits)
@@ -205,11 +206,11 @@ class Pools:
         self.max_num_seqs = pools[0].max_num_seqs  # of each pool
 
     @property
-    def waiting(self) -> list[engine.Sequence]:
+    def waiting(self) -> list[Sequence]:
         return list(merge(self.pools[0].queue, *(pool.waiting for pool in self.pools), key=engine.by_order))
 
     @property
-    def running(self) -> list[engine.Sequence]:
+    def running(self) -> list[Sequence]:
         return list(merge(*(pool.running for pool in self.pools), key=engine.by_order))
 
     @property
@@ -220,20 +221,20 @@ class Pools:
     def num_preemptions(self) -> int:
         return sum(pool.num_preemptions for pool in self.pools)
 
-    def add(self, seq: engine.Sequence) -> None:
+    def add(self, seq: Sequence) -> None:
         insort(self.pools[0].queue, seq, key=engine.by_order)
 
-    def of(self, seq: engine.Sequence) -> PoolScheduler:
+    def of(self, seq: Sequence) -> PoolScheduler:
         """The scheduler of the pool that has the sequence's blocks."""
         return next((pool for pool in self.pools if pool.block_manager is seq.pool), self.pools[0])
 
-    def finish(self, seq: engine.Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         self.of(seq).finish(seq, reason, stop_reason)
 
-    def fork(self, parent: engine.Sequence, child: engine.Sequence) -> None:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
         self.of(parent).fork(parent, child)
 
-    def resume(self, seq: engine.Sequence) -> None:
+    def resume(self, seq: Sequence) -> None:
         if seq.status is engine.Status.WAITING and seq not in self.waiting:
             self.add(seq)
 
@@ -241,7 +242,7 @@ class Pools:
 class BlockManagers:
     """The books of all pools, as of one."""
 
-    def __init__(self, managers: list[engine.BlockManager]):
+    def __init__(self, managers: list[BlockManager]):
         self.managers, self.block_size = managers, managers[0].block_size
 
     def __getattr__(self, name: str) -> int:
@@ -298,7 +299,7 @@ class Engines:
             if len(busy) == 1 or is_done(one):
                 one.update()
 
-    def _launch(self, one: engine.Engine) -> bool:
+    def _launch(self, one: Engine) -> bool:
         """Launch a step, if there is one. Whether the next is to be planned before any is read: lookahead has room for
         it, or this one ran out of memory."""
         step = one.scheduler.schedule()
@@ -309,7 +310,7 @@ class Engines:
         return bool(step.seqs) and one.has_room
 
 
-def is_done(one: engine.Engine) -> bool:
+def is_done(one: Engine) -> bool:
     """Whether its oldest launched step can be read without waiting."""
     result: Any = one.launched[0][1]
     return result.is_done()

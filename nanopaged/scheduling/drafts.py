@@ -25,7 +25,7 @@ same tokens would read once, and still takes less time. On an H200 attention of 
 and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens
 (`bench.py --only drafts`).
 
-**Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, engine.Engine), because its guesses
+**Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, additions.py), because its guesses
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
 too, and compares the guesses with the tokens that come. With many running sequences all rest, and none guesses.
 """
@@ -40,6 +40,7 @@ from nanopaged import engine
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
+from nanopaged.scheduling.additions import Scheduler, Sequence
 
 DEFAULTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 MOST_TOKENS = 64  # of a draft
@@ -100,12 +101,11 @@ class Drafter:
         self.mean_right = 0.0  # the moving average of a guess's tokens that came true
         self.metrics = RequestMetrics()
 
-    def compute(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput, scheduler: engine.Scheduler,
-                most: int) -> int:
+    def compute(self, seq: Sequence, num_tokens: int, step: engine.SchedulerOutput, scheduler: Scheduler,
+                compute: Callable) -> None:
         """Let the step that is being scheduled compute num_tokens tokens of the sequence, and guesses after its last
-        one: at most `most` tokens together. Returns their number. The guesses get free blocks, none of another
-        sequence."""
-        most = min(most - num_tokens, seq.max_len - len(seq.token_ids) - 1)
+        one. The guesses get free blocks, none of another sequence. compute: engine.Scheduler's"""
+        most = min(step.budget, scheduler.max_chunk, seq.max_len - len(seq.token_ids) - 1 + num_tokens) - num_tokens
         try:
             drafts = self._drafts(seq, len(scheduler.running))[:max(0, most)]
         except BaseException:  # the proposer's, or a warning that is an error
@@ -114,10 +114,11 @@ class Drafter:
             raise
         while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
             drafts.pop()
-        scheduler.compute(seq, num_tokens, step)
+        compute(seq, num_tokens, step)
         seq.drafts, num_drafts = drafts, len(drafts)
         if drafts:
             step.num_tokens[-1] += num_drafts
+            step.budget -= num_drafts
             step.sampled += [seq] * num_drafts  # the token after each draft
             step.positions += range(seq.num_computed_tokens + 1, seq.num_computed_tokens + num_drafts + 1)
             step.num_drafts += num_drafts
@@ -126,16 +127,15 @@ class Drafter:
             for metrics in (self.metrics, self.drafting.metrics):
                 metrics.num_draft_steps += 1
                 metrics.num_draft_tokens += num_drafts
-        return num_tokens + num_drafts
 
-    def decide(self, seq: engine.Sequence, sample: int) -> bool:
+    def decide(self, seq: Sequence, sample: int) -> bool:
         """Take the first undecided draft. Whether it is the token sampled in its place."""
         is_right = seq.drafts.pop(0) == sample
         for metrics in (self.metrics, self.drafting.metrics):
             metrics.num_accepted_tokens += is_right
         return is_right
 
-    def _drafts(self, seq: engine.Sequence, num_running: int) -> list[int]:
+    def _drafts(self, seq: Sequence, num_running: int) -> list[int]:
         if num_running > self.drafting.most_drafting:
             seq.may_look_ahead = True
             return []
@@ -143,7 +143,7 @@ class Drafter:
         seq.may_look_ahead = self.mean_right < self.drafting.pays
         # The last token must be known. One whose K and V were found is computed for its logits alone, and another
         # sample may be computing the block behind it in this very step (samples.py).
-        is_known = seq.num_new_tokens == 1 and not seq.num_pending_tokens
+        is_known = seq.num_computed_tokens == len(seq.token_ids) - 1 and not seq.num_pending_tokens
         if seq.may_look_ahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
             return []
         drafts = self.guess[len(seq.token_ids) - self.start:]

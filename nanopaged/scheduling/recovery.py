@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from nanopaged import engine
+from nanopaged.scheduling.additions import Engine, Scheduler
 
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
 
@@ -16,11 +17,11 @@ class Recovery:
     """What an Engine calls when a step fails. It has the scheduler's max_num_batched_tokens, which is halved when a
     step runs out of memory, and doubled every 64 steps later."""
 
-    def __init__(self, scheduler: engine.Scheduler, runner: Any):
+    def __init__(self, scheduler: Scheduler, runner: Any):
         self.scheduler, self.runner = scheduler, runner
         self.full, self.is_reduced, self.num_small_steps = scheduler.max_num_batched_tokens, False, 0
 
-    def recover(self, loop: engine.Engine, step: engine.SchedulerOutput, error: BaseException) -> None:
+    def recover(self, loop: Engine, step: engine.SchedulerOutput, error: BaseException) -> None:
         """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
         self._undo(step)
         try:

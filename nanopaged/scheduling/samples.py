@@ -2,7 +2,7 @@
 
 Each sample is a sequence of its own: it waits, runs and is preempted like any other. When it is admitted it shares the
 blocks of a sample that runs, the last one included, which may be partly filled. Whichever writes there first copies
-the block, and the last holder keeps the original (copy-on-write, engine.BlockManager). With block_size 4 and a prompt
+the block, and the last holder keeps the original (copy-on-write, BlockManager). With block_size 4 and a prompt
 of the tokens 0 to 5:
 
     step    A, the first sample                 B, the second sample
@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Iterator
 
 from nanopaged import engine
+from nanopaged.scheduling.additions import BlockManager, Sequence
 from nanopaged.scheduling.window import SlidingWindow
 
 
 class Samples:
     """The samples of one prompt: Sequence.samples of each of them."""
 
-    def __init__(self, seqs: list[engine.Sequence]):
+    def __init__(self, seqs: list[Sequence]):
         # Weakly: a sample has this object, and a circle of references lives until the garbage collector comes by.
         self.seqs = deque(weakref.ref(seq) for seq in seqs)
 
-    def running(self, manager: engine.BlockManager) -> Iterator[engine.Sequence]:
+    def running(self, manager: BlockManager) -> Iterator[Sequence]:
         """Those that run with blocks of this pool."""
         while self.seqs and ((first := self.seqs[0]()) is None or first.status is engine.Status.FINISHED):
             self.seqs.popleft()
@@ -36,7 +37,7 @@ class Samples:
             if seq is not None and seq.status is engine.Status.RUNNING and seq.pool is manager:
                 yield seq
 
-    def find(self, manager: engine.BlockManager, seq: engine.Sequence, hit: engine.PrefixHit) -> engine.PrefixHit:
+    def find(self, manager: BlockManager, seq: Sequence, hit: engine.PrefixHit) -> engine.PrefixHit:
         """What the sequence can share: the prompt of a sample that runs, or the hit in the prefix cache if that is not
         shorter."""
         num_tokens = seq.num_prompt_tokens
@@ -50,7 +51,7 @@ class Samples:
         return hit
 
 
-def _has_prompt(manager: engine.BlockManager, seq: engine.Sequence, num_tokens: int) -> bool:
+def _has_prompt(manager: BlockManager, seq: Sequence, num_tokens: int) -> bool:
     """Whether a running sequence has the first num_tokens tokens of its prompt in blocks; under a sliding window, those
     that the next token attends to."""
     if isinstance(manager, SlidingWindow) and seq.num_null_blocks > manager.num_blocks_before_window(num_tokens - 1):

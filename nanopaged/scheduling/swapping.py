@@ -12,6 +12,7 @@ The runner moves the blocks before a step's forward pass: first moves to the hos
 host (nanopaged/device/runner.py).
 """
 from collections.abc import Iterable
+from typing import Any
 
 from nanopaged import engine
 from nanopaged.scheduling.window import SlidingWindow
@@ -33,7 +34,7 @@ class Swapping(SlidingWindow):
             self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
         return super().begin_step()
 
-    def preempt(self, seq: engine.Sequence) -> engine.Status:
+    def preempt(self, seq: Any) -> engine.Status:
         """Move the sequence's blocks to the host, or free them if the host pool is too small."""
         num_computed_tokens = seq.num_computed_tokens
         if seq.drafts:  # the K and V of drafts that are not decided yet stay behind
@@ -47,7 +48,7 @@ class Swapping(SlidingWindow):
         seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
         return engine.Status.SWAPPED
 
-    def start(self, seq: engine.Sequence, hit: engine.PrefixHit) -> None:
+    def start(self, seq: Any, hit: engine.PrefixHit) -> None:
         host_table, num_computed_tokens = seq.host_table, seq.num_computed_tokens
         num_null, num_found = self.num_null_blocks(seq, hit), len(hit.blocks)
         super().start(seq, hit)
@@ -62,7 +63,7 @@ class Swapping(SlidingWindow):
         seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
         seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
 
-    def free(self, seq: engine.Sequence) -> None:
+    def free(self, seq: Any) -> None:
         super().free(seq)
         self._free_on_host(reversed(seq.host_table))
         seq.host_table = []

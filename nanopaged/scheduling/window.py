@@ -8,10 +8,13 @@ is still found by its index:
 
 A text of any length then runs in a pool that holds a window, a chunk and a block.
 """
+from typing import Any
+
 from nanopaged import engine
+from nanopaged.scheduling.additions import BlockManager, Sequence
 
 
-class SlidingWindow(engine.BlockManager):
+class SlidingWindow(BlockManager):
     """A BlockManager that frees blocks behind the window. window: 0 for none, so that swapping can build on this."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0):
@@ -27,42 +30,42 @@ class SlidingWindow(engine.BlockManager):
         self.max_blocks_per_seq = engine.cdiv(self.window + chunk, self.block_size) + 1
         return chunk
 
-    def allocate(self, seq: engine.Sequence, end: int) -> bool:
+    def allocate(self, seq: Any, end: int) -> bool:
         self.free_out_of_window(seq)
         return super().allocate(seq, end)
 
-    def free_out_of_window(self, seq: engine.Sequence) -> None:
+    def free_out_of_window(self, seq: Sequence) -> None:
         """Free the blocks that lie before the window of the sequence's next token."""
         for i in range(seq.num_null_blocks, self.num_blocks_before_window(seq.num_computed_tokens)):
             self._decref(seq.block_table[i])
             seq.block_table[i] = engine.NULL
             seq.num_null_blocks = i + 1
 
-    def find_prefix(self, seq: engine.Sequence) -> engine.PrefixHit:
+    def find_prefix(self, seq: Any) -> engine.PrefixHit:
         hit = super().find_prefix(seq)
         num_null = self.num_null_blocks(seq, hit)
         return hit._replace(blocks=[engine.NULL if i < num_null else block for i, block in enumerate(hit.blocks)])
 
-    def num_null_blocks(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
+    def num_null_blocks(self, seq: Sequence, hit: engine.PrefixHit) -> int:
         """Leading entries of its block table that will be NULL, if it is admitted with this hit."""
         num_computed_tokens = max(hit.num_tokens, seq.num_computed_tokens)  # a swapped sequence has computed some
         before_window = self.num_blocks_before_window(min(num_computed_tokens, seq.num_tokens - 1))
         return min(before_window, max(len(hit.blocks), len(seq.host_table)))
 
-    def num_blocks_needed(self, seq: engine.Sequence, hit: engine.PrefixHit) -> int:
+    def num_blocks_needed(self, seq: Any, hit: engine.PrefixHit) -> int:
         num_null = self.num_null_blocks(seq, hit)
         num_needed = super().num_blocks_needed(seq, hit._replace(blocks=hit.blocks[num_null:])) - num_null
         return min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
 
-    def start(self, seq: engine.Sequence, hit: engine.PrefixHit) -> None:
+    def start(self, seq: Any, hit: engine.PrefixHit) -> None:
         super().start(seq, hit)
         seq.num_null_blocks = seq.block_table.count(engine.NULL)
 
-    def fork(self, parent: engine.Sequence, child: engine.Sequence) -> None:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
         child.num_null_blocks = parent.num_null_blocks
 
-    def free(self, seq: engine.Sequence) -> None:
+    def free(self, seq: Any) -> None:
         super().free(seq)
         seq.num_null_blocks = 0
 

@@ -17,6 +17,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.api import llm as api
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
+from nanopaged.scheduling import additions
 from nanopaged.scheduling.data_parallel import Engines, Pools, make_schedulers
 from nanopaged.scheduling.samples import Samples
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, freed_at_once, load, tokens_of
@@ -84,11 +85,11 @@ ARRIVALS = count()
 
 
 def sequence(tokens, max_new=4, **settings):
-    return engine.Sequence(list(tokens), (0, next(ARRIVALS), 0), len(tokens) + max_new, **settings)
+    return additions.Sequence(list(tokens), (0, next(ARRIVALS), 0), len(tokens) + max_new, **settings)
 
 
 def schedulers(size, num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512):
-    managers = [engine.BlockManager(num_blocks, block_size) for _ in range(size)]
+    managers = [additions.BlockManager(num_blocks, block_size) for _ in range(size)]
     runners = [SimpleNamespace(forget_rows=lambda seqs: None)] * size
     return make_schedulers(managers, runners, max_num_seqs, max_num_batched_tokens)
 
@@ -264,9 +265,9 @@ class FakeRunner:
 def test_no_device_waits_for_another_ones_step():
     for lookahead in (0, 1):
         runners = [FakeRunner(), FakeRunner()]
-        managers = [engine.BlockManager(100, 4) for _ in runners]
+        managers = [additions.BlockManager(100, 4) for _ in runners]
         parts = make_schedulers(managers, runners, 8, 64)
-        loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
+        loops = [additions.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
         engines, scheduler = Engines(loops, nullcontext), Pools(parts)
         scheduler.add(sequence(range(60), max_new=50))  # the first device has a long prompt
         scheduler.add(sequence(range(100, 104), max_new=50))
@@ -282,8 +283,8 @@ def test_no_device_waits_for_another_ones_step():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_one_busy_device_has_its_lookahead(lookahead):
     runners = [FakeRunner(), FakeRunner()]
-    parts = make_schedulers([engine.BlockManager(100, 4) for _ in runners], runners, 8, 64)
-    loops = [engine.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
+    parts = make_schedulers([additions.BlockManager(100, 4) for _ in runners], runners, 8, 64)
+    loops = [additions.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
     engines, depths, update = Engines(loops, nullcontext), [], loops[0].update
     loops[0].update = lambda: (depths.append(len(loops[0].launched)), update())
     Pools(parts).add(sequence(range(6), max_new=5))

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from nanopaged import SamplingParams, engine
+from nanopaged import SamplingParams
 from nanopaged.device import graphs
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
+from nanopaged.device.step_input import StepInput
+from nanopaged.scheduling import additions
 from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, compiles, expectations, load, tokens_of
 
 
@@ -127,8 +129,8 @@ def test_which_steps_are_replayed(monkeypatch):
 
 
 def test_a_short_chunk_as_rows_of_one_token_each():
-    seqs = [engine.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
-    batch = engine.StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
+    seqs = [additions.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
+    batch = StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
                              [10, 4, 7], [2, 0, 1])
     rows, last_rows = graphs.one_token_rows(batch, [0, 2])
     assert rows.seqs == [seqs[0], seqs[1], seqs[2], seqs[2], seqs[2]] and rows.num_tokens == [1] * 5

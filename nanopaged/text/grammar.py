@@ -189,7 +189,7 @@ class Grammar:
         return Grammar(self.matcher.deep_copy(), self.compiler)
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
-        """The tokens to append, as engine.Listener.on_token returns them: the sampled one and those that must follow.
+        """The tokens to append, as Listener.on_token returns them: the sampled one and those that must follow.
         -1 ends the sequence with an error."""
         new, is_text = [token], token >= 0 and token not in self.eos_token_ids
         if is_text:

@@ -1,0 +1,71 @@
+"""A step as the runner reads it: flat lists of integers."""
+from dataclasses import dataclass, field
+
+from nanopaged import engine
+from nanopaged.scheduling.additions import Sequence
+
+
+@dataclass(slots=True)
+class StepInput:
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
+    sequence with drafts counts several times: it has an entry for its last token and one for each draft.)
+
+    Sequences with one new token come first, the longest context at the front: attention has one kernel launch for
+    these and one for the others, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
+    (table [2, 6]) decode and the prompt of B (table [5]) comes in:
+
+        seqs              A     C     B
+        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: known only on the device (lookahead)
+        positions         6     4     0   1   2   3         [T]
+        slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
+        query_start_loc   0     1     2              6      [N + 1]
+        seq_lens          7     5     4                     [N]      tokens in the cache after this step
+    """
+    seqs: list[Sequence]
+    num_tokens: list[int]  # [N]
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
+    query_start_loc: list[int] = field(default_factory=lambda: [0])
+    seq_lens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # [N] batch rows
+
+    @property
+    def lists(self) -> list[list[int]]:
+        return [self.input_ids, self.positions, self.slot_mapping, self.query_start_loc, self.seq_lens, self.rows]
+
+    @classmethod
+    def of(cls, step: engine.SchedulerOutput, block_size: int) -> "StepInput":
+        def longest_decode_first(pair: tuple[Sequence, int]) -> int:
+            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # a draft is a row of its own
+
+        batch = cls([], [])
+        for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first):
+            end = seq.num_computed_tokens  # the scheduler has counted this step's tokens
+            if not seq.drafts:
+                batch._add(seq, num_tokens, end, block_size)
+            else:  # its last token and each draft: a row of one token each
+                for row_end in range(end - num_tokens + 1, end + 1):
+                    batch._add(seq, 1, row_end, block_size)
+        return batch
+
+    def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
+        self.seqs.append(seq)
+        self.num_tokens.append(num_tokens)
+        token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
+        if num_tokens == 1:
+            if start < len(token_ids):
+                self.input_ids.append(token_ids[start])
+            else:  # a draft, or a token that is known only on the device
+                self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
+            self.positions.append(start)
+            self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
+        else:  # a chunk: its ids are known, and none is a hit (a recomputed hit token is always alone)
+            self.input_ids += token_ids[start:end]
+            self.positions += range(start, end)
+            for index in range(start // size, engine.cdiv(end, size)):  # as above, for all tokens of a block at once
+                offset = (table[index] - index) * size  # from position to slot
+                self.slot_mapping += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
+        self.query_start_loc.append(len(self.input_ids))
+        self.seq_lens.append(end)
+        self.rows.append(seq.row)

@@ -1,0 +1,286 @@
+"""The four classes of chapter 3 as LLM runs them: planning ahead of the GPU, and what the rarer features need.
+
+**Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one are
+known. With a lookahead of 1:
+
+    host      plan 1, launch 1 | plan 2, launch 2 | read 1 | plan 3, launch 3 | read 2 | ...
+    device              step 1 ................... step 2 ................... step 3
+
+When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on the
+device, where step 2 finds them. A sequence that turns out to be finished has wasted one token. Its blocks are freed at
+once although a launched step still writes into one of them. That is safe: a step that reuses the block is launched
+later, and the device runs steps in order. With a lookahead of 0 each step is read before the next one is planned. A
+lookahead of 2 would not keep the device busier, and is not supported. The counters of a prompt with the tokens 0 to 7:
+
+                          admitted   0 to 7 scheduled   8 scheduled   8 sampled   9 scheduled
+    num_computed_tokens   0          8                  9             9           10
+    num_pending_tokens    0          1                  2             1           2
+    num_tokens            8          9                  10            10          11
+"""
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanopaged import engine
+
+
+class Listener(Protocol):
+    """A hook into the tokens of a sequence, for log probabilities, beam search and grammars. See nanopaged/api/."""
+
+    def on_token(self, seq: "Sequence", token: int, logprobs: Any) -> list[int]:
+        """The step has sampled `token`. Returns the tokens to append. An empty list pauses the sequence until tokens
+        are appended from outside. Then `Scheduler.resume` queues it again, if its blocks were taken meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence(engine.Sequence):
+    """A text, and what the additions know of it."""
+    listener: Listener | None = None
+    max_chunk: int = sys.maxsize  # the most tokens of it that a step may compute
+    may_look_ahead: bool = True  # its next step may be planned before its last token is known on the host
+    reads_prefix_cache: bool = True  # False: log probabilities of the prompt are wanted, so all of it is computed
+    samples: Any = None  # all samples of its prompt, if n > 1 (samples.py)
+    drafter: Any = None  # guesses its next tokens (drafts.py)
+    drafts: list[int] = field(default_factory=list)  # guesses in a scheduled step, not checked yet
+    pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
+    num_null_blocks: int = 0  # leading entries of the block table that are NULL (window.py)
+    host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED (swapping.py)
+    num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
+
+    @property
+    def num_new_tokens(self) -> int:
+        """With drafts under way the next input, the token after the last right draft, is not known yet."""
+        known = self.num_tokens if self.may_look_ahead and not self.drafts else len(self.token_ids)
+        return min(known - self.num_computed_tokens, self.max_len - 1 - self.num_computed_tokens, self.max_chunk)
+
+    def is_pending(self, position: int) -> bool:
+        """Whether a sample under way for this position may become a token of the text. False if the text has passed the
+        position, because a grammar has forced tokens, and after a wrong draft."""
+        return self.num_pending_tokens > 0 and position >= len(self.token_ids)
+
+    def rewind(self, end: int) -> None:
+        """A grammar has forced tokens, or a draft was wrong: samples under way continue another text, and K and V from
+        position `end` on belong to that text."""
+        self.num_computed_tokens = min(self.num_computed_tokens, end)
+        self.num_pending_tokens, self.drafts = 0, []
+
+
+class BlockManager(engine.BlockManager):
+    """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # Tokens of prompts, those that were found, the blocks that have them; after `schedule`, of all steps so far
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
+
+    def largest_chunk(self, max_num_batched_tokens: int) -> int:
+        """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
+        return max_num_batched_tokens
+
+    def find_prefix(self, seq: Any) -> engine.PrefixHit:
+        """The longest beginning that the prefix cache has, or what another sample of the same prompt can give."""
+        nothing = engine.PrefixHit([], 0, seq.root, 0)
+        hit = super().find_prefix(seq) if seq.reads_prefix_cache else nothing
+        return hit if seq.samples is None else seq.samples.find(self, seq, hit)
+
+    def start(self, seq: Any, hit: engine.PrefixHit) -> None:
+        super().start(seq, hit)
+        seq.pool = self
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += seq.num_cached_tokens
+            self.num_saved_blocks += len(hit.blocks)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
+        for block in parent.block_table:
+            self._incref(block)
+        child.block_table, child.pool = list(parent.block_table), self
+        child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
+        child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
+        child.num_cached_tokens = parent.num_cached_tokens
+
+    def uncache(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._evict(block)
+
+    def check_idle(self) -> None:
+        """With no request under way every block must be free. RuntimeError otherwise: a mistake in nanopaged."""
+        self.begin_step()  # with swapping, host blocks that the last step read are free from here on
+        num_held = self.num_blocks - len(self.free_queue)
+        if num_held or any(self.ref_counts):
+            raise RuntimeError(f"the engine is idle, yet {num_held} blocks are held: please report this")
+
+
+class Scheduler(engine.Scheduler):
+    """Sequences may pause, fork, draft, and take several tokens of one step, and a planned step can be undone."""
+    block_manager: BlockManager
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
+        super().__init__(block_manager, max_num_seqs, max_num_batched_tokens)
+        self.max_chunk = block_manager.largest_chunk(max_num_batched_tokens)
+        self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
+        self.observers: list[Callable[[str, Any], object]] = []  # told of each change (nanopaged/cli/frames.py)
+
+    def tell(self, change: str, of: Any = None) -> None:
+        """The method of this name has changed a step or a sequence. "begin": a step is going to be scheduled."""
+        for observe in self.observers:
+            observe(change, of)
+
+    def schedule(self) -> engine.SchedulerOutput:
+        self.tell("begin")
+        step, manager = super().schedule(), self.block_manager
+        manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
+        self.tell("schedule", step)
+        return step
+
+    def _run(self, seq: Any) -> None:
+        super()._run(seq)
+        seq.max_chunk = min(seq.max_chunk, self.max_chunk)
+
+    def _preempt(self, step: engine.SchedulerOutput) -> Any:
+        self.num_preemptions += 1
+        return super()._preempt(step)
+
+    def compute(self, seq: Any, num_tokens: int, step: engine.SchedulerOutput) -> None:
+        if seq.drafter is None:
+            super().compute(seq, num_tokens, step)
+        else:  # the last token and some guesses
+            seq.drafter.compute(seq, num_tokens, step, self, super().compute)
+
+    def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+        """For a sequence without additions a sample is pending unless the sequence has ended, and `new` is the sample.
+        For a stop string, an abort or another error the caller calls `finish`."""
+        for i, (seq, position, sample) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
+            if seq.status is engine.Status.FINISHED or not seq.is_pending(position):
+                continue
+            seq.num_pending_tokens -= 1
+            is_right = not seq.drafts or seq.drafter.decide(seq, sample)
+            new = [sample]
+            if seq.listener is not None:
+                new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
+            num_known = len(seq.token_ids)
+            for token in new:
+                if seq.status is not engine.Status.FINISHED:
+                    seq.append(token)
+            self.num_generated_tokens += len(seq.token_ids) - num_known
+            if len(new) > 1 or not is_right:
+                # The sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
+                seq.rewind(position + 1 if is_right else position)
+            if seq.status is engine.Status.FINISHED:
+                self.release(seq)
+        self.tell("update", step)
+
+    def finish(self, seq: Any, reason: str, stop_reason: int | str | None = None) -> None:
+        super().finish(seq, reason, stop_reason)
+        self.tell("finish", seq)
+
+    def retire(self, seq: Sequence) -> None:
+        """Take the blocks of a sequence that goes on later, from its first token."""
+        self.release(seq)
+        seq.status = engine.Status.WAITING
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give the child the parent's tokens. The child shares the parent's blocks if the parent is running and a batch
+        row is free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see samples.py.)"""
+        child.token_ids = list(parent.token_ids)
+        if parent.status is engine.Status.RUNNING and len(self.running) < self.max_num_seqs:
+            self.block_manager.fork(parent, child)
+            self._run(child)
+        else:
+            self.add(child)
+
+    def resume(self, seq: Sequence) -> None:
+        """A paused sequence has got a token: queue it again if its blocks were taken meanwhile."""
+        if seq.status is engine.Status.WAITING and seq not in self.waiting:
+            self.add(seq)
+
+    def undo(self, step: engine.SchedulerOutput) -> None:
+        """Take back a step that was planned and not computed. The blocks that it offered hold nothing and leave the
+        prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
+        start over. So do those that it preempted, because their planned moves to the host never happen."""
+        self.block_manager.uncache(step.cached)
+        for seq, position in zip(step.sampled, step.positions):
+            seq.num_pending_tokens -= seq.is_pending(position)
+        for seq in reversed(step.seqs + step.preempted):  # reversed: later ones' blocks are reused first
+            if seq.status is not engine.Status.FINISHED:
+                self.retire(seq)
+                self.add(seq)
+        self.tell("undo", step)
+
+
+def give_up(loop: "Engine", step: engine.SchedulerOutput, error: BaseException) -> None:
+    """No recovery from a failed step."""
+    raise error
+
+
+class Engine(engine.Engine):
+    """The step loop with a lookahead of 0 or 1.
+
+    updates: SchedulerOutput.sampled and the Sampled of each step that was read, for the caller to take
+    recover: called with the engine, a step whose launch failed, and the error (recovery.py)
+    """
+    scheduler: Scheduler
+
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0, recover: Callable = give_up):
+        super().__init__(scheduler, runner)
+        self.lookahead, self.recover = lookahead, recover
+        self.updates: deque[tuple[list[Sequence], engine.Sampled]] = deque()
+        self.launched: deque[tuple[engine.SchedulerOutput, Callable[[], engine.Sampled]]] = deque()
+
+    def step(self) -> None:
+        """Plan and launch a step, then read until the next may be planned. After an empty step only reading a launched
+        one helps, or taking the blocks of paused sequences."""
+        while not self.has_room:  # the last call ended while it read: Ctrl-C, or an error
+            self.update()
+        step = self.scheduler.schedule()
+        if step.seqs:
+            self.launch(step)
+        else:
+            self.unblock(step)
+            self.update()
+        while not self.has_room:
+            self.update()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step may be planned before another is read: at most `lookahead` steps are launched, and none
+        has drafts. (A sequence with undecided drafts would sit the next step out. Then half of the sequences would
+        compute in even steps and half in odd ones, and a step of half the sequences takes hardly less time.)"""
+        return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
+
+    def launch(self, step: engine.SchedulerOutput) -> None:
+        try:
+            read = self.runner.launch(step)
+        except BaseException as error:
+            self.recover(self, step, error)
+        else:
+            self.launched.append((step, read))
+
+    def update(self) -> None:
+        """Read the oldest launched step. If reading fails, the step stays the oldest one, to be read again."""
+        if self.launched:
+            step, read = self.launched[0]
+            sampled = read()  # waits for the GPU
+            self.launched.popleft()
+            self.scheduler.update(step, sampled)
+            self.updates.append((step.sampled, sampled))
+
+    def unblock(self, step: engine.SchedulerOutput) -> None:
+        """Undo a step that computes nothing: the sequences that it preempted are not moved to the host after all.
+
+        With a launched step, everything waits for its tokens. Without one, the first sequence in the order, which
+        always fits, is paused (a beam that waits for others), and so are all that run: they give up their blocks, and
+        `resume` queues them again."""
+        self.scheduler.undo(step)
+        if not self.launched:
+            for seq in list(self.scheduler.running):
+                self.scheduler.retire(seq)
+                self.scheduler.tell("release", seq)
+
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.launched
