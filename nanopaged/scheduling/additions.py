@@ -52,8 +52,10 @@ class Sequence(engine.Sequence):
     @property
     def num_new_tokens(self) -> int:
         """With drafts under way the next input, the token after the last right draft, is not known yet."""
-        known = self.num_tokens if self.may_look_ahead and not self.drafts else len(self.token_ids)
-        return min(known - self.num_computed_tokens, self.max_len - 1 - self.num_computed_tokens, self.max_chunk)
+        num_known, start = len(self.token_ids), self.num_computed_tokens
+        if self.may_look_ahead and not self.drafts:
+            num_known += self.num_pending_tokens
+        return min(num_known - start, self.max_len - 1 - start, self.max_chunk)
 
     def is_pending(self, position: int) -> bool:
         """Whether a sample under way for this position may become a token of the text. False if the text has passed the
@@ -133,6 +135,9 @@ class Scheduler(engine.Scheduler):
     def schedule(self) -> engine.SchedulerOutput:
         self.tell("begin")
         step, manager = super().schedule(), self.block_manager
+        for index, seq in enumerate(step.seqs):
+            if seq.drafter is not None:
+                seq.drafter.extend(step, index, self)
         manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
         self.tell("schedule", step)
         return step
@@ -145,12 +150,6 @@ class Scheduler(engine.Scheduler):
         self.num_preemptions += 1
         return super()._preempt(step)
 
-    def compute(self, seq: Any, num_tokens: int, step: engine.SchedulerOutput) -> None:
-        if seq.drafter is None:
-            super().compute(seq, num_tokens, step)
-        else:  # the last token and some guesses
-            seq.drafter.compute(seq, num_tokens, step, self, super().compute)
-
     def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
         """For a sequence without additions a sample is pending unless the sequence has ended, and `new` is the sample.
         For a stop string, an abort or another error the caller calls `finish`."""
@@ -162,11 +161,10 @@ class Scheduler(engine.Scheduler):
             new = [sample]
             if seq.listener is not None:
                 new = seq.listener.on_token(seq, sample, sampled.logprobs and sampled.logprobs[i])
-            num_known = len(seq.token_ids)
             for token in new:
                 if seq.status is not engine.Status.FINISHED:
                     seq.append(token)
-            self.num_generated_tokens += len(seq.token_ids) - num_known
+                    self.num_generated_tokens += token >= 0
             if len(new) > 1 or not is_right:
                 # The sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
                 seq.rewind(position + 1 if is_right else position)

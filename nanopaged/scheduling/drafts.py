@@ -101,26 +101,27 @@ class Drafter:
         self.mean_right = 0.0  # the moving average of a guess's tokens that came true
         self.metrics = RequestMetrics()
 
-    def compute(self, seq: Sequence, num_tokens: int, step: engine.SchedulerOutput, scheduler: Scheduler,
-                compute: Callable) -> None:
-        """Let the step that is being scheduled compute num_tokens tokens of the sequence, and guesses after its last
-        one. The guesses get free blocks, none of another sequence. compute: engine.Scheduler's"""
-        most = min(step.budget, scheduler.max_chunk, seq.max_len - len(seq.token_ids) - 1 + num_tokens) - num_tokens
+    def extend(self, step: engine.SchedulerOutput, index: int, scheduler: Scheduler) -> None:
+        """Let a planned step compute guesses after the last token of step.seqs[index], with what the sequences of the
+        step have left of the token budget and of the free blocks."""
+        seq = step.seqs[index]
+        most = min(step.budget, scheduler.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
-            drafts = self._drafts(seq, len(scheduler.running))[:max(0, most)]
+            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]
         except BaseException:  # the proposer's, or a warning that is an error
-            step.preempted.append(seq)  # the step may have admitted it, or copied its last block
             scheduler.undo(step)
             raise
-        while drafts and not scheduler.block_manager.allocate(seq, len(seq.token_ids) + len(drafts)):
+        # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
+        allocate = partial(engine.BlockManager.allocate, scheduler.block_manager, seq)
+        while drafts and not allocate(len(seq.token_ids) + len(drafts)):
             drafts.pop()
-        compute(seq, num_tokens, step)
-        seq.drafts, num_drafts = drafts, len(drafts)
+        seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:
-            step.num_tokens[-1] += num_drafts
+            place = step.sampled.index(seq) + 1
+            step.num_tokens[index] += num_drafts
             step.budget -= num_drafts
-            step.sampled += [seq] * num_drafts  # the token after each draft
-            step.positions += range(seq.num_computed_tokens + 1, seq.num_computed_tokens + num_drafts + 1)
+            step.sampled[place:place] = [seq] * num_drafts  # the token after each draft
+            step.positions[place:place] = range(seq.num_computed_tokens + 1, seq.num_computed_tokens + num_drafts + 1)
             step.num_drafts += num_drafts
             seq.num_computed_tokens += num_drafts
             seq.num_pending_tokens += num_drafts
@@ -135,16 +136,21 @@ class Drafter:
             metrics.num_accepted_tokens += is_right
         return is_right
 
-    def _drafts(self, seq: Sequence, num_running: int) -> list[int]:
-        if num_running > self.drafting.most_drafting:
+    def _drafts(self, seq: Sequence, num_tokens: int, scheduler: Scheduler) -> list[int]:
+        """num_tokens: that the step computes of the sequence already"""
+        if len(scheduler.running) > self.drafting.most_drafting:
             seq.may_look_ahead = True
             return []
         self._guess(seq.token_ids)
         seq.may_look_ahead = self.mean_right < self.drafting.pays
-        # The last token must be known. One whose K and V were found is computed for its logits alone, and another
-        # sample may be computing the block behind it in this very step (samples.py).
-        is_known = seq.num_computed_tokens == len(seq.token_ids) - 1 and not seq.num_pending_tokens
-        if seq.may_look_ahead or not is_known or seq.num_computed_tokens < seq.num_hit_tokens:
+        # The last token must be known, and this step must write its K and V: a token that was found is computed for its
+        # logits alone, and another sample may be computing the block behind it in this very step (samples.py).
+        end, manager = len(seq.token_ids), scheduler.block_manager
+        is_last = num_tokens == 1 and seq.num_computed_tokens == end
+        if seq.may_look_ahead or not is_last or end <= seq.num_hit_tokens:
+            return []
+        # A sample that this step admitted may share the last block. A copy of it would miss the last token.
+        if end % manager.block_size and manager.ref_counts[seq.block_table[end // manager.block_size]] > 1:
             return []
         drafts = self.guess[len(seq.token_ids) - self.start:]
         if seq.sampling.grammar:
