@@ -18,9 +18,8 @@ its **block table** lists them:
 
 Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
 needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
-section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers, 2,048 in all. vLLM's CUDA
-kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes, so that neighbouring threads read
-neighbouring addresses. Triton arranges its loads itself, so K and V can have the plain layout.
+section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers, 2,048 in all. K of token t
+begins at the address of k_cache[block_table[t // block_size], t % block_size, kv head].
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of the
 `seq_len` that the cache then holds: a whole prompt or a chunk of it (**prefill**), or the one token sampled last
@@ -45,24 +44,9 @@ overflows:
 
 The same rule merges the sums of two parts of a context. In decode a long context can therefore be cut into **splits**
 of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2"). Prefill has no splits:
-the queries of a prompt usually make programs enough.
+the queries of a prompt are usually enough for many programs.
 
-**Triton.** `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place along the
-first axis. A program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a
-tensor of addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which
-elements exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for
-each combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline
-with num_stages stages: it loads the next num_stages - 1 tiles while it computes. The compiler divides this work among
-the threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a few threads load 16 bytes of K). On a CPU,
-Triton's interpreter runs a kernel line by line, also under a debugger: `python engine.py --prompt "ROMEO:" --attention
-triton --enforce-eager`.
-
-**The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
-
-    registers       256 KiB per multiprocessor    scores and running sums of the programs that run there
-    shared memory   228 KiB per multiprocessor    K, V of 64 tokens x 128 bf16 numbers: 32 KiB for each pipeline stage
-    L2 cache        50 MB for all                 block tables; K and V that several programs read at the same time
-    HBM             141 GB, 4.2 TB/s (measured)   the pool, q, out, the partial sums of splits (and the model's weights)
+The torch forms come first; chapter 2, model.py, needs no more. The second part has the same in Triton.
 """
 import math
 from collections import namedtuple
@@ -79,11 +63,6 @@ from nanopaged.optional_triton import triton as triton
 from nanopaged.tiles import cdiv as cdiv
 from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_tile
 
-# Kernels may read a global only if it is a constexpr.
-FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
-MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
-MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (measured on an H200)
-
 
 # --------------------------------------------------------------------------------------------------
 # In plain torch
@@ -94,23 +73,15 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
     Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim]. An fp8 (e4m3) cache gets K / k_scale and V / v_scale, clamped to -448 .. 448; others need
-    scales of 1.
+    num_kv_heads, head_dim]. k_scale, v_scale: 1, but for a cache of 8 bits (`to_fp8`).
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
         written = slots >= 0
         k, v, slots = k[written], v[written], slots[written]
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        if cache.element_size() == 1:
-            largest_fp8 = torch.finfo(cache.dtype).max
-            new = (new.float() / scale).clamp(-largest_fp8, largest_fp8)
-        as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, as_bytes(new.to(cache.dtype)))
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """An fp8 tensor as bytes, which torch can index on a CPU."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+        new = new.to(cache.dtype) if cache.element_size() > 1 else to_fp8(new, scale, cache.dtype)
+        as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, as_bytes(new))
 
 
 def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
@@ -161,7 +132,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
     scale            factor of the scores, usually head_dim ** -0.5
-    k_scale, v_scale factors of the K and V in the cache (fp8)
+    k_scale, v_scale factors of the K and V in the cache: 1, but for 8 bits (`to_fp8`)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
     Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
     """
@@ -185,9 +156,48 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
+class Kernels(NamedTuple):
+    """The functions of a step that write and read the cache, in torch or in Triton."""
+    rotate_and_store: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
+
+
+TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
+
+
 # --------------------------------------------------------------------------------------------------
-# In Triton: filling the cache. (Now read chapter 2, model.py. Of what follows it needs only `Kernels`, at the end:
-# `TORCH` has rotate_and_store_reference and paged_attention_reference as rotate_and_store and attention.)
+# In Triton
+#
+# `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place on the first axis. A
+# program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a tensor of
+# addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which elements
+# exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for each
+# combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline with
+# num_stages stages: it loads the next num_stages - 1 tiles while it computes. The compiler divides this work among the
+# threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a few threads load 16 bytes of K). On a CPU,
+# Triton's interpreter runs a kernel line by line, also under a debugger: `python engine.py --prompt "ROMEO:"
+# --attention triton --enforce-eager`.
+#
+# **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
+#
+#     registers       256 KiB per multiprocessor   scores and running sums of the programs that run there
+#     shared memory   228 KiB per multiprocessor   K, V of 64 tokens x 128 bf16 numbers: 32 KiB for each pipeline stage
+#     L2 cache        50 MB for all                block tables; K and V that several programs read at the same time
+#     HBM             141 GB, 4.2 TB/s (measured)  the pool, q, out, the partial sums of splits (and the weights)
+#
+# **The layout of K.** vLLM's CUDA kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes,
+# so that neighbouring threads read neighbouring addresses. Triton arranges its loads itself, so K and V can have the
+# plain layout.
+# --------------------------------------------------------------------------------------------------
+
+# Kernels may read a global only if it is a constexpr.
+FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
+MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
+MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (measured on an H200)
+
+
+# --------------------------------------------------------------------------------------------------
+# In Triton: filling the cache
 # --------------------------------------------------------------------------------------------------
 
 def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
@@ -723,11 +733,19 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
             num_warps=1, **launch_options(q.device))
 
 
-class Kernels(NamedTuple):
-    """The two functions that touch the cache, in one of their two forms."""
-    rotate_and_store: Callable[..., Tensor]
-    attention: Callable[..., Tensor]
-
-
 TRITON = Kernels(rotate_and_store, paged_attention)
-TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
+
+
+# --------------------------------------------------------------------------------------------------
+# A cache of 8 bits: twice the tokens
+# --------------------------------------------------------------------------------------------------
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale as fp8 (e4m3), clamped to -448 .. 448. Attention multiplies by the scale."""
+    largest_fp8 = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest_fp8, largest_fp8).to(dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """An fp8 tensor as bytes, which torch can index on a CPU."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -111,7 +111,7 @@ def test_where_the_splits_end():
 
 
 def test_numbers_of_an_h200():
-    text, config = kernel.__doc__, tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
+    text, config = Path(kernel.__file__).read_text(), tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
     assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
     assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
     programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
