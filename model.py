@@ -300,11 +300,11 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | None, dtype: torch.dtype,
+def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | int, dtype: torch.dtype,
                 device: torch.device | str, num_positions: int, make: Callable[..., Transformer] = Transformer,
                 ) -> Transformer:
     """A Transformer with a checkpoint's (name, tensor) pairs, or with the weights of another Transformer, or with
-    random weights if `tensors` is None. Tensors are copied one at a time, so one copy of the weights is in memory.
+    random weights if `tensors` is a seed. Tensors are copied one at a time, so one copy of the weights is in memory.
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = make(config)
@@ -321,17 +321,18 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
     if isinstance(tensors, Transformer):
         for parameter, source in zip(model.parameters(), tensors.parameters()):
             parameter.data.copy_(source.data)
-    elif tensors is None:
+    elif isinstance(tensors, int):
+        generator = torch.Generator(device).manual_seed(tensors)
         for name, parameter in model.named_parameters():
-            init_randomly(name, parameter)
+            init_randomly(name, parameter, generator)
     else:
         load_weights(model, tensors)
     model.make_rope_table(device, num_positions)
     return model.eval().requires_grad_(False)
 
 
-def init_randomly(name: str, parameter: Tensor) -> None:
-    nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02)
+def init_randomly(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02, generator=generator)
 
 
 @torch.no_grad()

@@ -139,10 +139,11 @@ class ParallelRunner(Runner):
         self.tokens = self.peers.share(self.max_num_seqs + 1, torch.int32)
         self.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
 
-    def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
+    def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
         config = replace(self.config, vocab_size=padded_part(self.whole.vocab_size, self.peers.size))
         make = partial(ParallelTransformer, whole=self.whole, sums=self.sums, logits_buffer=self.logits_buffer)
-        tensors = random_tensors(self.whole, self.dtype, self.device) if tensors is None else tensors
+        if isinstance(tensors, int):
+            tensors = random_tensors(self.whole, self.dtype, self.device, tensors)
         return model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, make)
 
     def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:

@@ -78,7 +78,6 @@ class Runner:
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             self.release_memory()
-        torch.manual_seed(seed)
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         self._make_rows()
         # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
@@ -86,7 +85,7 @@ class Runner:
         if device.type == "cuda" and kernels is kernel.TRITON:
             self.compiled = ThreadPoolExecutor(1).submit(on_its_device(warmup.compile_kernels), self)
         with warmup.no_garbage_collection() if device.type == "cuda" else nullcontext():
-            self._make_model(tensors)
+            self._make_model(seed if tensors is None else tensors)
         self.tokens_per_tile = 1  # of queries in prefill, as the kernel cuts them
         if kernels is kernel.TRITON:
             group = config.num_heads // config.num_kv_heads
@@ -107,7 +106,7 @@ class Runner:
         self.settings = torch.zeros(num_rows, SETTINGS_INTS, **ints)
         self.owners: list[Callable] = [NOBODY] * num_rows  # weakly, the sequence whose settings these are
 
-    def _make_model(self, tensors: Iterable | model.Transformer | None) -> None:
+    def _make_model(self, tensors: Iterable | model.Transformer | int) -> None:
         self.model = self._build_model(tensors)
         self.sampler = Sampler(self.fused)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
@@ -115,7 +114,7 @@ class Runner:
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
-    def _build_model(self, tensors: Iterable | model.Transformer | None) -> model.Transformer:
+    def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
 
     # ---- memory

@@ -100,6 +100,15 @@ def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):
     assert shared().generate(PROMPT, GREEDY)[0].finished
 
 
+def test_random_weights_follow_the_seed_and_leave_the_users_random_numbers_alone():
+    states = torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if CUDA else [])
+    engines = [load("qwen3", load_format="dummy", seed=seed) for seed in (5, 5, 6)]
+    first, same, other = (llm.runner.model.embed_tokens.weight for llm in engines)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    after = torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if CUDA else [])
+    assert all(map(torch.equal, states, after))
+
+
 @needs_gpu
 def test_the_pool_takes_the_cards_memory():
     free, total = torch.cuda.mem_get_info()

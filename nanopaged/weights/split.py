@@ -74,14 +74,15 @@ def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> T
     return F.pad(part, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else part
 
 
-def random_tensors(config: model.ModelConfig, dtype: torch.dtype,
-                   device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.device,
+                   seed: int) -> Iterator[tuple[str, Tensor]]:
     """The random weights that one device would have, as a checkpoint's tensors."""
     with torch.device("meta"):
         whole = model.Transformer(config)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
         weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-        model.init_randomly(name, weight)
+        model.init_randomly(name, weight, generator)
         for theirs, rows in model.checkpoint_tensors(name, weight, config).items():
             is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
             yield theirs, rows.T if is_transposed else rows
