@@ -48,6 +48,7 @@ import torch
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.cli.batch import open_file
 from nanopaged.scheduling import additions
+from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.scheduling.drafts import PAYS, Ngram
 from nanopaged.text.byte_level import Detokenizer
 
@@ -191,7 +192,7 @@ def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int
 
 
 def planned(prompts: list[list[int]], params: list[SamplingParams], max_num_seqs: int = 256,
-            block_size: int = 64) -> Iterator[tuple[additions.Scheduler, engine.SchedulerOutput]]:
+            block_size: int = 64) -> Iterator[tuple[additions.Scheduler, additions.SchedulerOutput]]:
     """The steps in which an engine computes these requests, planned without a model: (scheduler, step) of each step."""
     plan = additions.Scheduler(additions.BlockManager(100_000, block_size, False), max_num_seqs, BUDGET)
     for i, (prompt, wanted) in enumerate(zip(prompts, params)):
@@ -392,7 +393,7 @@ def swapping(limits: Limits, quick: bool) -> None:
         pairs = [(i, i) for i in range(engine.cdiv(num_tokens, llm.runner.block_size))]
         with torch.inference_mode():
             out, back = (gpu_seconds(lambda: llm.runner._move_blocks(step)) * 1000
-                         for step in (engine.SchedulerOutput(swaps_out=pairs), engine.SchedulerOutput(swaps_in=pairs)))
+                         for step in (SchedulerOutput(swaps_out=pairs), SchedulerOutput(swaps_in=pairs)))
         compute = max(rate(lambda: llm.generate(random_prompts(rng, [num_tokens]), params), 1) for _ in range(3))
         label = f"preempt {num_tokens:,} tokens"
         row(f"{label}: to the host and back", out + back, "ms", note=f"out {out:.2f}, in {back:.2f}")
@@ -748,7 +749,7 @@ def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, 
     rng, scheduler = random.Random(0), llm.scheduler
     update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
 
-    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+    def accept(step: additions.SchedulerOutput, sampled: engine.Sampled) -> None:
         tokens, num_rows = [], Counter[additions.Sequence]()
         for seq, token in zip(step.sampled, sampled.tokens):
             is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p

@@ -22,8 +22,8 @@ up with `num_tokens`. When it has, the step samples the next token.
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
 `Engine` runs this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
-nanopaged/api/llm.py has what users call. LLM runs subclasses of the four classes here. They add what a reader of paging
-does not need, planning ahead of the GPU above all (nanopaged/scheduling/additions.py).
+nanopaged/api/llm.py has what users call. LLM runs subclasses of Sequence, BlockManager, Scheduler and Engine. They add
+what a reader of paging does not need, planning ahead of the GPU above all (nanopaged/scheduling/additions.py).
 """
 import itertools
 from bisect import bisect_left, insort
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
-NULL = -1  # in a block table: a block that left the sliding window and was freed (scheduling/window.py)
 NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
 
 
@@ -51,17 +50,16 @@ def cdiv(a: int, b: int) -> int:
 class Sequence:
     """One text: a prompt and the tokens generated after it.
 
-        WAITING -> RUNNING     admitted: it gets a batch row, and blocks as its tokens are computed
+        WAITING -> RUNNING     admitted: it gets a batch row and the blocks that it can share; others as it is computed
         RUNNING -> WAITING     preempted: its blocks are freed (with swapping: SWAPPED, its blocks move to the host)
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    `schedule` counts a token that the step will sample as pending, and `update` appends it: num_tokens is
-    len(token_ids) + num_pending_tokens. The counters of a prompt with the tokens 0 to 7:
+    `schedule` counts tokens as computed, and `update` appends the sampled token. The counters of a prompt with the
+    tokens 0 to 7:
 
                               admitted   0 to 7 scheduled   token 8 sampled   token 8 scheduled
         num_computed_tokens   0          8                  8                 9
-        num_pending_tokens    0          1                  0                 1
-        num_tokens            8          9                  9                 10
+        num_tokens            8          8                  9                 9
     """
     token_ids: list[int]  # prompt and generated tokens
     order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
@@ -75,12 +73,11 @@ class Sequence:
     num_prompt_tokens: int = 0
     # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
     num_computed_tokens: int = 0
-    num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known yet
-    num_hit_tokens: int = 0  # leading tokens whose K and V were there when it was admitted: it never writes them
+    num_hit_tokens: int = 0  # leading tokens in the blocks that it shared when it was admitted: it never writes them
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
     num_cached_blocks: int = 0  # leading blocks whose tokens the prefix cache has, or had when they were looked up
     prefix_key: int | str = ROOT  # of the tokens in those blocks
-    root: int | str = ROOT  # its prefix key of no tokens: only sequences with the same root share cached blocks
+    root: int | str = ROOT  # its prefix key of no tokens: ROOT, or a request's cache_salt, to share with no other
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of its block table that the runner has a copy of
 
@@ -89,7 +86,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending_tokens
+        return len(self.token_ids)
 
     @property
     def num_new_tokens(self) -> int:
@@ -112,20 +109,15 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
-    """What one step computes: how many tokens of each scheduled sequence, and for each token that it samples the
-    sequence and the token's position there. Before that the runner moves blocks: out to the host, copies, and in from
-    the host, in this order."""
+    """What one step computes: how many tokens of each scheduled sequence, and which of these sequences sample a token.
+    The runner makes the copies of blocks before."""
     budget: int = 0  # tokens that may still be scheduled
     seqs: list = field(default_factory=list)  # Sequence
     num_tokens: list[int] = field(default_factory=list)
     sampled: list = field(default_factory=list)  # Sequence
-    positions: list[int] = field(default_factory=list)
     preempted: list = field(default_factory=list)  # Sequence
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
     cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block): scheduling/swapping.py
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
-    num_drafts: int = 0  # guessed tokens among num_tokens: scheduling/drafts.py
 
 
 class Sampled(NamedTuple):
@@ -166,13 +158,15 @@ class BlockManager:
 
         (0, abcd) -> block 0, prefix key 1      (1, efxy) -> block 3, prefix key 2
 
-    (The key of no tokens is 0, or a request's cache_salt.) A freed block stays in the prefix cache until it is reused.
+    A freed block stays in the prefix cache until it is reused.
     The block that was freed longest ago is reused first (LRU). A sequence frees its last block first, because a block
     cannot be found without those before it.
 
-    **Copy-on-write.** Samples of one prompt and beams also share a block that is not full. A sequence that is about to
-    write into it while others hold it gets a copy. The last holder writes into the original, which leaves the prefix
-    cache before.
+    **Copy-on-write.** Samples of one prompt and beams (scheduling/samples.py, api/beam.py) also share a block that is
+    not full. A sequence that is about to write into it while others hold it gets a copy. The last holder writes into
+    the original:
+
+        A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -196,32 +190,27 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, end: int) -> bool:
-        """Extend the block table to cover the text's first `end` tokens; False if the pool has too few free blocks.
-        A block that others hold is copied before a token is written there:
-
-            block_size 4, 6 tokens found          [ 0 , 1 ]      block 0: tokens 0 to 3, block 1: tokens 4 and 5
-            allocate up to token 9, 1 is shared   [ 0 , 7 , 8 ]  7 is a copy of 1 and takes tokens 6 and 7, 8 is new
-
-        Only the block of the first written token can be shared. Earlier blocks are not written, and what was found
-        ends there."""
-        # Of a text that was found whole the last token is computed again for its logits, and not written.
-        table, first_to_write = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
-        first = first_to_write // self.block_size
-        writes_first = first_to_write < end and first < len(table)
-        must_copy = writes_first and self.ref_counts[table[first]] > 1
+        """Extend the block table to cover the text's first `end` tokens; False, taking none, if too few blocks are
+        free. The first token to write may lie in the last block that the table has. If others hold that block, the
+        sequence gets a copy (copy-on-write)."""
+        table = seq.block_table
+        first = max(seq.num_computed_tokens, seq.num_hit_tokens)  # K and V that were found are not written again
+        index = first // self.block_size
+        is_there = first < end and index < len(table)
+        must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
-        if writes_first and not must_copy and table[first] in self.key_of_block:
-            self._evict(table[first])  # a sample of the same prompt, now gone, may have filled and offered the block
+        if is_there and not must_copy and table[index] in self.key_of_block:
+            self._evict(table[index])  # a sample that has ended had filled and offered the block; now its tokens change
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
             return False
         if must_copy:
             copy = self._pop_free_block()
-            self.step.copies.append((table[first], copy))
-            self._decref(table[first])
-            table[first] = copy
-            seq.num_sent_blocks = min(seq.num_sent_blocks, first)
+            self.step.copies.append((table[index], copy))
+            self._decref(table[index])
+            table[index] = copy
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)
         for _ in range(num_missing):
             table.append(self._pop_free_block())
         return True
@@ -231,19 +220,13 @@ class BlockManager:
         sequence that shares them attends after they are written, in the same forward pass or a later one."""
         if not self.enable_prefix_caching:
             return
-        # A pending token cannot be part of a key. Its block is offered one step later.
+        # (With lookahead the last scheduled token is not known yet. Its block is offered one step later.)
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_cached_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                if block == NULL:  # it left the sliding window, and later blocks could be found only through it
-                    return
-                # The block may have an older key that nothing finds any more:
-                #   1. block 3 follows the tokens P, whose prefix key is 1, and gets the key (1, efgh)
-                #   2. P's block is evicted; P is computed again in another block, with the new prefix key 9
-                #   3. the sequence with block 3 comes here with the key (9, efgh)
-                self._evict(block)
+                self._evict(block)  # a sample may have offered it under a key that nothing finds any more (samples.py)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
@@ -266,9 +249,9 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds the rest when
-        a step computes their tokens. False, taking none, if too few are free for all its tokens so far. The rest is not
-        reserved: if it is gone when a later chunk needs it, sequences are preempted."""
+        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
+        step computes their tokens. False, taking none, if too few blocks are free for all its tokens so far. These
+        blocks are not reserved: if they are gone when a later chunk needs them, sequences are preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -356,7 +339,7 @@ class Scheduler:
     later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM refuses a prompt that is longer than the pool, and limits max_len to the
-    pool's tokens. (With a sliding window a longer text can slide through the pool.) So the first sequence in the order
+    pool's tokens. So the first sequence in the order
     always fits, at the latest after all others are preempted. With equal priorities every other one becomes the first
     in the end.
 
@@ -403,11 +386,10 @@ class Scheduler:
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks."""
+        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. (That is in vain
+        if earlier sequences hold too much. The sequence stays the first that waits.)"""
         seq = self.waiting[0]
-        # A sequence is not admitted in the step that preempts it, nor while a token of it is pending: to compute its
-        # tokens again, all of them have to be known. `update` appends the last one while the sequence waits.
-        if seq in step.preempted or seq.num_pending_tokens:
+        if seq in step.preempted:  # it returns in a later step
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
@@ -446,14 +428,11 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
             step.sampled.append(seq)
-            step.positions.append(seq.num_computed_tokens)
-            seq.num_pending_tokens += 1
         self.block_manager.cache_full_blocks(seq)
 
     def update(self, step: SchedulerOutput, sampled: Sampled) -> None:
         """Append the tokens that a step sampled, and release the sequences that end with them."""
         for seq, token in zip(step.sampled, sampled.tokens, strict=True):
-            seq.num_pending_tokens -= 1
             seq.append(token)
             if seq.status is Status.FINISHED:
                 self.release(seq)

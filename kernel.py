@@ -5,7 +5,7 @@ vector of head_dim numbers. Query heads that share one kv head (one K, one V) ar
 the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token never
 change, and every later token reads them again. A **KV cache** therefore keeps them.
 
-**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence holds any of them, in any order;
+**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence may hold any blocks, in any order;
 its **block table** lists them:
 
     block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
@@ -18,8 +18,8 @@ its **block table** lists them:
 
 Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
 needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
-section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers, 2,048 in all. K of token t
-begins at the address of k_cache[block_table[t // block_size], t % block_size, kv head].
+section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers of K, 2,048 in all. The K of
+token t is k_cache[block_table[t // block_size], t % block_size, kv head].
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of the
 `seq_len` that the cache then holds: a whole prompt or a chunk of it (**prefill**), or the one token sampled last
@@ -73,7 +73,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
     Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim]. k_scale, v_scale: 1, but for a cache of 8 bits (`to_fp8`).
+    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`).
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
@@ -132,7 +132,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
     scale            factor of the scores, usually head_dim ** -0.5
-    k_scale, v_scale factors of the K and V in the cache: 1, but for 8 bits (`to_fp8`)
+    k_scale, v_scale factors of the K and V in the cache: 1, except for an fp8 cache (`to_fp8`)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
     Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
     """
@@ -145,6 +145,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
         position = torch.arange(seq_len, device=q.device)
         query, key = position[first:, None], position[max(0, first - window + 1):]  # earlier keys no query sees
         visible = (key <= query) & (key > query - window)  # [query_len, num_keys]
+        # block_size 4, table [5, 2]:  key 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
         block, offset = table[key // block_size], key % block_size
         k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
         # [num_keys, num_kv_heads, head_dim] -> [num_kv_heads, group, num_keys, head_dim]: a group shares K and V

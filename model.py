@@ -50,7 +50,7 @@ LayerCache = tuple[Tensor, Tensor, float, float]
 @dataclass
 class Batch:
     """The inputs of a step, a **flat batch**: the new tokens of all sequences in one dimension. A and C decode, and B
-    brings a prompt of 4 tokens (StepInput in engine.py adds blocks and slots):
+    brings a prompt of 4 tokens (nanopaged/device/step_input.py draws blocks and slots):
 
         sequence           A   C   B
         input_ids          a6  c4  b0  b1  b2  b3

@@ -25,7 +25,7 @@ import torch
 import engine
 import kernel
 import model
-from engine import NULL, Sampled, Status
+from engine import Sampled, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
 from nanopaged.api.beam import BeamSearch
@@ -33,7 +33,7 @@ from nanopaged.device import last_layer, rectangles
 from nanopaged.device.logits import encode_bad_words
 from nanopaged.device.step_input import StepInput
 from nanopaged.scheduling import additions, samples
-from nanopaged.scheduling.additions import BlockManager, Scheduler, Sequence
+from nanopaged.scheduling.additions import NULL, BlockManager, Scheduler, Sequence
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.drafts import Drafter, Drafting
 from nanopaged.scheduling.swapping import Swapping
@@ -579,27 +579,29 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
     assert step.num_tokens == [1] and seq.num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_the_counters_of_the_sequences_text(lookahead):
-    model = fake()
-    seq, manager, drawn, steps = sequence(range(8)), model.scheduler.block_manager, [], deque()
+@pytest.mark.parametrize("chapter, text", [(engine, engine.Sequence), (additions, additions)], ids=["0", "1"])
+def test_the_counters_of_the_sequences_text(chapter, text):
+    """Without lookahead, and with it."""
+    scheduler, seq = chapter.Scheduler(chapter.BlockManager(9, 4), 4, 99), chapter.Sequence([*range(8)], (0, 0, 0), 20)
+    rows = as_rows(text.__doc__, "num_computed_tokens   ")
+    rows = rows[:next(i for i, row in enumerate(rows, 1) if row[0] == "num_tokens")]
+    drawn, steps = [], deque()
 
     def note():
-        drawn.append([str(n) for n in (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_tokens)])
+        drawn.append([str(getattr(seq, row[0])) for row in rows])
 
-    assert manager.admit(seq)
+    assert scheduler.block_manager.admit(seq)
     note()
-    model.scheduler._run(seq)
+    scheduler._run(seq)
     for _ in range(3):
-        steps.append(model.scheduler.schedule())
+        steps.append(scheduler.schedule())
         note()
-        if len(steps) > lookahead:
-            model.scheduler.update(steps.popleft(), Sampled([20]))
+        if len(steps) > (chapter is additions):
+            scheduler.update(steps.popleft(), Sampled([20]))
             note()
-    rows = as_rows((engine.Sequence, additions)[lookahead].__doc__, "num_computed_tokens   ")[:3]
-    assert [row[0] for row in rows] == ["num_computed_tokens", "num_pending_tokens", "num_tokens"]
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
-    assert columns == drawn[:len(columns)] and len(columns) == 4 + lookahead
+    assert len(rows) == 2 + (chapter is additions) and len(columns) == 4 + (chapter is additions)
+    assert columns == drawn[:len(columns)]
 
 
 def test_the_two_samples_of_the_drawing():

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling.additions import Scheduler, Sequence
+from nanopaged.scheduling.additions import NULL, Scheduler, SchedulerOutput, Sequence
 
 VERSION = 1  # of the frames in a file
-NULL = engine.NULL
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
 MOST_WORDS = 100  # tokens of a text that a frame repeats
 
@@ -95,7 +94,7 @@ class Frames:
         self.schedulers: list[Any] = [recovery.scheduler for recovery in llm.recoveries]
         self.managers: list[Any] = [scheduler.block_manager for scheduler in self.schedulers]
         self.letters: dict[int, str] = {}  # arrival -> the request's name
-        self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
+        self.numbers: dict[SchedulerOutput, int] = {}  # launched step -> its number
         self.counter = itertools.count()
         self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
         self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
@@ -181,7 +180,7 @@ class Frames:
 
     # ---- a step, when it is scheduled
 
-    def _step(self, pool: int, before: State, step: engine.SchedulerOutput) -> Frame | None:
+    def _step(self, pool: int, before: State, step: SchedulerOutput) -> Frame | None:
         scheduler, state, several = self.schedulers[pool], self.state, len(self.schedulers) > 1
         running = state.running[pool]
         waiting = sorted(scheduler.waiting + getattr(scheduler, "queue", []), key=engine.by_order)
@@ -232,7 +231,7 @@ class Frames:
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
 
-    def _work(self, seq: Sequence, num_tokens: int, step: engine.SchedulerOutput) -> tuple:
+    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> tuple:
         """The tokens that a sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
@@ -254,7 +253,7 @@ class Frames:
             return "waits for its token"
         return "waits: the token budget is spent" if is_spent else "waits"
 
-    def _why_not(self, seq: Sequence, pool: int, step: engine.SchedulerOutput, is_spent: bool) -> str:
+    def _why_not(self, seq: Sequence, pool: int, step: SchedulerOutput, is_spent: bool) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
         manager, max_num_seqs = self.managers[pool], self.schedulers[pool].max_num_seqs
         num_free = manager.num_free_blocks
@@ -268,7 +267,7 @@ class Frames:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
-    def _moves(self, pool: int, before: State, step: engine.SchedulerOutput, frame: Frame) -> None:
+    def _moves(self, pool: int, before: State, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
         holders: dict[int, list[Sequence]] = {}  # held block -> the sequences whose tables list it
         for seq in self.state.running[pool]:
@@ -305,7 +304,7 @@ class Frames:
             blocks = [went[host] for host in hosts] or _real(before.tables.get(seq, ()))
             frame.preempted.append([self._name(seq), blocks, hosts])
 
-    def _attention(self, step: engine.SchedulerOutput, frame: Frame) -> None:
+    def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
         """The kernel's splits of a decoding sequence's context, at the first decode and whenever they change.
 
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
@@ -331,7 +330,7 @@ class Frames:
 
     # ---- the results of a step, and what happens between two steps
 
-    def _tokens(self, pool: int, before: State, step: engine.SchedulerOutput) -> Frame:
+    def _tokens(self, pool: int, before: State, step: SchedulerOutput) -> Frame:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         for seq in dict.fromkeys(step.sampled):
@@ -378,7 +377,7 @@ class Frames:
         how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
         return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
 
-    def _undone(self, pool: int, _: State, step: engine.SchedulerOutput) -> Frame | None:
+    def _undone(self, pool: int, _: State, step: SchedulerOutput) -> Frame | None:
         number = self.numbers.pop(step, None)
         if step.seqs or step.preempted:
             return Frame("undone", pool, number, undone=self._names(step.seqs + step.preempted))

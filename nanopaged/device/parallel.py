@@ -31,14 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import engine, model
+from nanopaged import model
 from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
-from nanopaged.scheduling.additions import Sequence
+from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 from nanopaged.tiles import cdiv
 from nanopaged.weights.split import find_cuts, padded_part, random_tensors, split_config
 
@@ -206,11 +206,11 @@ class Driver(ParallelRunner):
             self.workers.wait_until_ready()
         return num_blocks
 
-    def launch(self, step: engine.SchedulerOutput) -> Any:
+    def launch(self, step: SchedulerOutput) -> Any:
         with self.workers.explained():
             return super().launch(step)
 
-    def _move_blocks(self, step: engine.SchedulerOutput) -> None:
+    def _move_blocks(self, step: SchedulerOutput) -> None:
         self.moves = [[number for pair in moves for number in pair]
                       for moves in (step.swaps_out, step.copies, step.swaps_in)]
         super()._move_blocks(step)
@@ -254,7 +254,7 @@ class Follower(ParallelRunner):
         self.peers.barriers_left = None
         *moves, cells, blocks, has_grammars, sampling_indices, more_rows, num_tokens = lists[:9]
         out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
-        self._move_blocks(engine.SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
+        self._move_blocks(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
         if cells:
             sent_cells, sent_blocks = self.send([cells, blocks])
             self.block_tables.view(-1)[sent_cells] = sent_blocks

@@ -1,14 +1,14 @@
 """The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
 
-The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order (if the step
-before has grammars, that one is sampled first, see transfer.py):
+The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
     move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
     send rows         new entries of block tables, sampling settings of new sequences
     forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
-and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens.
+and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. (With grammars a step is sampled
+when the next one is launched: transfer.py says why.)
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
 its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its
@@ -20,10 +20,19 @@ launched before the host knows them.
 num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
 tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
 
-This file is the plain path. On a GPU graphs.py puts CUDA graphs in its place and fused.py compiled functions;
-last_layer.py, and rectangles.py for attention in torch, leave out work on a CPU, too. `enforce_eager=True` leaves all
-four off. warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large a GPU's pool can be.
-Rare features: swapping.py, logits.py (edited logits), logprobs.py, masks.py (grammars).
+This file is the plain path, and runs alone with `enforce_eager=True`. What else takes the place of its parts:
+
+    part                      in its place                                        where that is chosen
+    Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
+    Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
+    modules of model.py       compiled functions (fused.py)                       GraphRunner
+    the last Layer            one that skips rows (last_layer.py)                 everywhere but with enforce_eager
+    attention                 kernel.py's in Triton; in torch rectangles.py       choices.py; a CPU
+    additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
+    one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
+
+warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large a GPU's pool can be. Rare
+features: swapping.py, logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
@@ -41,7 +50,7 @@ from nanopaged.device.logits import LogitsEditor, start_editing
 from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
-from nanopaged.scheduling.additions import Sequence
+from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 
 NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
@@ -168,7 +177,7 @@ class Runner:
 
     @on_its_device
     @torch.inference_mode()
-    def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and gives
         `start` a function that samples. Neither waits for the device, unless attention is in torch."""
         while self.unsampled:
@@ -183,7 +192,7 @@ class Runner:
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def _move_blocks(self, step: engine.SchedulerOutput) -> None:
+    def _move_blocks(self, step: SchedulerOutput) -> None:
         """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
         target of a later one."""
         if step.swaps_out:
@@ -196,7 +205,8 @@ class Runner:
 
     def _send_rows(self, seqs: list[Sequence]) -> tuple[list[int], list[int]]:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row. Returns the entries, cells and blocks, for parallel.py."""
+        settings of sequences that are new in their row. Returns where in block_tables.view(-1) entries are new, and
+        these entries, for parallel.py."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
@@ -238,8 +248,8 @@ class Runner:
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        """The forward pass. Returns a function that samples the tokens [num_samples], and the logits of their rows and
-        then of more rows of the flat batch, [num_samples + ..., vocab_size].
+        """The forward pass. Returns two things: a function that samples the tokens [num_samples], and the logits
+        [num_samples + ..., vocab_size] of their rows and then of more rows of the flat batch.
 
             sequence             A   C   B
             flat rows            0   1   2..5     a row for each token
@@ -273,8 +283,8 @@ class Runner:
                            sampling)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, -1 if the row is unusable; it (0 for -1) becomes its sequence's last token.
-        positions: the lengths so far."""
+        """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
+        token of its sequence. positions: the lengths so far."""
         editor = self.editor if needs.edits or needs.processors else None
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
@@ -285,7 +295,7 @@ class Runner:
         if editor is not None:
             editor.add(rows, usable)
         # A sequence with drafts has its row several times, and any of its tokens may end up here. No step reads it: the
-        # next one is planned after the drafts are decided (Engine.has_room), and then the host knows the token.
+        # next one is planned after the drafts are decided (additions.Engine), and then the host knows the token.
         self.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 

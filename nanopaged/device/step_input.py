@@ -2,7 +2,7 @@
 from dataclasses import dataclass, field
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import Sequence
+from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class StepInput:
         return [self.input_ids, self.positions, self.slot_mapping, self.query_start_loc, self.seq_lens, self.rows]
 
     @classmethod
-    def of(cls, step: engine.SchedulerOutput, block_size: int) -> "StepInput":
+    def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
         def longest_decode_first(pair: tuple[Sequence, int]) -> int:
             return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # a draft is a row of its own
 
@@ -60,7 +60,7 @@ class StepInput:
                 self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:  # a chunk: its ids are known, and none is a hit (a recomputed hit token is always alone)
+        else:  # a chunk: its ids are known and all are written (a token whose K and V were found is computed alone)
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
             for index in range(start // size, engine.cdiv(end, size)):  # as above, for all tokens of a block at once

@@ -15,6 +15,7 @@ from nanopaged import engine
 from nanopaged.device import logprobs
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
+from nanopaged.scheduling.additions import SchedulerOutput
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
@@ -65,7 +66,7 @@ class LaunchedStep:
     needs: what sampling must do for these sequences
     """
 
-    def __init__(self, runner: "Runner", step: engine.SchedulerOutput, batch: StepInput):
+    def __init__(self, runner: "Runner", step: SchedulerOutput, batch: StepInput):
         self.runner, self.device, self.sampled = runner, runner.device, step.sampled
         sampled = set(step.sampled)
         self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]

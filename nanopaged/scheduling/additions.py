@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from nanopaged import engine
 
+NULL = -1  # in a block table: a block that left the sliding window and was freed (window.py)
+
 
 class Listener(Protocol):
     """A hook into the tokens of a sequence, for log probabilities, beam search and grammars. See nanopaged/api/."""
@@ -36,7 +38,8 @@ class Listener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Sequence(engine.Sequence):
-    """A text, and what the additions know of it."""
+    """A text, and what the additions know of it. num_tokens is len(token_ids) + num_pending_tokens."""
+    num_pending_tokens: int = 0  # tokens that scheduled steps sample and that are not known on the host yet
     listener: Listener | None = None
     max_chunk: int = sys.maxsize  # the most tokens of it that a step may compute
     may_look_ahead: bool = True  # its next step may be planned before its last token is known on the host
@@ -48,6 +51,10 @@ class Sequence(engine.Sequence):
     num_null_blocks: int = 0  # leading entries of the block table that are NULL (window.py)
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED (swapping.py)
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -69,13 +76,28 @@ class Sequence(engine.Sequence):
         self.num_pending_tokens, self.drafts = 0, []
 
 
+@dataclass(eq=False, slots=True)
+class SchedulerOutput(engine.SchedulerOutput):
+    """Before the copies the runner moves blocks to the host, and after them blocks from the host."""
+    positions: list[int] = field(default_factory=list)  # of the tokens that `sampled` samples, in their sequences
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block): swapping.py
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    num_drafts: int = 0  # guessed tokens among num_tokens: drafts.py
+
+
 class BlockManager(engine.BlockManager):
     """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
+    step: SchedulerOutput
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.step = SchedulerOutput()
         # Tokens of prompts, those that were found, the blocks that have them; after `schedule`, of all steps so far
         self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
+
+    def begin_step(self) -> SchedulerOutput:
+        self.step = SchedulerOutput()
+        return self.step
 
     def largest_chunk(self, max_num_batched_tokens: int) -> int:
         """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
@@ -132,25 +154,33 @@ class Scheduler(engine.Scheduler):
         for observe in self.observers:
             observe(change, of)
 
-    def schedule(self) -> engine.SchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         self.tell("begin")
-        step, manager = super().schedule(), self.block_manager
-        for index, seq in enumerate(step.seqs):
+        step: Any = super().schedule()
+        step.positions = [seq.num_computed_tokens for seq in step.sampled]
+        for seq in step.sampled:
+            seq.num_pending_tokens += 1
+        for seq in step.seqs:
             if seq.drafter is not None:
-                seq.drafter.extend(step, index, self)
+                seq.drafter.extend(seq, step, self)
+        manager = self.block_manager
         manager.most_blocks_held = max(manager.most_blocks_held, manager.num_blocks - manager.num_free_blocks)
         self.tell("schedule", step)
         return step
+
+    def _admit(self, turn: int, step: Any) -> bool:
+        """Not while a token of the sequence is pending: to compute its tokens again, all of them have to be known."""
+        return not self.waiting[0].num_pending_tokens and super()._admit(turn, step)
 
     def _run(self, seq: Any) -> None:
         super()._run(seq)
         seq.max_chunk = min(seq.max_chunk, self.max_chunk)
 
-    def _preempt(self, step: engine.SchedulerOutput) -> Any:
+    def _preempt(self, step: Any) -> Any:
         self.num_preemptions += 1
         return super()._preempt(step)
 
-    def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+    def update(self, step: Any, sampled: engine.Sampled) -> None:
         """For a sequence without additions a sample is pending unless the sequence has ended, and `new` is the sample.
         For a stop string, an abort or another error the caller calls `finish`."""
         for i, (seq, position, sample) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
@@ -196,7 +226,7 @@ class Scheduler(engine.Scheduler):
         if seq.status is engine.Status.WAITING and seq not in self.waiting:
             self.add(seq)
 
-    def undo(self, step: engine.SchedulerOutput) -> None:
+    def undo(self, step: SchedulerOutput) -> None:
         """Take back a step that was planned and not computed. The blocks that it offered hold nothing and leave the
         prefix cache. The tokens that it would have sampled are not pending any more. Its sequences are queued again and
         start over. So do those that it preempted, because their planned moves to the host never happen."""
@@ -210,7 +240,7 @@ class Scheduler(engine.Scheduler):
         self.tell("undo", step)
 
 
-def give_up(loop: "Engine", step: engine.SchedulerOutput, error: BaseException) -> None:
+def give_up(loop: "Engine", step: SchedulerOutput, error: BaseException) -> None:
     """No recovery from a failed step."""
     raise error
 
@@ -227,7 +257,7 @@ class Engine(engine.Engine):
         super().__init__(scheduler, runner)
         self.lookahead, self.recover = lookahead, recover
         self.updates: deque[tuple[list[Sequence], engine.Sampled]] = deque()
-        self.launched: deque[tuple[engine.SchedulerOutput, Callable[[], engine.Sampled]]] = deque()
+        self.launched: deque[tuple[SchedulerOutput, Callable[[], engine.Sampled]]] = deque()
 
     def step(self) -> None:
         """Plan and launch a step, then read until the next may be planned. After an empty step only reading a launched
@@ -250,7 +280,7 @@ class Engine(engine.Engine):
         compute in even steps and half in odd ones, and a step of half the sequences takes hardly less time.)"""
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
-    def launch(self, step: engine.SchedulerOutput) -> None:
+    def launch(self, step: SchedulerOutput) -> None:
         try:
             read = self.runner.launch(step)
         except BaseException as error:
@@ -267,7 +297,7 @@ class Engine(engine.Engine):
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))
 
-    def unblock(self, step: engine.SchedulerOutput) -> None:
+    def unblock(self, step: SchedulerOutput) -> None:
         """Undo a step that computes nothing: the sequences that it preempted are not moved to the host after all.
 
         With a launched step, everything waits for its tokens. Without one, the first sequence in the order, which

@@ -35,7 +35,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler, Sequence
+from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler, SchedulerOutput, Sequence
 from nanopaged.scheduling.samples import Samples
 
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
@@ -71,7 +71,7 @@ class PoolScheduler(Scheduler):
         self.placements: list[Placement] = []  # of the last call of `schedule`
         self._forget_promises()
 
-    def schedule(self) -> engine.SchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         if not (self.running or self.waiting or self.queue):  # idle: look for work that was placed elsewhere
             for pool in self.pools:
                 pool.return_unbound()
@@ -290,7 +290,7 @@ class Engines:
         busy = [one for one in self.engines if one.launched]
         if not busy:  # only paused sequences are running: they give up their blocks
             for one in self.engines:
-                one.unblock(engine.SchedulerOutput())
+                one.unblock(SchedulerOutput())
             return
         while len(busy) > 1 and not any(map(is_done, busy)):
             with self.interruptible():

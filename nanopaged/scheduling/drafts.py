@@ -40,7 +40,7 @@ from nanopaged import engine
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
-from nanopaged.scheduling.additions import Scheduler, Sequence
+from nanopaged.scheduling.additions import Scheduler, SchedulerOutput, Sequence
 
 DEFAULTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 MOST_TOKENS = 64  # of a draft
@@ -101,10 +101,10 @@ class Drafter:
         self.mean_right = 0.0  # the moving average of a guess's tokens that came true
         self.metrics = RequestMetrics()
 
-    def extend(self, step: engine.SchedulerOutput, index: int, scheduler: Scheduler) -> None:
-        """Let a planned step compute guesses after the last token of step.seqs[index], with what the sequences of the
-        step have left of the token budget and of the free blocks."""
-        seq = step.seqs[index]
+    def extend(self, seq: Sequence, step: SchedulerOutput, scheduler: Scheduler) -> None:
+        """Let a planned step compute guesses after the sequence's last token, with what the sequences of the step have
+        left of the token budget and of the free blocks."""
+        index = step.seqs.index(seq)
         most = min(step.budget, scheduler.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
             drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]

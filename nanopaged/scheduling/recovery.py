@@ -7,8 +7,7 @@ probabilities of prompts above all, and other programs may take memory of the sa
 import sys
 from typing import Any
 
-from nanopaged import engine
-from nanopaged.scheduling.additions import Engine, Scheduler
+from nanopaged.scheduling.additions import Engine, Scheduler, SchedulerOutput
 
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
 
@@ -21,7 +20,7 @@ class Recovery:
         self.scheduler, self.runner = scheduler, runner
         self.full, self.is_reduced, self.num_small_steps = scheduler.max_num_batched_tokens, False, 0
 
-    def recover(self, loop: Engine, step: engine.SchedulerOutput, error: BaseException) -> None:
+    def recover(self, loop: Engine, step: SchedulerOutput, error: BaseException) -> None:
         """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
         self._undo(step)
         try:
@@ -35,7 +34,7 @@ class Recovery:
         if not self._shrink(error):
             raise error
 
-    def _undo(self, step: engine.SchedulerOutput) -> None:
+    def _undo(self, step: SchedulerOutput) -> None:
         self.runner.forget_rows(step.seqs)
         self.scheduler.undo(step)
 

@@ -11,6 +11,13 @@ of the tokens 0 to 5:
 
 Copies are made before the forward pass. A copy of block 1 in step 0 would miss the K and V that this step writes. So a
 sample that returns after a preemption, and would copy at once to write generated tokens, shares only full blocks.
+
+A sample that shares another's blocks has not looked up their keys (PrefixHit.num_cached_blocks is 0). So the prefix
+cache may know such a block by a key that nothing finds any more, and `cache_full_blocks` then gives it a new one:
+
+    1. block 3 follows the tokens P, whose prefix key is 1, and gets the key (1, efgh)
+    2. the block of P is evicted; P is computed again in another block, with the new prefix key 9
+    3. a sample that shares block 3 offers it with the key (9, efgh)
 """
 import weakref
 from collections import deque

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanopaged import engine
+from nanopaged.scheduling.additions import NULL, SchedulerOutput
 from nanopaged.scheduling.window import SlidingWindow
 
 
@@ -26,7 +27,7 @@ class Swapping(SlidingWindow):
         super().__init__(num_blocks, block_size, enable_prefix_caching, window)
         self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
 
-    def begin_step(self) -> engine.SchedulerOutput:
+    def begin_step(self) -> SchedulerOutput:
         # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
         # now.
         if self.step.swaps_in:
@@ -42,8 +43,8 @@ class Swapping(SlidingWindow):
         table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # later blocks held only drafts
         if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
             return super().preempt(seq)
-        host_table = [engine.NULL if block == engine.NULL else self.free_host_blocks.pop() for block in table]
-        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != engine.NULL]
+        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
+        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
         self.free(seq)
         seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
         return engine.Status.SWAPPED
@@ -55,7 +56,7 @@ class Swapping(SlidingWindow):
         if not host_table:
             return
         for i, host_block in enumerate(host_table[num_found:], num_found):
-            seq.block_table.append(engine.NULL if i < num_null else self._pop_free_block())
+            seq.block_table.append(NULL if i < num_null else self._pop_free_block())
             if i >= num_null:
                 self.step.swaps_in.append((host_block, seq.block_table[-1]))
         self._free_on_host(host_table[:max(num_found, num_null)])
@@ -69,7 +70,7 @@ class Swapping(SlidingWindow):
         seq.host_table = []
 
     def _free_on_host(self, host_blocks: Iterable[int]) -> None:
-        self.free_host_blocks += [block for block in host_blocks if block != engine.NULL]
+        self.free_host_blocks += [block for block in host_blocks if block != NULL]
 
     def check_idle(self) -> None:
         super().check_idle()

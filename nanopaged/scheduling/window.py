@@ -11,7 +11,7 @@ A text of any length then runs in a pool that holds a window, a chunk and a bloc
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import BlockManager, Sequence
+from nanopaged.scheduling.additions import NULL, BlockManager, Sequence
 
 
 class SlidingWindow(BlockManager):
@@ -34,17 +34,22 @@ class SlidingWindow(BlockManager):
         self.free_out_of_window(seq)
         return super().allocate(seq, end)
 
+    def cache_full_blocks(self, seq: Any) -> None:
+        """Not if a block left the window before it was offered: the later ones could be found only through it."""
+        if seq.num_cached_blocks >= seq.num_null_blocks:
+            super().cache_full_blocks(seq)
+
     def free_out_of_window(self, seq: Sequence) -> None:
         """Free the blocks that lie before the window of the sequence's next token."""
         for i in range(seq.num_null_blocks, self.num_blocks_before_window(seq.num_computed_tokens)):
             self._decref(seq.block_table[i])
-            seq.block_table[i] = engine.NULL
+            seq.block_table[i] = NULL
             seq.num_null_blocks = i + 1
 
     def find_prefix(self, seq: Any) -> engine.PrefixHit:
         hit = super().find_prefix(seq)
         num_null = self.num_null_blocks(seq, hit)
-        return hit._replace(blocks=[engine.NULL if i < num_null else block for i, block in enumerate(hit.blocks)])
+        return hit._replace(blocks=[NULL if i < num_null else block for i, block in enumerate(hit.blocks)])
 
     def num_null_blocks(self, seq: Sequence, hit: engine.PrefixHit) -> int:
         """Leading entries of its block table that will be NULL, if it is admitted with this hit."""
@@ -59,7 +64,7 @@ class SlidingWindow(BlockManager):
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
         super().start(seq, hit)
-        seq.num_null_blocks = seq.block_table.count(engine.NULL)
+        seq.num_null_blocks = seq.block_table.count(NULL)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
@@ -74,9 +79,9 @@ class SlidingWindow(BlockManager):
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def _incref(self, block: int) -> None:
-        if block != engine.NULL:
+        if block != NULL:
             super()._incref(block)
 
     def _decref(self, block: int) -> None:
-        if block != engine.NULL:
+        if block != NULL:
             super()._decref(block)

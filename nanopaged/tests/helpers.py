@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import kernel
-from engine import NULL, Status
+from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
+from nanopaged.scheduling.additions import NULL
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other

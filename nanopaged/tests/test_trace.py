@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import kernel
-from engine import NULL, Sampled
+from engine import Sampled
 from kernel import cdiv
 from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
 from nanopaged.cli.frames import letters, splits_of
 from nanopaged.cli.trace import Trace, _blocks, _fit, _listing
+from nanopaged.scheduling.additions import NULL
 from nanopaged.tests.helpers import load
 
 torch.set_num_threads(1)  # models this small gain nothing from more
