@@ -15,9 +15,8 @@ weight bytes / copy rate and FLOPs / product rate, attention the larger of K and
 rate. Reading alone is faster than a copy, so decode attention may exceed its limit.
 
 **Noise.** Compare figures of one run. Cards of one kind differ by a percent, and a busy host takes up to twice the time
-for its part: scheduling, starting, the time to first token. Sections that time the host repeat and report the best.
-
-**Peers.** Figures of other engines in brackets were measured by others, on another card and at another time (PEERS).
+for its part: scheduling, starting, the time to first token. Sections that time the host repeat and report the best. In
+brackets are figures of other engines, measured on another card and at another time.
 """
 import argparse
 import gc
@@ -33,12 +32,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 
@@ -47,41 +47,32 @@ import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.cli.batch import open_file
-from nanopaged.scheduling import additions
-from nanopaged.scheduling.additions import SchedulerOutput
-from nanopaged.scheduling.drafts import PAYS, Ngram
-from nanopaged.text.byte_level import Detokenizer
+from nanopaged.outputs import RequestMetrics
+from nanopaged.text.byte_level import CHAR_OF
+from nanopaged.text.huggingface import ADDED_TOKEN
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
-SHAPES = {
-    "0.6B": QWEN3 | dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072,
-                         tie_word_embeddings=True),
-    "1.7B": QWEN3 | dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144,
-                         tie_word_embeddings=True),
-    "4B": QWEN3 | dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728,
-                       tie_word_embeddings=True),
-    "8B": QWEN3 | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288,
-                       tie_word_embeddings=False),
-}
-# Figures of other engines for rows of this file: FlashAttention-3 on an H200 that copies 4,270 GB/s, vLLM 0.26.0 on one
-# on 2026-11-22.
-PEERS = {
-    "attention, decode 1 x 1k": "FlashAttention-3 255", "attention, decode 1 x 8k": "FlashAttention-3 1,705",
-    "attention, decode 1 x 64k": "FlashAttention-3 3,196", "attention, decode 8 x 8k": "FlashAttention-3 3,576",
-    "attention, decode 64 x 1k": "FlashAttention-3 3,343", "attention, decode 64 x 8k": "FlashAttention-3 4,337",
-    "attention, decode 256 x 800": "FlashAttention-3 3,459", "attention, decode 256 x 4k": "FlashAttention-3 4,379",
-    "attention, prefill 1 x 8k": "FlashAttention-3 612", "attention, prefill 8 x 2k": "FlashAttention-3 479",
-    "attention, prefill 16 x 512": "FlashAttention-3 226",
-    "attention, prefill 4 x (2k after 14k)": "FlashAttention-3 646",
-    "0.6B decode, batch 1, context 512": "vLLM 1.67", "0.6B decode, batch 8, context 512": "vLLM 1.92",
-    "0.6B decode, batch 64, context 512": "vLLM 3.25", "0.6B decode, batch 256, context 512": "vLLM 6.99",
-    "0.6B decode, batch 32, context 8,000": "vLLM 8.57", "0.6B prefill, 32 x 8,000": "vLLM 280,337",
-    "0.6B workload 256": "vLLM 23,617", "0.6B 1,024 x (128 in, 128 out)": "vLLM 34,244",
-    "8B decode, batch 1, context 512": "vLLM 5.25", "8B decode, batch 256, context 512": "vLLM 14.6",
-    "8B decode, batch 32, context 8,000": "vLLM 14.3", "8B prefill, 32 x 8,000": "vLLM 37,698",
-    "8B workload 256": "vLLM 9,118", "0.6B process start to first token, caches cold": "vLLM 78.0",
-}
+SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "tie_word_embeddings"
+SHAPES = {name: QWEN3 | dict(zip(SIZES, sizes)) for name, sizes in {
+    "0.6B": (1024, 28, 16, 3072, True), "1.7B": (2048, 28, 16, 6144, True), "4B": (2560, 36, 32, 9728, True),
+    "8B": (4096, 36, 32, 12288, False)}.items()}
+VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
+    "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
+    "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
+    "0.6B decode, batch 32, context 8,000": "8.57", "0.6B prefill, 32 x 8,000": "280,337",
+    "0.6B workload 256": "23,617", "0.6B 1,024 x (128 in, 128 out)": "34,244",
+    "8B decode, batch 1, context 512": "5.25", "8B decode, batch 256, context 512": "14.6",
+    "8B decode, batch 32, context 8,000": "14.3", "8B prefill, 32 x 8,000": "37,698", "8B workload 256": "9,118",
+    "0.6B process start to first token, caches cold": "78.0"}
+# Attention: (sequences, query tokens, context, what FlashAttention-3 reached on an H200 that copies 4,270 GB/s).
+ATTENTION = {
+    "decode 1 x 1k": (1, 1, 1024, "255"), "decode 1 x 8k": (1, 1, 8192, "1,705"),
+    "decode 1 x 64k": (1, 1, 65536, "3,196"), "decode 8 x 8k": (8, 1, 8192, "3,576"),
+    "decode 64 x 1k": (64, 1, 1024, "3,343"), "decode 64 x 8k": (64, 1, 8192, "4,337"),
+    "decode 256 x 800": (256, 1, 800, "3,459"), "decode 256 x 4k": (256, 1, 4096, "4,379"),
+    "prefill 1 x 8k": (1, 8192, 8192, "612"), "prefill 8 x 2k": (8, 2048, 2048, "479"),
+    "prefill 16 x 512": (16, 512, 512, "226"), "prefill 4 x (2k after 14k)": (4, 2048, 16384, "646")}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of the attention sections
 KV_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # K and V of one token in bfloat16
 MORE_THAN_L2 = 3e8  # bytes; an H200's L2 cache has 50 MB
@@ -89,9 +80,13 @@ BUDGET = 8192  # max_num_batched_tokens, the default
 ROWS: list[dict] = []
 
 
-def row(name: str, value: float, unit: str, limit: float | None = None, note: str = "") -> None:
+class LeftOut(Exception):
+    """The reason why a section cannot run here."""
+
+
+def row(name: str, value: float, unit: str, limit: float | None = None, note: str = "", peer: str = "") -> None:
     """Print one figure, the limit in the same unit, and the fraction of the limit that the figure reaches."""
-    peer = PEERS.get(name, "")
+    peer = peer or (f"vLLM {VLLM[name]}" if name in VLLM else "")
     ROWS.append(dict(name=name, value=value, unit=unit, limit=limit, peer=peer, note=note))
     text = f"{name:48} {_number(value):>10} {unit:14}"
     if limit:
@@ -105,10 +100,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# --------------------------------------------------------------------------------------------------
-# On any machine
-# --------------------------------------------------------------------------------------------------
-
 def rate(function: Callable[[], object], amount: float) -> float:
     """amount per second of one call."""
     started = time.perf_counter()
@@ -116,87 +107,53 @@ def rate(function: Callable[[], object], amount: float) -> float:
     return amount / (time.perf_counter() - started)
 
 
+# --------------------------------------------------------------------------------------------------
+# On any machine
+# --------------------------------------------------------------------------------------------------
+
 def batching(quick: bool) -> None:
-    """The bundled model: prompts one by one, and 32 at once. On a CPU beside `transformers`, if it is installed."""
+    """The bundled model: prompts one by one, and 32 at once."""
     rng, num_new = random.Random(0), 32 if quick else 128
     prompts = [[rng.randrange(1000) for _ in range(rng.randint(8, 64))] for _ in range(32)]
-    few = prompts[:4]
     params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
     llm = LLM("shakespeare", enable_prefix_caching=False, max_num_seqs=64)
     llm.generate(prompts, SamplingParams(max_tokens=2))  # warm up
-    tries: dict[str, tuple[Callable[[], object], int]] = {
-        "one": (lambda: [llm.generate(prompt, params) for prompt in few], len(few)),
-        "many": (lambda: llm.generate(prompts, params), len(prompts))}
-    if llm.runner.device.type == "cpu" and find_spec("transformers"):
-        peer = transformers_generate(llm, num_new)
-        tries |= {"peer one": (lambda: [peer([prompt]) for prompt in few], len(few)),
-                  "peer many": (lambda: peer(prompts), len(prompts))}
-    best = dict.fromkeys(tries, 0.0)
+    one = many = 0.0
     for _ in range(2 if quick else 4):  # in turns, and the best of each: the machine may be busy now and then
-        for name, (function, count) in tries.items():
-            best[name] = max(best[name], rate(function, count * num_new))
-    for name, label in (("one", "one prompt at a time"), ("many", f"{len(prompts)} prompts at once")):
-        note = ""
-        if theirs := best.get(f"peer {name}"):
-            note = f"transformers generate {_number(theirs)}: {best[name] / theirs:.2f} times as fast"
-        row(f"bundled model, {label}", best[name], "tokens/s", note=note)
-    row("  batched over one at a time", best["many"] / best["one"], "times")
-
-
-def transformers_generate(llm: LLM, num_new: int) -> Callable[[list[list[int]]], None]:
-    """`generate` of `transformers` with the same weights and threads; a list of prompts is one left-padded batch."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(llm.path, dtype=torch.float32).eval()
-    settings = dict(max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, pad_token_id=0)
-
-    def generate(batch: list[list[int]]) -> None:
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        model.generate(ids, attention_mask=mask, **settings)
-
-    generate([[1, 2, 3]])  # warm up
-    return generate
+        one = max(one, rate(lambda: [llm.generate(prompt, params) for prompt in prompts[:4]], 4 * num_new))
+        many = max(many, rate(lambda: llm.generate(prompts, params), len(prompts) * num_new))
+    row("bundled model, one prompt at a time", one, "tokens/s")
+    row(f"bundled model, {len(prompts)} prompts at once", many, "tokens/s")
+    row("  batched over one at a time", many / one, "times")
 
 
 def scheduler(quick: bool) -> None:
-    """The host's work without a model: ms of schedule and update per decode step. Few or many sequences run, few or
-    many requests wait, and the pool is small or large."""
-    best: dict[tuple[int, int, int], float] = {}
-    for _ in range(3):  # in turns, and the best of each: the machine may be busy now and then
-        for num_running, queue in itertools.product((256, 1024), ((0, 20_000), (10_000, 20_000), (0, 1_000_000))):
-            ms = scheduler_ms(num_running, *queue, steps=20 if quick else 100)
-            best[num_running, *queue] = min(best.get((num_running, *queue), math.inf), ms)
+    """The host's work without a model: the median ms of a decode step, its update and the planning of the next one.
+    Few or many sequences run, few or many requests wait, and the pool is small or large."""
+    cases = itertools.product((256, 1024), ((0, 20_000), (10_000, 20_000), (0, 1_000_000)))
+    best = {(num_running, *queue): math.inf for num_running, queue in cases}
+    for case in list(best) * 3:  # in turns, and the best of each: the machine may be busy now and then
+        num_running, num_waiting, num_blocks = case
+        prompts = [[i % 1000] * 8 for i in range(num_running + num_waiting)]
+        times, started = [], 0.0
+        for plan, step in planned(prompts, [1000] * len(prompts), engine.BlockManager(num_blocks, 64), num_running):
+            is_decode = sum(step.num_tokens) == len(plan.running) == num_running
+            times += [time.perf_counter() - started] * is_decode
+            if len(times) > (20 if quick else 100):
+                break
+            started = time.perf_counter()
+        best[case] = min(best[case], statistics.median(times[1:]) * 1000)
     for (running, waiting, blocks), ms in best.items():
         row(f"scheduler, {running} run, {waiting} wait, {blocks} blocks", ms, "ms/step")
 
 
-def scheduler_ms(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> float:
-    """The median time of a decode step."""
-    plan = additions.Scheduler(additions.BlockManager(num_blocks, 64), num_running, BUDGET)
-    for i in range(num_running + num_waiting):
-        plan.add(additions.Sequence([i % 1000] * 8, (0, i, 0), 1008))
-    while sum(seq.num_tokens > 8 for seq in plan.running) < num_running:
-        step = plan.schedule()
-        plan.update(step, engine.Sampled([1] * len(step.sampled)))
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        step = plan.schedule()
-        plan.update(step, engine.Sampled([1] * len(step.sampled)))
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1000
-
-
-def planned(prompts: list[list[int]], params: list[SamplingParams], max_num_seqs: int = 256,
-            block_size: int = 64) -> Iterator[tuple[additions.Scheduler, additions.SchedulerOutput]]:
-    """The steps in which an engine computes these requests, planned without a model: (scheduler, step) of each step."""
-    plan = additions.Scheduler(additions.BlockManager(100_000, block_size, False), max_num_seqs, BUDGET)
-    for i, (prompt, wanted) in enumerate(zip(prompts, params)):
-        plan.add(additions.Sequence(prompt, (0, i, 0), len(prompt) + num_output_tokens(wanted)))
+def planned(prompts: list[list[int]], lengths: list[int], manager: engine.BlockManager,
+            max_num_seqs: int = 256) -> Iterator[tuple[engine.Scheduler, engine.SchedulerOutput]]:
+    """The steps in which an engine computes prompts and `lengths` new tokens for them, planned without a model:
+    (scheduler, step) of each step."""
+    plan = engine.Scheduler(manager, max_num_seqs, BUDGET)
+    for i, (prompt, length) in enumerate(zip(prompts, lengths)):
+        plan.add(engine.Sequence(prompt, (0, i, 0), len(prompt) + length))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step
@@ -205,55 +162,16 @@ def planned(prompts: list[list[int]], params: list[SamplingParams], max_num_seqs
 
 def fragmentation(quick: bool) -> None:
     """Workload 256 without a model: the fraction of held slots that hold a token, and the same fraction without paging,
-    where every sequence would reserve max_model_len slots."""
-    max_model_len = 4096
+    where every sequence would reserve 4,096 slots."""
     for block_size in (16, 64):
+        manager = engine.BlockManager(100_000, block_size, enable_prefix_caching=False)
         tokens = held = contiguous = 0
-        for plan, _ in planned(*workload_256(), block_size=block_size):
+        for plan, _ in planned(*workload_256(), manager):
             tokens += sum(seq.num_computed_tokens for seq in plan.running)
-            held += (plan.block_manager.num_blocks - plan.block_manager.num_free_blocks) * block_size
-            contiguous += len(plan.running) * max_model_len
+            held += (manager.num_blocks - manager.num_free_blocks) * block_size
+            contiguous += len(plan.running) * 4096
         row(f"held slots that hold a token, block_size {block_size}", 100 * tokens / held, "%")
-    row(f"  without paging, {max_model_len:,} slots per sequence", 100 * tokens / contiguous, "%")
-
-
-def prefix(quick: bool) -> None:
-    """64 chats with a common system prompt (1,000 tokens on a GPU), a second wave with other questions, and a wave
-    without prefix caching. With cached prompts the time to first token on a GPU is mostly the host's work."""
-    on_gpu = torch.cuda.is_available()
-    system, question = (1000, 40) if on_gpu else (208, 20)
-    llm = None
-    for caching in (True, False):
-        del llm  # otherwise two engines would share the card
-        llm = (random_llm("0.6B", max_model_len=2048, enable_prefix_caching=caching) if on_gpu else
-               LLM("shakespeare", max_num_seqs=64, enable_prefix_caching=caching))
-        rng = random.Random(4)
-        for warming_up in (True, False):  # with other chats: for a new step size a library loads its matrix kernels
-            shared = [rng.randrange(1000) for _ in range(system)]
-            for wave in ("first wave", "second wave") if caching else ("no caching",):
-                chats = [shared + [rng.randrange(1000) for _ in range(question)] for _ in range(64)]
-                num_prompt_tokens, num_cached_tokens, num_saved_blocks, seconds = chat_wave(llm, chats)
-                if not warming_up:
-                    computed = 100 * (num_prompt_tokens - num_cached_tokens) / num_prompt_tokens
-                    row(f"64 chats, {system} tokens shared, {wave}", computed, "% computed",
-                        note=f"{num_cached_tokens} tokens, {num_saved_blocks} blocks saved")
-                    row("  time to first token", seconds * 1000, "ms")
-
-
-def chat_wave(llm: LLM, prompts: list[list[int]]) -> tuple[int, int, int, float]:
-    """(prompt tokens, cached tokens, saved blocks, median seconds to first token) of prompts that arrive together."""
-    manager = llm.scheduler.block_manager
-    before = manager.num_prompt_tokens, manager.num_cached_tokens, manager.num_saved_blocks
-    started = time.perf_counter()
-    first_tokens: list[float] = []
-    for prompt in prompts:
-        llm.add_request(prompt, SamplingParams(max_tokens=1))
-    while llm.has_unfinished_requests():
-        num_done = len(llm.step())
-        first_tokens += [time.perf_counter() - started] * num_done
-    after = manager.num_prompt_tokens, manager.num_cached_tokens, manager.num_saved_blocks
-    num_prompt_tokens, num_cached_tokens, num_saved_blocks = (new - old for old, new in zip(before, after))
-    return num_prompt_tokens, num_cached_tokens, num_saved_blocks, statistics.median(first_tokens)
+    row("  without paging, 4,096 slots per sequence", 100 * tokens / contiguous, "%")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,27 +191,21 @@ def gpu_seconds(function: Callable[[], object], repeat: int = 5) -> float:
     return sorted(times[2:])[repeat // 2]
 
 
-def copy_rate() -> float:
-    """Bytes read plus written per second."""
-    source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
+class Limits(NamedTuple):
+    """What follows from a device's rates."""
+    copy: float  # bytes/s, read plus written
+    product: float  # FLOP/s of a bfloat16 matrix product
 
-
-def product_rate() -> float:
-    """FLOP/s of a bfloat16 matrix product."""
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192**3 / gpu_seconds(lambda: a @ b)
-
-
-class Limits:
-    """The device's measured rates, and the limits that follow from them."""
-
-    def __init__(self) -> None:
-        self.copy, self.product = copy_rate(), product_rate()
-        torch.cuda.empty_cache()
-        row("device copy", self.copy / 1e9, "GB/s")
-        row("device bfloat16 matrix product", self.product / 1e12, "TFLOP/s")
+    @classmethod
+    def measure(cls) -> "Limits":
+        source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        copy = 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
+        row("device copy", copy / 1e9, "GB/s")
+        a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+        product = 2 * 8192**3 / gpu_seconds(lambda: a @ b)
+        row("device bfloat16 matrix product", product / 1e12, "TFLOP/s")
+        return cls(copy, product)
 
     def step_seconds(self, shape: dict[str, Any], query_lens: list[int], seq_lens: list[int],
                      num_samples: int) -> float:
@@ -313,38 +225,34 @@ class Limits:
         last_layer = sum(seq_lens) * token_bytes / self.copy * num_samples / len(seq_lens)
         return products + attention + last_layer
 
-    def tokens_per_second(self, shape: dict[str, Any], prompts: list[list[int]], params: list[SamplingParams],
+    def tokens_per_second(self, shape: dict[str, Any], prompts: list[list[int]], lengths: list[int],
                           max_num_seqs: int = 256) -> float:
         """Output tokens per second if every step of these requests takes its least time."""
+        manager = engine.BlockManager(100_000, 64, enable_prefix_caching=False)
         seconds = sum(self.step_seconds(shape, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs],
                                         len(step.sampled))
-                      for _, step in planned(prompts, params, max_num_seqs))
-        return sum(map(num_output_tokens, params)) / seconds
+                      for _, step in planned(prompts, lengths, manager, max_num_seqs))
+        return sum(lengths) / seconds
 
 
-def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64, shuffled: bool = True,
-                      dtype: torch.dtype = torch.bfloat16, rows: int = 1) -> float:
-    """Time of one paged_attention call, from a graph of calls on several pools. Together the pools exceed the L2 cache,
-    as the layers of a model do. rows: of the same sequence, with the same block table"""
-    num_blocks = [engine.cdiv(n, block_size) for n in seq_lens]
-    total, width = sum(num_blocks), max(num_blocks)
-    copies = 1 + int(MORE_THAN_L2 // (sum(seq_lens) * KV_BYTES))
-    ids = (torch.randperm(total) if shuffled else torch.arange(total)).int().split(num_blocks)
-    tables = torch.stack([torch.cat([x, torch.zeros(width - len(x), dtype=torch.int32)]) for x in ids]).cuda()
-    tables, seq_lens = tables.repeat_interleave(rows, 0), [n for n in seq_lens for _ in range(rows)]
+def attention_seconds(count: int, query_len: int, context: int, block_size: int = 64, shuffled: bool = True) -> float:
+    """Time of one paged_attention call for `count` sequences, from a graph of calls on several pools. Together the
+    pools exceed the L2 cache, as the layers of a model do."""
+    width = engine.cdiv(context, block_size)
+    total, copies = count * width, 1 + int(MORE_THAN_L2 // (count * context * KV_BYTES))
+    tables = (torch.randperm(total) if shuffled else torch.arange(total)).int().view(count, width).cuda()
     options: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
-    pools = [torch.randn(2, total, block_size, NUM_KV_HEADS, HEAD_DIM, **options).to(dtype) for _ in range(copies)]
-    q = torch.randn(len(seq_lens) * query_len, NUM_HEADS, HEAD_DIM, **options)
-    lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
+    pools = [torch.randn(2, total, block_size, NUM_KV_HEADS, HEAD_DIM, **options) for _ in range(copies)]
+    q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
+    lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
     query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, q.device)
-    tiles = kernel.make_query_tiles([query_len] * len(seq_lens), seq_lens, query_tile).cuda()
+    tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
     def every_layer() -> None:
         for k_cache, v_cache in pools:
             kernel.paged_attention(q, k_cache, v_cache, tables, lens, starts, HEAD_DIM ** -0.5, max_query_len=query_len,
-                                   max_seq_len=max(seq_lens), query_tiles=tiles,
-                                   num_decodes=0 if query_len > 1 else None)
+                                   max_seq_len=context, query_tiles=tiles, num_decodes=0 if query_len > 1 else None)
 
     every_layer()
     graph = torch.cuda.CUDAGraph()
@@ -353,443 +261,345 @@ def attention_seconds(query_len: int, seq_lens: list[int], block_size: int = 64,
     return gpu_seconds(graph.replay) / copies
 
 
-def attention_flops(query_len: int, seq_lens: list[int]) -> float:
-    """Two products of head_dim numbers for each pair of a query and a key up to it."""
-    pairs = sum(query_len * (n - query_len) + query_len * (query_len + 1) / 2 for n in seq_lens)
-    return 4 * NUM_HEADS * HEAD_DIM * pairs
-
-
-DECODE = {"1 x 1k": [1024], "1 x 8k": [8192], "1 x 64k": [65536], "8 x 8k": [8192] * 8, "64 x 1k": [1024] * 64,
-          "64 x 8k": [8192] * 64, "256 x 800": [800] * 256, "256 x 4k": [4096] * 256}
-PREFILL = {"1 x 8k": (8192, [8192]), "8 x 2k": (2048, [2048] * 8), "16 x 512": (512, [512] * 16),
-           "4 x (2k after 14k)": (2048, [16384] * 4)}
+def attention_row(limits: Limits, name: str, count: int, query_len: int, context: int, *layout: Any,
+                  peer: str = "") -> None:
+    """Decode attention: GB/s of K and V that are read. Prefill: TFLOP/s, two products of head_dim numbers for each pair
+    of a query and a key up to it."""
+    seconds = attention_seconds(count, query_len, context, *layout)
+    pairs = count * (query_len * (context - query_len) + query_len * (query_len + 1) / 2)
+    if query_len == 1:
+        row(name, count * context * KV_BYTES / seconds / 1e9, "GB/s", limits.copy / 1e9, peer=peer)
+    else:
+        row(name, 4 * NUM_HEADS * HEAD_DIM * pairs / seconds / 1e12, "TFLOP/s", limits.product / 1e12, peer=peer)
 
 
 def attention(limits: Limits, quick: bool) -> None:
-    """16 query heads on 8 kv heads of 128, bfloat16: decode in GB/s of K and V read, prefill in TFLOP/s."""
-    for name, seq_lens in DECODE.items():
-        seconds = attention_seconds(1, seq_lens)
-        row(f"attention, decode {name}", sum(seq_lens) * KV_BYTES / seconds / 1e9, "GB/s", limits.copy / 1e9)
-    for name, (query_len, seq_lens) in PREFILL.items():
-        flops = attention_flops(query_len, seq_lens)
-        row(f"attention, prefill {name}", flops / attention_seconds(query_len, seq_lens) / 1e12, "TFLOP/s",
-            limits.product / 1e12)
-
-
-def fp8(limits: Limits, quick: bool) -> None:
-    """Time of decode attention over an fp8 cache, relative to bfloat16. The limit is one half: it reads half the bytes.
-    `pytest -k fp8_cache_changes` checks the quality: less than a percent of the bundled model's loss."""
-    for name in ("64 x 1k", "256 x 4k"):
-        seq_lens = DECODE[name]
-        ratio = attention_seconds(1, seq_lens, dtype=torch.float8_e4m3fn) / attention_seconds(1, seq_lens)
-        row(f"attention, decode {name}, fp8 cache", ratio, "s / s of bf16", 0.5)
-
-
-def swapping(limits: Limits, quick: bool) -> None:
-    """The price of a preemption: move the blocks to the host and back, or compute the tokens again."""
-    llm = random_llm("0.6B", max_model_len=17_000, num_blocks=1000, swap_space=4)
-    rng, params = random.Random(5), SamplingParams(max_tokens=1)
-    for num_tokens in (256, 1024, 4096, 16_384):
-        pairs = [(i, i) for i in range(engine.cdiv(num_tokens, llm.runner.block_size))]
-        with torch.inference_mode():
-            out, back = (gpu_seconds(lambda: llm.runner._move_blocks(step)) * 1000
-                         for step in (SchedulerOutput(swaps_out=pairs), SchedulerOutput(swaps_in=pairs)))
-        compute = max(rate(lambda: llm.generate(random_prompts(rng, [num_tokens]), params), 1) for _ in range(3))
-        label = f"preempt {num_tokens:,} tokens"
-        row(f"{label}: to the host and back", out + back, "ms", note=f"out {out:.2f}, in {back:.2f}")
-        row(f"{label}: compute again", 1000 / compute, "ms")
+    """16 query heads on 8 kv heads of 128, bfloat16."""
+    for name, (*sizes, peer) in ATTENTION.items():
+        attention_row(limits, f"attention, {name}", *sizes, peer=f"FlashAttention-3 {peer}")
 
 
 def paging(limits: Limits, quick: bool) -> None:
     """The price of paging: the same attention over shuffled blocks of several sizes, and over contiguous K and V."""
-    context = 4096
-    for block_size in (1, 16, 64, 256, context):
-        label = "contiguous" if block_size == context else f"block_size {block_size}"
-        decode = attention_seconds(1, [context] * 64, block_size, shuffled=block_size < context)
-        prefill = attention_seconds(context, [context] * 2, block_size, shuffled=block_size < context)
-        row(f"paging, decode 64 x 4k, {label}", 64 * context * KV_BYTES / decode / 1e9, "GB/s", limits.copy / 1e9)
-        row(f"paging, prefill 2 x 4k, {label}", attention_flops(context, [context] * 2) / prefill / 1e12, "TFLOP/s",
-            limits.product / 1e12)
+    for block_size in (1, 16, 64, 256, 4096):
+        label = "contiguous" if block_size == 4096 else f"block_size {block_size}"
+        for name, sizes in (("decode 64 x 4k", (64, 1, 4096)), ("prefill 2 x 4k", (2, 4096, 4096))):
+            attention_row(limits, f"paging, {name}, {label}", *sizes, block_size, block_size < 4096)
 
 
 # --------------------------------------------------------------------------------------------------
 # The engine, on a CUDA device
 # --------------------------------------------------------------------------------------------------
 
-class CardTooSmall(Exception):
-    """Carries the engine's own message."""
-
-
-def random_llm(shape: str, **options: Any) -> LLM:
+def random_llm(shape: dict[str, Any], with_tokenizer: bool = False, **options: Any) -> LLM:
+    """An engine with random weights. Its tokenizer, if it has one, knows random words."""
+    gc.collect()  # engines that are no longer used
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        if with_tokenizer:
+            (Path(folder) / "tokenizer.json").write_text(json.dumps(random_tokenizer()))
         try:
             return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
-        except ValueError as error:
-            raise CardTooSmall(error) from None
+        except ValueError as error:  # the card is too small
+            raise LeftOut(error) from None
 
 
-def random_prompts(rng: random.Random, lengths: Iterable[int]) -> list[list[int]]:
+def random_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json of Qwen3's size: bytes, an end token, and random words with and without a space before them."""
+    rng, letters = random.Random(0), "etaoinshrdlcumwfgypbvkETAOINSHRDL0123456789.,"
+    words = {CHAR_OF[ord(" ")] * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))
+             for _ in range(150_000)}
+    vocab = {token: i for i, token in enumerate([*CHAR_OF.values(), "<|endoftext|>", *sorted(words)])}
+    end = ADDED_TOKEN | {"id": vocab["<|endoftext|>"], "content": "<|endoftext|>", "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    return {"model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": True}, "added_tokens": [end],
+            "pre_tokenizer": byte_level, "decoder": byte_level}
+
+
+def random_prompts(seed: int, lengths: Iterable[int]) -> list[list[int]]:
+    rng = random.Random(seed)
     return [[rng.randint(0, 10000) for _ in range(length)] for length in lengths]
 
 
-def stop_all(llm: LLM) -> None:
-    """Abort all requests, and read the steps that were launched ahead."""
+def exactly(num_tokens: int, **settings: Any) -> SamplingParams:
+    """Sampling parameters of a text of this length, at the temperature of workload 256."""
+    return SamplingParams(**dict(temperature=0.6, ignore_eos=True, max_tokens=num_tokens) | settings)
+
+
+def workload_256(seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths of workload 256: 142,827 prompt and 133,966 output tokens."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return prompts, [rng.randint(100, 1024) for _ in range(256)]
+
+
+def generate_rate(llm: LLM, prompts: list[list[int]], lengths: list[int], **settings: Any) -> float:
+    """Output tokens/s of requests, all at once, after a few steps of these sizes: libraries load a kernel at its first
+    use."""
+    llm.generate(prompts, exactly(8))
+    params = [exactly(length, **settings) for length in lengths]
+    return rate(lambda: llm.generate(prompts, params), sum(lengths))
+
+
+def prefill_rate(llm: LLM, batch: int, context: int) -> float:
+    """Prompt tokens/s of prompts that generate one token each."""
+    prompts = random_prompts(1, [context] * batch)
+    return rate(lambda: llm.generate(prompts, exactly(1)), batch * context)
+
+
+@contextmanager
+def decoding(llm: LLM, batch: int, context: int, num_tokens: int) -> Iterator[None]:
+    """Requests that decode: their prompts have been computed. At the end they are aborted, and the steps that were
+    launched ahead are read."""
+    for prompt in random_prompts(1, [context] * batch):
+        llm.add_request(prompt, exactly(num_tokens))
+    while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
+        llm._step()
+    for _ in range(5):
+        llm._step()
+    yield
     for request_id in list(llm.requests):
         llm.abort_request(request_id)
     while not llm.engine.is_idle:
         llm._step()
 
 
-def prefill_rate(llm: LLM, batch: int, context: int) -> float:
-    """Prompt tokens/s of prompts that generate one token each."""
-    prompts = random_prompts(random.Random(1), [context] * batch)
-    return rate(lambda: llm.generate(prompts, SamplingParams(temperature=0.6, max_tokens=1)), batch * context)
-
-
 def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
-    """ms per decode step, after all prompts have been computed."""
-    num_prefill_steps = batch * engine.cdiv(context, BUDGET)
-    params = SamplingParams(temperature=0.6, max_tokens=num_prefill_steps + steps + 30, ignore_eos=True)
-    for prompt in random_prompts(random.Random(1), [context] * batch):
-        llm.add_request(prompt, params)
-    while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
-        llm._step()
-    for _ in range(5):
-        llm._step()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        llm._step()
-    torch.cuda.synchronize()
-    ms = (time.perf_counter() - started) / steps * 1000
-    stop_all(llm)
-    return ms
+    """ms per decode step."""
+    with decoding(llm, batch, context, batch * engine.cdiv(context, BUDGET) + 6 * steps + 60):  # 6: with drafts
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            llm._step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / steps * 1000
 
 
-def num_output_tokens(params: SamplingParams) -> int:
-    return params.max_tokens or 0
-
-
-def workload_256(seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and sampling parameters of workload 256: 142,827 prompt and 133,966 output tokens."""
-    rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(256)]
-    return prompts, params
-
-
-def warm_up(llm: LLM, prompts: list[list[int]]) -> None:
-    """A few steps of the sizes to come: libraries load a kernel at its first use."""
-    llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8))
-
-
-def workload(llm: LLM, limits: Limits, shape: str) -> None:
-    warm_up(llm, workload_256(seed=1)[0])
-    prompts, params = workload_256()
-    tokens_per_second = rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params)))
-    limit = limits.tokens_per_second(SHAPES[shape], prompts, params)
-    row(f"{shape} workload 256", tokens_per_second, "tokens/s", limit)
-
-
-def decode_steps(llm: LLM, limits: Limits, shape: str, batches: Iterable[int], steps: int) -> None:
-    """Decode steps that begin at a context of 512."""
+def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256)) -> None:
+    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
+    sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000)
     for batch in batches:
-        limit = limits.step_seconds(SHAPES[shape], [1] * batch, [540] * batch, batch) * 1000  # 540: half-way through
-        row(f"{shape} decode, batch {batch}, context 512", decode_ms(llm, batch, 512, steps), "ms/step", limit)
-
-
-def long_prompts(llm: LLM, limits: Limits, shape: str) -> None:
-    """32 prompts of 8,000 tokens: their decode step, and their prefill."""
-    limit = limits.step_seconds(SHAPES[shape], [1] * 32, [8030] * 32, 32) * 1000
+        limit = limits.step_seconds(sizes, [1] * batch, [540] * batch, batch) * 1000  # 540: half-way through
+        row(f"{shape} decode, batch {batch}, context 512", decode_ms(llm, batch, 512), "ms/step", limit)
+    limit = limits.step_seconds(sizes, [1] * 32, [8030] * 32, 32) * 1000
     row(f"{shape} decode, batch 32, context 8,000", decode_ms(llm, 32, 8000, 20), "ms/step", limit)
     prefill_rate(llm, 4, 8000)  # warm up
-    limit = 32 * 8000 / limits.step_seconds(SHAPES[shape], [8000] * 32, [8000] * 32, 32)
+    limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
     row(f"{shape} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
 
 
-def decode(limits: Limits, quick: bool) -> None:
-    """ms per decode step, and long prompts."""
-    llm = random_llm("0.6B", max_model_len=9000)
-    decode_steps(llm, limits, "0.6B", (1, 8, 64, 256), steps=50)
-    long_prompts(llm, limits, "0.6B")
+def workload(limits: Limits, shape: str) -> None:
+    llm, limit = random_llm(SHAPES[shape], max_model_len=4096), limits.tokens_per_second(SHAPES[shape], *workload_256())
+    row(f"{shape} workload 256", generate_rate(llm, *workload_256()), "tokens/s", limit)
 
 
 def throughput(limits: Limits, quick: bool) -> None:
     """Workload 256, and 1,024 short requests at once."""
-    llm = random_llm("0.6B", max_model_len=4096)
-    workload(llm, limits, "0.6B")
-    if quick:
-        return
-    del llm
-    llm = random_llm("0.6B", max_model_len=1024, max_num_seqs=1024)
-    prompts = random_prompts(random.Random(0), [128] * 1024)
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=128)] * 1024
-    warm_up(llm, prompts)
-    row("0.6B 1,024 x (128 in, 128 out)", rate(lambda: llm.generate(prompts, params), 1024 * 128), "tokens/s",
-        limits.tokens_per_second(SHAPES["0.6B"], prompts, params, 1024))
+    workload(limits, "0.6B")
+    llm = random_llm(SHAPES["0.6B"], max_model_len=1024, max_num_seqs=1024)
+    short = random_prompts(0, [128] * 1024), [128] * 1024
+    row("0.6B 1,024 x (128 in, 128 out)", generate_rate(llm, *short), "tokens/s",
+        limits.tokens_per_second(SHAPES["0.6B"], *short, 1024))
 
 
 def large(limits: Limits, quick: bool) -> None:
     """Qwen3-8B's shape."""
-    if quick:
-        return
-    llm = random_llm("8B", max_model_len=9000)
-    decode_steps(llm, limits, "8B", (1, 256), steps=30)
-    long_prompts(llm, limits, "8B")
-    workload(llm, limits, "8B")
+    decode(limits, quick, "8B", (1, 256))
+    workload(limits, "8B")
+
+
+def latency(limits: Limits, quick: bool) -> None:
+    """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
+    between the sequences' tokens."""
+    llm = random_llm(SHAPES["0.6B"], max_model_len=8192)
+    prefill_rate(llm, 4, 8000)  # warm up
+    gaps = gaps_under_load(llm, 64, 512, random_prompts(2, [4000] * 12), steps=400)
+    alone = [100_000 / prefill_rate(llm, 1, 100) for _ in range(11)]
+    row("time to first token of a 100-token prompt, alone", statistics.median(alone), "ms")
+    row("gap between tokens under load, median", statistics.median(gaps), "ms")
+    row("gap between tokens under load, 99th percentile", statistics.quantiles(gaps, n=100)[98], "ms")
+
+
+def gaps_under_load(llm: LLM, batch: int, context: int, prompts: list[list[int]], steps: int) -> list[float]:
+    """Sequences decode, and every 30 steps another prompt arrives: the ms of each step."""
+    gaps, arrivals = [], iter(prompts)
+    with decoding(llm, batch, context, 10 * steps):
+        for step in range(steps):
+            started = time.perf_counter()
+            if step % 30 == 10 and (prompt := next(arrivals, None)):
+                llm.add_request(prompt, exactly(1))
+            llm._step()
+            gaps.append((time.perf_counter() - started) * 1000)
+    return gaps
+
+
+def start(limits: Limits, quick: bool) -> None:
+    """Seconds from process start to first token, with the compile caches empty and then full. This is the host's work,
+    and the host may be busy: each is measured twice, and the row has the better time. A first start, with caches of its
+    own, makes Python's byte code, which pip does when it installs packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, *times = (first_token_after(folder, caches) for caches in ("first", *["second"] * 2, *["third"] * 2))
+    for label, both in (("cold", times[::2]), ("warm", times[1::2])):
+        row(f"0.6B process start to first token, caches {label}", min(both), "s",
+            note=f"the other time {max(both):.1f}")
+
+
+def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
+    """Seconds to the first token of a new process that keeps its compile caches under this name."""
+    environment = os.environ | dict(
+        PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton",
+        TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    program = (f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench\n"
+               f"llm = bench.random_llm(bench.SHAPES[{shape!r}], max_model_len=4096, {options})\n"
+               "llm.generate([[1, 2, 3]], bench.exactly(1))\nprint(time.time())")
+    started = time.time()
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1]) - started
 
 
 def data_parallel(limits: Limits, quick: bool) -> None:
     """Workload 256 once for each GPU, in one engine for all of them, beside one GPU with one. The host's time for a
-    step bounds the process: the CPU time of its thread. Then 64 chats with one system prompt."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise CardTooSmall(f"several GPUs are needed, and torch sees {count}")
+    step bounds the process: the CPU time of its thread."""
+    count = max(2, torch.cuda.device_count())
     for shape in SHAPES:
-        alone, _ = rate_and_host_ms(random_llm(shape, max_model_len=4096), 1)
-        gc.collect()
-        together, host_ms = rate_and_host_ms(random_llm(shape, max_model_len=4096, data_parallel_size=count), count)
-        gc.collect()
+        (together, host_ms), (alone, _) = rate_and_host_ms(shape, count), rate_and_host_ms(shape, 1)
         row(f"{shape} workload 256 on one GPU", alone, "tokens/s")
         row(f"{shape} workload 256 on each of {count} GPUs", together, "tokens/s",
             note=f"{together / alone:.2f} times one GPU; host {host_ms:.2f} ms a step")
-    llm = random_llm("0.6B", max_model_len=4096, data_parallel_size=count, enable_prefix_caching=True)
-    common, *own = random_prompts(random.Random(1), [1000] + [20] * 64)
-    llm.generate([common + prompt for prompt in own], SamplingParams(max_tokens=1, ignore_eos=True))
-    managers = llm.scheduler.block_manager.managers
-    computed = [manager.num_prompt_tokens - manager.num_cached_tokens for manager in managers]
-    row("64 chats of 1,000 common and 20 tokens, computed", sum(computed), "tokens",
-        note=f"on each GPU {', '.join(map(str, computed))}")
 
 
-# Qwen3-8B on two GPUs against one: the figure's name, whether less is better, and what vLLM 0.26 reached on two.
-ON_TWO = {"decode, batch 1": (True, "0.71, 3.73 ms"), "decode, batch 256": (True, "0.65, 9.53 ms"),
-          "prefill 32 x 8,000": (False, "1.69, 63,525"), "workload 256": (False, "1.55, 14,154"),
-          "single stream": (False, "1.40, 266"), "cold start to first token": (True, "68 s")}
+def rate_and_host_ms(shape: str, count: int) -> tuple[float, float]:
+    """Tokens/s of workload 256 once for each GPU, and ms of CPU time per step."""
+    llm = random_llm(SHAPES[shape], max_model_len=4096, data_parallel_size=count)
+    prompts, lengths = (sum(parts, []) for parts in zip(*map(workload_256, range(count))))
+    llm.generate(prompts, exactly(8))  # warm up
+    params = [exactly(length) for length in lengths]
+    launches: list[Any] = []
+    for runner in llm.runners:
+        runner.launch = lambda step, launch=runner.launch: launches.append(step.num_tokens) or launch(step)
+    started = time.thread_time()
+    tokens_per_second = rate(lambda: llm.generate(prompts, params), sum(lengths))
+    return tokens_per_second, (time.thread_time() - started) / len(launches) * 1000
+
+
+ON_TWO: dict[str, tuple[str, str, Callable[[LLM], float]]] = {  # what is measured: unit, vLLM's figure for 8B, how
+    "decode, batch 1": ("ms/step", "3.73, ratio 0.71", lambda llm: decode_ms(llm, 1, 512)),
+    "decode, batch 256": ("ms/step", "9.53, ratio 0.65", lambda llm: decode_ms(llm, 256, 512)),
+    "workload 256": ("tokens/s", "14,154, ratio 1.55", lambda llm: generate_rate(llm, *workload_256())),
+    "prefill 32 x 8,000": ("tokens/s", "63,525, ratio 1.69", lambda llm: prefill_rate(llm, 32, 8000)),
+    "single stream": ("tokens/s", "266, ratio 1.40", lambda llm: generate_rate(llm, random_prompts(2, [128]), [512]))}
 
 
 def tensor_parallel(limits: Limits, quick: bool) -> None:
     """Qwen3-8B's shape on two GPUs, beside one in the same run."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise CardTooSmall(f"two GPUs are needed, and torch sees {count}")
-    found = []
-    for size in (1, 2):
-        figures = figures_of_8b(random_llm("8B", max_model_len=9000, tensor_parallel_size=size))
-        gc.collect()
-        torch.cuda.empty_cache()
-        with tempfile.TemporaryDirectory() as folder:
-            for caches in ("first", "second"):  # the first start makes Python's byte code
-                seconds = first_token_after(folder, caches, "8B", f"tensor_parallel_size={size}")
-        found.append([*figures, seconds])
-    for (name, (less, peer)), one, two in zip(ON_TWO.items(), *found):
-        unit = "s" if "start" in name else "ms/step" if less else "tokens/s"
-        row(f"8B on two GPUs, {name}", two, unit, note=f"one GPU {_number(one)}, ratio {two / one:.2f}; vLLM {peer}")
-
-
-def figures_of_8b(llm: LLM) -> list[float]:
-    """The figures that ON_TWO names, but for the last."""
-    prefill_rate(llm, 2, 8000)  # warm up
-    figures = [decode_ms(llm, batch, 512) for batch in (1, 256)]
-    figures.append(max(prefill_rate(llm, 32, 8000) for _ in range(2)))
-    warm_up(llm, workload_256(seed=1)[0])
-    prompts, params = workload_256()
-    figures.append(rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params))))
-    stream, long = random_prompts(random.Random(2), [128]), SamplingParams(ignore_eos=True, max_tokens=512)
-    figures.append(max(rate(lambda: llm.generate(stream, long), 512) for _ in range(2)))
-    return figures
+    on_two("8B", list(ON_TWO), 9000)
+    with tempfile.TemporaryDirectory() as folder:
+        _, two, one = (first_token_after(folder, caches, "8B", f"tensor_parallel_size={size}")
+                       for caches, size in (("first", 2), ("second", 2), ("third", 1)))
+    row("8B on two GPUs, cold start to first token", two, "s", note=f"one GPU {one:.3g}, ratio {two / one:.2f}",
+        peer="vLLM 68")
 
 
 def parallel_sizes(limits: Limits, quick: bool) -> None:
     """From which model size on two GPUs are faster than one."""
-    if torch.cuda.device_count() < 2:
-        raise CardTooSmall("two GPUs are needed")
     for shape in ("0.6B", "1.7B", "4B"):
-        one, two = (figures_of_a_size(shape, size) for size in (1, 2))
-        for name, alone, together in zip(("decode, batch 1", "decode, batch 256", "workload 256"), one, two):
-            unit = "tokens/s" if "workload" in name else "ms/step"
-            row(f"{shape} on two GPUs, {name}", together, unit,
-                note=f"one GPU {_number(alone)}, ratio {together / alone:.2f}")
+        on_two(shape, list(ON_TWO)[:3], 4096)
 
 
-def figures_of_a_size(shape: str, size: int) -> list[float]:
-    llm = random_llm(shape, max_model_len=4096, tensor_parallel_size=size)
-    prompts, params = workload_256()
-    warm_up(llm, workload_256(seed=1)[0])
-    figures = [decode_ms(llm, batch, 512) for batch in (1, 256)]
-    return [*figures, rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params)))]
+def on_two(shape: str, names: list[str], max_model_len: int) -> None:
+    def figures(size: int) -> list[float]:
+        llm = random_llm(SHAPES[shape], max_model_len=max_model_len, tensor_parallel_size=size)
+        prefill_rate(llm, 4, 4000)  # warm up
+        return [ON_TWO[name][2](llm) for name in names]
 
-
-def rate_and_host_ms(llm: LLM, count: int) -> tuple[float, float]:
-    """Tokens/s of `count` times workload 256, and ms of CPU time per step."""
-    prompts: list[list[int]] = []
-    params: list[SamplingParams] = []
-    for seed in range(count):
-        more, settings = workload_256(seed)
-        prompts += more
-        params += settings
-    warm_up(llm, prompts)
-    steps, started = [0], time.thread_time()
-    for runner in llm.runners:
-        runner.launch = counted(runner.launch, steps)
-    tokens_per_second = rate(lambda: llm.generate(prompts, params), sum(map(num_output_tokens, params)))
-    return tokens_per_second, (time.thread_time() - started) / steps[0] * 1000
-
-
-def counted(function: Callable[[Any], Any], calls: list[int]) -> Callable[[Any], Any]:
-    """The function, which adds its calls to calls[0]."""
-    def call(argument: Any) -> Any:
-        calls[0] += 1
-        return function(argument)
-    return call
-
-
-class RandomVocabulary:
-    """Stands for a tokenizer of Qwen3's size: the bytes, and random words with and without a space before them."""
-    eos_token_id = 256
-
-    def __init__(self, size: int):
-        rng, letters = random.Random(0), "etaoinshrdlcumwfgypbvkETAOINSHRDL0123456789.,"
-        words = {(" " * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))).encode()
-                 for _ in range(size)}
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *sorted(words)]
-        self.bytes_of = dict(enumerate(self.tokens))
-
-    def token_bytes(self) -> list[bytes]:
-        return self.tokens
-
-    def special_token_ids(self) -> set[int]:
-        return {self.eos_token_id}
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def detokenizer(self, *_: Any) -> Detokenizer:
-        return Detokenizer(self.bytes_of)
-
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        return b"".join(self.tokens[token] for token in ids if token < len(self.tokens)).decode(errors="replace")
+    for name, two, one in zip(names, figures(2), figures(1)):
+        unit, peer, _ = ON_TWO[name]
+        row(f"{shape} on two GPUs, {name}", two, unit, note=f"one GPU {_number(one)}, ratio {two / one:.2f}",
+            peer=f"vLLM {peer}" if shape == "8B" else "")
 
 
 def structured(limits: Limits, quick: bool) -> None:
-    """64 texts of 256 tokens: plain ones, all with a JSON schema, and 8 with one. Then what a new schema costs."""
+    """64 texts of 256 tokens: plain ones, all with a JSON schema, and 8 with one."""
     if find_spec("llguidance") is None:
-        raise CardTooSmall("the package llguidance is missing")
-    llm = random_llm("0.6B", max_model_len=4096)
-    llm.tokenizer, llm.eos_token_ids = RandomVocabulary(150_000), frozenset({256})
-    prompts = random_prompts(random.Random(0), [128] * 64)
-
-    def settings(number: int, max_tokens: int = 256, top: int = 10**6) -> SamplingParams:
-        properties = {"name": {"type": "string"}, "age": {"type": "integer", "maximum": top},
-                      "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}}}
-        person = {"type": "object", "properties": properties, "required": list(properties),
-                  "additionalProperties": False}
-        schema = dict(json={"type": "array", "items": person, "minItems": 1000}) if number else None
-        return SamplingParams(temperature=1, ignore_eos=True, max_tokens=max_tokens, detokenize=False,
-                              structured_outputs=schema)
-
-    rates = {}
-    for count in (0, 64, 8):
-        params = [settings(i < count) for i in range(64)]
-        llm.generate(prompts, params)
-        rates[count] = rate(lambda: llm.generate(prompts, params), 64 * 256)
-    row("0.6B, 64 x (128 in, 256 out)", rates[0], "tokens/s")
-    for count in (64, 8):
-        row(f"0.6B, {count} of them with a JSON schema", rates[count], "tokens/s",
-            note=f"{rates[count] / rates[0]:.2f} of the plain ones")
-    first = [[1000 / rate(lambda: llm.generate(prompts[:1], settings(number, 1, top)), 1) for top in range(1, 12)]
-             for number in (0, 1)]
-    row("time to first token with a new schema", statistics.median(first[1]), "ms",
-        note=f"without one {statistics.median(first[0]):.1f}")
-
-
-class RandomDrafts:
-    """Guesses random tokens."""
-    rng = random.Random(0)
-
-    def propose(self, token_ids: list[int], k: int) -> list[int]:
-        return [self.rng.randint(0, 10000) for _ in range(k)]
+        raise LeftOut("the package llguidance is missing")
+    llm, prompts = random_llm(SHAPES["0.6B"], with_tokenizer=True, max_model_len=4096), random_prompts(0, [128] * 64)
+    properties = {"name": {"type": "string"}, "age": {"type": "integer", "maximum": 10**6},
+                  "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}}}
+    person = dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
+    schema = dict(json=dict(type="array", items=person, minItems=1000))
+    plain = 0.0
+    for count, name in ((0, "64 x (128 in, 256 out)"), (64, "64 of them with a JSON schema"),
+                        (8, "8 of them with a JSON schema")):
+        params = [exactly(256, temperature=1, detokenize=False, structured_outputs=schema if i < count else None)
+                  for i in range(64)]
+        llm.generate(prompts, params)  # warm up
+        tokens_per_second = rate(lambda: llm.generate(prompts, params), 64 * 256)
+        plain = plain or tokens_per_second
+        row(f"0.6B, {name}", tokens_per_second, "tokens/s",
+            note=f"{tokens_per_second / plain:.2f} of the plain ones" if count else "")
 
 
 def drafts(limits: Limits, quick: bool) -> None:
-    """Attention of six rows of one sequence, as of a step with five drafts, and of a chunk of six tokens. Then steps
-    with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step), and a text
-    that never repeats itself."""
-    for batch, context, name in ((1, 512, "512"), (1, 4096, "4k"), (1, 65536, "64k"), (8, 512, "512"), (8, 8192, "8k")):
-        rows, chunk = attention_seconds(1, [context] * batch, rows=6), attention_seconds(6, [context] * batch)
-        row(f"attention, {batch} x {name}, 6 rows each", rows * 1e6, "us", note=f"chunks of 6: {chunk * 1e6:.1f}")
-    llm = random_llm("8B", max_model_len=4096, speculative_config={"method": RandomDrafts})
+    """Steps with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step),
+    and a text that never repeats itself."""
+    guesses = SimpleNamespace(propose=lambda token_ids, k: [random.randint(0, 10000) for _ in range(k)])
+    llm = random_llm(SHAPES["8B"], max_model_len=4096, speculative_config={"method": lambda: guesses})
     drafting = llm.drafting
+    drafting.pays = 0
     for batch in (1, 8, 16, 32):
         drafting.most_drafting = batch
-        drafting.pays, llm.drafting = 0, None
-        plain, _ = draft_rate(llm, batch, 0)
-        llm.drafting = drafting
-        wrong, _ = draft_rate(llm, batch, 0)
-        right, tokens = draft_rate(llm, batch, 0.8)
+        plain, wrong, right = (draft_ms(llm, *how, batch) for how in ((None, 0), (drafting, 0), (drafting, 0.8)))
+        tokens = drafting.metrics.mean_acceptance_length
         row(f"8B decode, batch {batch}, context 512, 5 drafts", wrong, "ms/step",
             note=f"without drafts {plain:.2f}: {wrong / plain:.2f} times")
-        row("  right with probability 0.8", tokens / right * 1000, "tokens/s",
-            note=f"{tokens / batch:.2f} tokens a step: {tokens / right / batch * plain:.2f} times as fast")
-    drafting.pays, params = PAYS, SamplingParams(temperature=1, max_tokens=512, ignore_eos=True)
-    drafting.make_proposer = Ngram
-    prompt = random_prompts(random.Random(0), [128])
-    rates = {}
-    for _ in range(2):
-        for llm.drafting in (None, drafting):
-            llm.generate(prompt, params)
-            rates[llm.drafting] = max(rates.get(llm.drafting, 0), rate(lambda: llm.generate(prompt, params), 512))
-    row("8B single stream that nothing repeats, drafts", rates[drafting], "tokens/s",
-        note=f"{rates[drafting] / rates[None]:.3f} of that without")
+        row("  right with probability 0.8", batch * tokens / right * 1000, "tokens/s",
+            note=f"{tokens:.2f} tokens a step: {tokens / right * plain:.2f} times as fast")
+    del llm, drafting
+    plain, wrong = (generate_rate(random_llm(SHAPES["8B"], max_model_len=4096, speculative_config=config),
+                                  random_prompts(0, [128]), [512], temperature=1)
+                    for config in (None, {"num_speculative_tokens": 5}))
+    row("8B single stream that nothing repeats, drafts", wrong, "tokens/s", note=f"{wrong / plain:.3f} of that without")
 
 
-def draft_rate(llm: LLM, batch: int, p: float, steps: int = 40) -> tuple[float, float]:
-    """ms and tokens per step, with drafts that are taken for right with probability p per token."""
-    rng, scheduler = random.Random(0), llm.scheduler
-    update, launch, num_launches = scheduler.update, llm.runner.launch, [0]
+def draft_ms(llm: LLM, drafting: Any, p: float, batch: int, context: int = 512, steps: int = 40) -> float:
+    """ms per decode step, if drafts come true with probability p each. drafting: the engine's, or None"""
+    rng, update, llm.drafting = random.Random(0), llm.scheduler.update, drafting
+    if drafting:
+        drafting.metrics = RequestMetrics()
 
-    def accept(step: additions.SchedulerOutput, sampled: engine.Sampled) -> None:
-        tokens, num_rows = [], Counter[additions.Sequence]()
+    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> None:
+        tokens, num_rows = [], Counter[engine.Sequence]()
         for seq, token in zip(step.sampled, sampled.tokens):
             is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
             tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
             num_rows[seq] += 1
         update(step, engine.Sampled(tokens))
 
-    for prompt in random_prompts(random.Random(1), [512] * batch):
-        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True))
-    while scheduler.waiting or any(seq.num_computed_tokens < 520 for seq in scheduler.running):
-        llm._step()
-    scheduler.update, llm.runner.launch = accept, counted(launch, num_launches)
-    torch.cuda.synchronize()
-    before, started = scheduler.num_generated_tokens, time.perf_counter()
-    while num_launches[0] < steps:
-        llm._step()
-    torch.cuda.synchronize()
-    ms, tokens = (time.perf_counter() - started) * 1000, scheduler.num_generated_tokens - before
-    del scheduler.update, llm.runner.launch
-    stop_all(llm)
-    return ms / steps, tokens / steps
+    llm.scheduler.update = accept
+    ms = decode_ms(llm, batch, context, steps)
+    del llm.scheduler.update
+    return ms
 
 
 CLIENT = """
 import json, selectors, socket, sys, time
 bodies, ready = [line.encode() for line in sys.stdin], selectors.DefaultSelector()
-head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: "
+head = ("POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n"
+        "Content-Type: application/json\\r\\nContent-Length: ")
 started, times = time.perf_counter(), [[] for _ in bodies]
 for body, events in zip(bodies, times):
     connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
     connection.sendall((head + str(len(body)) + "\\r\\n\\r\\n").encode() + body)
-    ready.register(connection, selectors.EVENT_READ, (events, [b""]))
+    ready.register(connection, selectors.EVENT_READ, events)
 while ready.get_map():
     for key, _ in ready.select():
-        data, (events, last) = key.fileobj.recv(2**20), key.data
-        events += [time.perf_counter() - started] * data.count(b"data: {")
-        last[0] = (last[0] + data)[-64:]
-        if not data or b"[DONE]" in last[0]:
+        data = key.fileobj.recv(2**20)
+        key.data.extend([time.perf_counter() - started] * data.count(b"data: {"))
+        if not data:
             ready.unregister(key.fileobj)
-            key.fileobj.close()
 print(json.dumps([time.perf_counter() - started, times]))
 """  # a process of its own: it would share Python's lock with the engine
 
@@ -798,29 +608,24 @@ def server(quick: bool) -> None:
     """Clients that stream, all at once, beside `generate` of the same requests. On a GPU 256 of them, with 512 tokens
     in and 256 out. A slow event loop gets several tokens in one event."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        raise CardTooSmall("the package uvicorn or starlette is missing")
+        raise LeftOut("the package uvicorn or starlette is missing")
     on_gpu = torch.cuda.is_available()
     count, num_in, num_out = (256, 512, 256) if on_gpu else (16, 32, 32)
-    llm = random_llm("0.6B", max_model_len=1024) if on_gpu else LLM("shakespeare", enable_prefix_caching=False)
-    if on_gpu:
-        llm.tokenizer = RandomVocabulary(150_000)
-    prompts = [[token % 1000 for token in prompt] for prompt in random_prompts(random.Random(0), [num_in] * count)]
-    params = SamplingParams(temperature=0.6, max_tokens=num_out, ignore_eos=True)
-    llm.generate(prompts, params)  # warm up
-    best, served = 0.0, (math.inf, list[list[float]]())
-    with serving(llm) as port:
-        for _ in range(2):  # in turns, and the best of each
-            best = max(best, rate(lambda: llm.generate(prompts, params), count * num_out))
-            served = min(served, stream_all(port, prompts, params))
-    seconds, times = served
-    first = [events[0] * 1000 for events in times]
+    llm = (random_llm(SHAPES["0.6B"], with_tokenizer=True, max_model_len=1024) if on_gpu else
+           LLM("shakespeare", enable_prefix_caching=False))
+    prompts = [[token % 1000 for token in prompt] for prompt in random_prompts(0, [num_in] * count)]
+    with serving(llm) as port:  # twice in turns, and the best of each
+        runs = [(generate_rate(llm, prompts, [num_out] * count), stream_all(port, prompts, exactly(num_out)))
+                for _ in range(2)]
+    best, (seconds, times) = max(rate for rate, _ in runs), min(streams for _, streams in runs)
     gaps = [(after - before) * 1000 for events in times for before, after in itertools.pairwise(events)]
     tokens_per_second = count * num_out / seconds
     row(f"server, {count} streams of ({num_in} in, {num_out} out)", tokens_per_second, "tokens/s",
         note=f"{tokens_per_second / best:.2f} of generate's {_number(best)}")
-    for name, values in (("time to first token", first), ("gap between a stream's tokens", gaps)):
+    for name, values in (("time to first token", [events[0] * 1000 for events in times]),
+                         ("gap between a stream's tokens", gaps)):
         for percent in (50, 99):
-            row(f"  {name}, {percent}th percentile", sorted(values)[int(percent / 100 * (len(values) - 1))], "ms",
+            row(f"  {name}, {percent}th percentile", statistics.quantiles(values, n=100)[percent - 1], "ms",
                 note=f"{count * num_out / sum(map(len, times)):.1f} tokens an event" if values is gaps else "")
 
 
@@ -844,140 +649,45 @@ def serving(llm: LLM) -> Iterator[int]:
 
 
 def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[float]]]:
-    """All requests at once, from another process: the seconds until the last has ended, and for each request those
-    until each of its events."""
+    """All requests at once, from another process: the seconds to the end of the last one, and for each request those to
+    each of its events."""
     settings = dict(temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=True, stream=True)
     bodies = "\n".join(json.dumps(settings | dict(prompt=prompt)) for prompt in prompts)
-    done = subprocess.run([sys.executable, "-c", CLIENT, str(port)], input=bodies, check=True, stdout=subprocess.PIPE,
-                          text=True)
-    seconds, times = json.loads(done.stdout)
-    return seconds, times
+    argv = [sys.executable, "-c", CLIENT, str(port)]
+    done = subprocess.run(argv, input=bodies, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
 
-
-def latency(limits: Limits, quick: bool) -> None:
-    """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
-    between the sequences' tokens, and the prompts' time to first token."""
-    llm = random_llm("0.6B", max_model_len=8192)
-    prefill_rate(llm, 4, 8000)  # warm up
-    budget_ms = BUDGET / prefill_rate(llm, 8, 8000) * 1000
-    gaps, first_tokens = under_load(llm, num_decodes=64, context=512, num_arrivals=12, prompt_len=4000, steps=400)
-    rng, params = random.Random(3), SamplingParams(max_tokens=1)
-    short = [1000 / rate(lambda: llm.generate(random_prompts(rng, [100]), params), 1) for _ in range(11)]
-    row("time to first token of a 100-token prompt, alone", statistics.median(short), "ms")
-    row("gap between tokens under load, median", statistics.median(gaps), "ms")
-    row("gap between tokens under load, 99th percentile", sorted(gaps)[int(0.99 * len(gaps))], "ms",
-        note=f"prefill of one token budget: {budget_ms:.0f} ms")
-    row("time to first token of a 4,000-token prompt", statistics.median(first_tokens), "ms")
-
-
-def under_load(llm: LLM, num_decodes: int, context: int, num_arrivals: int, prompt_len: int,
-               steps: int) -> tuple[list[float], list[float]]:
-    """Sequences decode, and every 30 steps another prompt arrives: the ms between steps, and to each prompt's token."""
-    rng = random.Random(2)
-    params = SamplingParams(temperature=0.6, max_tokens=10 * steps, ignore_eos=True)
-    for prompt in random_prompts(rng, [context] * num_decodes):
-        llm.add_request(prompt, params)
-    for _ in range(20):
-        llm._step()
-    arrivals = deque(random_prompts(rng, [prompt_len] * num_arrivals))
-    arrived: dict[str, float] = {}
-    gaps, first_tokens, last = [], [], time.perf_counter()
-    for step in range(steps):
-        if step % 30 == 10 and arrivals:
-            request_id = llm.add_request(arrivals.popleft(), SamplingParams(max_tokens=1))
-            arrived[request_id] = time.perf_counter()
-        llm._step()
-        now = time.perf_counter()
-        gaps.append((now - last) * 1000)
-        for request_id in arrived.keys() - llm.requests.keys():  # finished
-            first_tokens.append((now - arrived.pop(request_id)) * 1000)
-        last = now
-    stop_all(llm)
-    return gaps, first_tokens
-
-
-def invariance(limits: Limits, quick: bool) -> None:
-    """The fraction of greedy bfloat16 texts that differ between batch 1 and batch 256. Matrix products are rounded
-    differently in batches of another size, and random weights have many near ties. Attention has the same bits."""
-    llm = random_llm("0.6B", max_model_len=1024)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
-    prompts = random_prompts(random.Random(3), [64] * 256)
-    together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts[:16]]
-    num_different = sum(a != b for a, b in zip(alone, together))
-    row("greedy texts that differ, batch 1 against 256", 100 * num_different / len(alone), "%")
-
-
-START = """
-import sys, time; sys.path.insert(0, {root!r})
-import bench
-from nanopaged import SamplingParams
-llm = bench.random_llm({shape!r}, max_model_len=4096, {options})
-llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-print(time.time())
-"""
-
-
-def start(limits: Limits, quick: bool) -> None:
-    """Seconds from process start to first token, with the compile caches empty and then full. This is the host's work,
-    and the host may be busy: each is measured twice, and the row has the better time. A first start, with caches of its
-    own, makes Python's byte code, which pip does when it installs packages."""
-    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-    with tempfile.TemporaryDirectory() as folder:
-        first_token_after(folder, "first")
-        for caches in ("second", "third"):
-            for label in seconds:
-                seconds[label].append(first_token_after(folder, caches))
-    for label, times in seconds.items():
-        note = f"the other time {max(times):.1f}"
-        row(f"0.6B process start to first token, caches {label}", min(times), "s", note=note)
-
-
-def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
-    """Seconds to the first token of a new process that keeps its compile caches under this name."""
-    environment = os.environ | dict(
-        PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton",
-        TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    program = START.format(root=str(Path(__file__).parent), shape=shape, options=options)
-    started = time.time()
-    argv = [sys.executable, "-c", program]
-    done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.split()[-1]) - started
-
-
-# --------------------------------------------------------------------------------------------------
 
 def machine() -> str:
     """Device, threads and versions, without which no figure means anything."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     parts = [device, f"{torch.get_num_threads()} CPU threads", f"Python {platform.python_version()}"]
-    for name in ("torch", "triton", "transformers"):
+    for name in ("torch", "triton"):
         with suppress(PackageNotFoundError):
             parts.append(f"{name} {version(name)}")
     return ", ".join(parts)
 
 
-ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, prefix, batching, server]
-ON_CUDA: list[Callable[..., None]] = [
-    start, attention, fp8, paging, decode, throughput, latency, swapping, invariance, large, structured, drafts,
-    data_parallel, tensor_parallel, parallel_sizes]
-QUICK = {"scheduler", "fragmentation", "prefix", "batching", "server", "attention", "decode"}
+ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
+ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, latency, large, structured, drafts,
+                                      data_parallel, tensor_parallel, parallel_sizes]
+QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None, anywhere: Sequence[Callable] = ANYWHERE,
+         on_cuda: Sequence[Callable] = ON_CUDA) -> None:
+    """argv: the words of the command line; anywhere, on_cuda: the sections that there are"""
     parser = argparse.ArgumentParser(description=(__doc__ or "").replace("**", ""),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a selection, about a minute on an idle machine")
-    parser.add_argument("--only", default="", metavar="WORD",
-                        help="sections whose names contain one of the words (a,b)")
+    parser.add_argument("--only", default="", metavar="WORD", help="sections whose names contain a word of a,b")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     words = args.only.split(",")
-    runnable = [section for section in ANYWHERE + ON_CUDA * torch.cuda.is_available()
+    runnable = [section for section in [*anywhere, *on_cuda] if section in anywhere or torch.cuda.is_available()
                 if section.__name__ in QUICK or not args.quick]
     sections = [section for section in runnable if any(word in section.__name__ for word in words)]
-    unknown = [word for word in words if not any(word in section.__name__ for section in ANYWHERE + ON_CUDA)]
+    unknown = [word for word in words if not any(word in section.__name__ for section in [*anywhere, *on_cuda])]
     if unknown or not sections:
         parser.error(f"--only {args.only!r} names a section that does not exist or that cannot run here; the sections "
                      f"that can run are {', '.join(section.__name__ for section in runnable)}")
@@ -989,12 +699,13 @@ def main() -> None:
     print(machine(), flush=True)
     # The rates are measured before the sections: a driver fills freed memory with zeros, and for half a second after an
     # engine is gone an H200 copies 3,800 GB/s instead of 4,230.
-    limits = Limits() if any(section in ON_CUDA for section in sections) else None
+    limits = Limits.measure() if set(sections) & set(on_cuda) else None
+    torch.cuda.empty_cache()
     for section in sections:
         print(f"{section.__name__} is running ..", file=sys.stderr, flush=True)
         try:
-            section(*(limits, args.quick) if section in ON_CUDA else (args.quick,))
-        except CardTooSmall as error:
+            section(*(limits, args.quick) if section in on_cuda else (args.quick,))
+        except LeftOut as error:
             print(f"{section.__name__} is left out from here on: {error}")
         gc.collect()  # engines that are no longer used
         torch.cuda.empty_cache()  # the next section may be another process and need the memory

@@ -22,8 +22,7 @@ these slots again, and the prefix cache never gets them, because only known toke
 The rows of a sequence share its block table, and each attends to one token more than the row before it. That is right
 because every layer writes all K and V before it attends. Each row reads the context's K and V, which a chunk of the
 same tokens would read once, and still takes less time. On an H200 attention of 6 rows and of a chunk of 6 takes 7 us
-and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens
-(`bench.py --only drafts`).
+and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens.
 
 **Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, additions.py), because its guesses
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,

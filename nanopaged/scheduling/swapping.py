@@ -1,8 +1,8 @@
 """Swapping: a preempted sequence's blocks move to a second, smaller pool on the host. An addition to chapter 3.
 
 Without it a preempted sequence gives up its blocks, and its tokens are computed again when it returns (recompute). On
-an H200 with Qwen3-0.6B swapping was cheaper up to some 1,000 tokens; `bench.py --only swapping` measures both. When the
-sequence returns, each of its blocks has one of four sources, always in this order:
+an H200 with Qwen3-0.6B swapping was cheaper up to some 1,000 tokens. When the sequence returns, each of its blocks has
+one of four sources, always in this order:
 
     tokens    0..15     16..31    32..47    48..63    64..70
     source    NULL      shared    shared    host      new (`allocate` takes it when a step computes its tokens)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,113 +13,101 @@ import torch
 import bench
 from nanopaged.tests.helpers import ROOT
 
+TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1)
 
-def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(monkeypatch, capsys):
+
+def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
     def large(quick):
-        bench.random_llm("8B")
+        bench.random_llm(bench.SHAPES["8B"], num_blocks=0)
 
     def broken(quick):
         raise ValueError("a mistake")
 
-    def too_large(*args, **kwargs):
-        raise ValueError("the weights take 15.3 GiB")
-
-    monkeypatch.setattr(bench, "LLM", too_large)
-    monkeypatch.setattr(bench, "ON_CUDA", [])
-    monkeypatch.setattr(sys, "argv", ["bench.py"])
-    monkeypatch.setattr(bench, "ANYWHERE", [large, lambda quick: print("and on")])
-    bench.main()
-    assert capsys.readouterr().out.endswith("large is left out from here on: the weights take 15.3 GiB\nand on\n")
-    monkeypatch.setattr(bench, "ANYWHERE", [broken])
+    bench.main([], [large, lambda quick: print("and on")], [])
+    *_, left_out, last = capsys.readouterr().out.splitlines()
+    assert left_out.startswith("large is left out from here on: num_blocks must be ") and last == "and on"
     with pytest.raises(ValueError, match="a mistake"):
-        bench.main()
+        bench.main([], [broken], [])
 
 
 @pytest.fixture
-def tiny_bench(monkeypatch):
+def tiny(monkeypatch):
     """The engine of the benchmark's sections, on a CPU, with a step launched ahead as on a GPU."""
-    shape = dict(hidden_size=8, head_dim=8, num_key_value_heads=1, num_hidden_layers=1, num_attention_heads=1,
-                 intermediate_size=8)
-    monkeypatch.setitem(bench.SHAPES, "tiny", bench.QWEN3 | shape)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    llm = bench.random_llm("tiny", max_model_len=128, device="cpu")
+    guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
+    llm = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     llm.engine.lookahead = 1
     return llm
 
 
-def test_bench_times_decode_steps_and_leaves_an_idle_engine(tiny_bench):
-    assert bench.decode_ms(tiny_bench, 2, 8, steps=3) > 0
-    assert tiny_bench.engine.is_idle and not tiny_bench.requests
+def test_bench_times_steps_and_leaves_an_idle_engine(tiny):
+    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
+    drafting, tiny.drafting = tiny.drafting, None
+    assert bench.decode_ms(tiny, 2, 8, steps=3) > 0
+    gaps = bench.gaps_under_load(tiny, 2, 8, bench.random_prompts(0, [16]), steps=20)
+    assert len(gaps) == 20 and min(gaps) > 0
+    drafting.pays = 0
+    for p, length in ((1, 6), (0, 1)):
+        assert bench.draft_ms(tiny, drafting, p, 2, context=8, steps=3) > 0
+        assert drafting.metrics.mean_acceptance_length == pytest.approx(length, abs=0.01)
+    assert tiny.engine.is_idle and not tiny.requests
 
 
-def test_bench_times_prompts_that_arrive_while_others_decode(tiny_bench):
-    gaps, first_tokens = bench.under_load(tiny_bench, num_decodes=2, context=8, num_arrivals=1, prompt_len=16, steps=20)
-    assert len(gaps) == 20 and len(first_tokens) == 1 and 0 < first_tokens[0] < sum(gaps)
-    assert tiny_bench.engine.is_idle and not tiny_bench.requests
-
-
-def test_bench_knows_the_rows_that_it_has_peers_for(tiny_bench, monkeypatch):
+def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     """A row whose name has changed would lose its peer."""
-    names = []
+    names, metrics = [], SimpleNamespace(mean_acceptance_length=1.0)
+    llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
-    monkeypatch.setattr(bench, "random_llm", lambda *_, **__: tiny_bench)
-    monkeypatch.setattr(bench, "first_token_after", lambda *_: 1.0)
-    for name in ("attention_seconds", "decode_ms", "prefill_rate", "rate"):
+    monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
+    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
-    monkeypatch.setattr(bench, "warm_up", lambda *_: None)
-    monkeypatch.setattr(bench.Limits, "__init__", lambda limits: vars(limits).update(copy=1e9, product=1e12))
+    monkeypatch.setattr(bench, "gaps_under_load", lambda *_, **__: [1.0] * 3)
+    monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))
     monkeypatch.setattr(bench.Limits, "tokens_per_second", lambda *_: 1.0)
-    for section in (bench.start, bench.attention, bench.decode, bench.throughput, bench.large):
-        section(bench.Limits(), False)
-    monkeypatch.setattr(bench, "scheduler_ms", lambda *_, **__: 1.0)
-    bench.scheduler(True)
-    assert bench.PEERS.keys() <= set(names)
+    for section in bench.ON_CUDA:
+        if section is not bench.structured or find_spec("llguidance"):
+            section(bench.Limits(1e9, 1e12), False)
+    assert bench.VLLM.keys() <= set(names) and len(names) > 70
     assert max(map(len, names)) <= 48  # the width of their column
 
 
 def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_path):
     """stdout has the figures alone. The machine's line names the packages that are there."""
     def version(package):
-        if package == "transformers":
+        if package == "triton":
             raise PackageNotFoundError
         return "1.5"
 
     def small(quick):
-        bench.row("name", 5, "tokens/s")
+        bench.row("name", 5, "tokens/s", limit=10)
 
     monkeypatch.setattr(bench, "version", version)
-    monkeypatch.setattr(bench, "ROWS", [])
-    monkeypatch.setattr(bench, "ANYWHERE", [small])
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", "small", "--json", str(tmp_path / "figures.json")])
-    bench.main()
+    bench.main(["--only", "small", "--json", str(tmp_path / "figures.json")], [small], [])
     captured = capsys.readouterr()
     machine, figure = captured.out.splitlines()
-    assert captured.err == "small is running ..\n" and figure.split() == ["name", "5", "tokens/s"]
-    assert machine.endswith(", torch 1.5, triton 1.5")
+    assert captured.err == "small is running ..\n" and figure.split() == "name 5 tokens/s limit 10, 50% of it".split()
+    assert machine.endswith(", torch 1.5")
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert written["machine"] == machine and [row["value"] for row in written["rows"]] == [5]
+    assert written["machine"] == machine and written["rows"][-1]["value"] == 5
 
 
-def test_bench_looks_for_the_place_of_its_figures_first(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "ANYWHERE", [lambda quick: pytest.fail("it runs")])
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--json", str(tmp_path / "no" / "figures.json")])
+def test_bench_looks_for_the_place_of_its_figures_first(capsys, tmp_path):
     with pytest.raises(SystemExit) as error:
-        bench.main()
+        bench.main(["--json", str(tmp_path / "no" / "figures.json")], [lambda quick: pytest.fail("it runs")], [])
     captured = capsys.readouterr()
     assert error.value.code == 2 and captured.out == "" and "--json" in captured.err and "No such file" in captured.err
 
 
-def test_the_help_of_bench_has_no_marks(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--help"])
+def test_the_help_of_bench_has_no_marks(capsys):
     with pytest.raises(SystemExit):
-        bench.main()
+        bench.main(["--help"])
     assert "Workload 256 is" in (text := capsys.readouterr().out) and "**" not in text
 
 
 def test_a_reader_of_bench_that_goes_away_sees_no_traceback():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--only", "scheduler"], stdout=write,
+    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--quick", "--only", "sched"], stdout=write,
                           stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1134,7 +1134,7 @@ def test_a_benchmark_that_there_is_not(capsys, monkeypatch, words):
         bench.main()
     captured = capsys.readouterr()
     assert error.value.code == 2 and captured.out == "" and repr(words) in captured.err
-    assert "scheduler, fragmentation, prefix, batching" in captured.err
+    assert "scheduler, fragmentation, batching, server" in captured.err
 
 
 def test_nobody_complains_where_there_is_no_numpy():

@@ -213,6 +213,6 @@ def test_how_full_the_blocks_of_workload_256_are(monkeypatch):
     assert f"{unpaged:.0f}% of the slots held a token in a benchmark of 256 requests" in PLAIN
     assert (f"{in_16:.1f}% of the slots in use held a token with blocks of 16, and {in_64:.1f}% with blocks of 64"
             in PLAIN)
-    prompts, params = bench.workload_256()
-    tokens = sum(map(len, prompts)), sum(p.max_tokens for p in params)
+    prompts, lengths = bench.workload_256()
+    tokens = sum(map(len, prompts)), sum(lengths)
     assert "({:,} prompt tokens and {:,} new ones)".format(*tokens) in PLAIN
