@@ -24,16 +24,18 @@ MOST_WORDS = 100  # tokens of a text that a frame repeats
 
 @dataclass
 class Frame:
-    """A change, and its events. README.md, "The frames of a run", describes the fields; what is empty is left out of a
-    file. Words that stand for blocks are block ids, and words that stand for sequences are their names."""
+    """A change, and its events. A file leaves out fields that are empty. Words that stand for blocks are block ids, and
+    words that stand for sequences are their names."""
     kind: str  # "step", "idle": a step that computes nothing, "tokens", "ended", "beams", "undone"
     pool: int  # number of the GPU
     step: int | None  # its number; of "tokens": of the step that sampled them; of others: of the last one
-    late: bool = False  # tokens: other steps were scheduled before they were read
+    late: bool = False  # of "tokens": other steps were scheduled before they were read
     num_tokens: int = 0  # that the step computes
     budget: int = 0  # of tokens that it may compute
     arrived: list = field(default_factory=list)  # [names, priority, number of prompt tokens, Words]
-    work: list = field(default_factory=list)  # [name, kind, start, end, whether it samples, drafts] of each that runs
+    # [name, kind, start, end, whether it samples, drafts] of each that runs; kind: "prompt", "decode", "again" (for its
+    # logits, nothing is written), "recompute", "forced", or why it waits (end 0)
+    work: list = field(default_factory=list)
     waits: list = field(default_factory=list)  # [name, why]
     placed: list = field(default_factory=list)  # [name, pool, [[pool, tokens of its next step], ..], samples there]
     found: list = field(default_factory=list)  # [name, tokens, shared blocks, with whom, blocks that were free]
@@ -46,14 +48,19 @@ class Frame:
     preempted: list = field(default_factory=list)  # [name, blocks, host blocks that they go to]
     drafted: list = field(default_factory=list)  # [name, Words, the position where they stood before or None]
     attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
-    sampled: list = field(default_factory=list)  # [name, Words or why not, {best_of, allowed, forced, drafts, right}]
-    ended: list = field(default_factory=list)  # [name, how, reason, freed blocks, those not cached, others hold]
+    # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
+    sampled: list = field(default_factory=list)
+    # [name, "finished", "retired" or "beam ends", finish reason, stop reason, freed blocks, those of them that are not
+    # cached, blocks that others hold]
+    ended: list = field(default_factory=list)
     beams: list = field(default_factory=list)  # [name, Words, parent or None, shared blocks]
     undone: list = field(default_factory=list)  # name
     # The difference of the states
-    tables: dict = field(default_factory=dict)  # name -> [pool, block table, host blocks]; None: it has none any more
+    # name -> [pool, block table, host blocks], -1 in a table: out of the window; None: it has none any more
+    tables: dict = field(default_factory=dict)
     lens: dict = field(default_factory=dict)  # name -> tokens whose K and V are in its blocks; None: as above
-    texts: dict = field(default_factory=dict)  # name -> [tokens told before, the texts of those after]
+    # name -> [tokens told before, the texts of those after, or the bytes of a token that ends within a character]
+    texts: dict = field(default_factory=dict)
     cached: list = field(default_factory=list)  # [pool, block, whether the prefix cache has it now]
     seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
 

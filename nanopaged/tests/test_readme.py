@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 # Commands and traces
 # --------------------------------------------------------------------------------------------------
 
-PAGE, FIRST, LONGER = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
+PAGE, FIRST = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
 
 
 @functools.cache
@@ -47,9 +47,9 @@ def run(*arguments: str) -> tuple[str, list[str]]:
 
 def test_every_line_of_the_traces_is_printed_in_this_order():
     swapping = [*FIRST, "--swap-space", "1"]
-    excerpts = [lines for lines in DRAWINGS if lines[0].startswith(("step", "  preempted", "  attention"))]
-    assert len(excerpts) == 5 and "`--swap-space 1`" in README
-    for arguments, wanted in ((FIRST, sum(excerpts[:3], [])), (swapping, excerpts[3]), (LONGER, excerpts[4])):
+    excerpts = [lines for lines in DRAWINGS if lines[0].startswith(("step", "  preempted"))]
+    assert len(excerpts) == 4 and "`--swap-space 1`" in README
+    for arguments, wanted in ((FIRST, sum(excerpts[:3], [])), (swapping, excerpts[3])):
         printed = iter([line.rstrip() for line in run(*arguments)[1]])
         for line in wanted:
             assert line in printed, f"the trace does not print this line, or not behind those before it: {line!r}"
@@ -94,9 +94,21 @@ def test_every_option_exists():
 def test_every_path_exists():
     paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
     assert len(paths) > 15
-    assert not [path for path in paths - {"merges.txt"} if not (ROOT / path).exists()]
+    ours = {path for path in paths - {"merges.txt"} if not path.startswith(("basic/", "features/"))}  # those are vLLM's
+    assert not [path for path in ours if not (ROOT / path).exists()]
     modules = re.findall(r"python -m nanopaged\.tests\.(\w+)", README)
     assert modules and all((ROOT / "nanopaged" / "tests" / f"{module}.py").exists() for module in modules)
+
+
+def test_the_figures_are_those_of_the_bench():
+    """Every section that is named exists, here and in the source. vLLM's figures are those that bench.py prints."""
+    texts = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged").rglob("*.py")) + README
+    named = set(",".join(re.findall(r"bench\.py --only ([\w,]+)", texts)).split(","))
+    assert named <= {section.__name__ for section in bench.ANYWHERE + bench.ON_CUDA} and len(named) > 10
+    theirs = [figure for name, figure in bench.VLLM.items() if "start" not in name]
+    theirs += [peer.replace(", ratio ", " (") + ")" for _, peer, _ in bench.ON_TWO.values()]
+    figures = README.split("### Figures")[1]
+    assert not [figure for figure in theirs if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.,])", figures)]
 
 
 def test_every_heading_that_is_linked_exists():

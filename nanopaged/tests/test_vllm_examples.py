@@ -772,4 +772,4 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
         print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
               sep="\n")
     readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
-    assert {name for name in reasons if f"\n{name}\n" in readme} == runs
+    assert {name for name in reasons if f"`{name}`" in readme} == runs
