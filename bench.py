@@ -305,11 +305,11 @@ def random_llm(shape: dict[str, Any], with_tokenizer: bool = False, **options: A
             raise LeftOut(error) from None
 
 
-def random_tokenizer() -> dict[str, Any]:
+def random_tokenizer(num_words: int = 150_000) -> dict[str, Any]:
     """A tokenizer.json of Qwen3's size: bytes, an end token, and random words with and without a space before them."""
     rng, letters = random.Random(0), "etaoinshrdlcumwfgypbvkETAOINSHRDL0123456789.,"
     words = {CHAR_OF[ord(" ")] * rng.randint(0, 1) + "".join(rng.choices(letters, k=rng.randint(2, 9)))
-             for _ in range(150_000)}
+             for _ in range(num_words)}
     vocab = {token: i for i, token in enumerate([*CHAR_OF.values(), "<|endoftext|>", *sorted(words)])}
     end = ADDED_TOKEN | {"id": vocab["<|endoftext|>"], "content": "<|endoftext|>", "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False}
