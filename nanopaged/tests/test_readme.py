@@ -23,6 +23,8 @@ FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
 DRAWINGS = [text.splitlines() for language, text in FENCED if not language]
 COMMANDS = re.findall(r"^    ((?:.*\\\n)*.*)$", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), re.M)
 PLAIN = " ".join(README.split())
+SOURCE = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged").rglob("*.py")
+                 if file.parent.name != "tests")
 
 torch.set_num_threads(1)
 
@@ -99,10 +101,18 @@ def test_every_path_exists():
     assert modules and all((ROOT / "nanopaged" / "tests" / f"{module}.py").exists() for module in modules)
 
 
+def test_every_field_variable_and_setting_of_the_reference_exists():
+    """Names with an underscore stand in the source, but for those of Ray, of the tests and of clients."""
+    lines = [line for line in README.split("## Reference")[1].splitlines() if not line.startswith("| tried with")]
+    names = set(re.findall(r"`\"?((?:[a-z]+|[A-Z]+)(?:_[a-zA-Z]+)+)\b", "\n".join(lines)))
+    assert len(names) > 50
+    missing = {name for name in names if not re.search(rf"\b{name}\b", SOURCE)}
+    assert missing <= {"num_gpus", "NANOPAGED_VLLM_EXAMPLES"}
+
+
 def test_the_figures_are_those_of_the_bench():
     """Every section that is named exists, here and in the source. vLLM's figures are those that bench.py prints."""
-    texts = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged").rglob("*.py")) + README
-    named = set(",".join(re.findall(r"bench\.py --only ([\w,]+)", texts)).split(","))
+    named = set(",".join(re.findall(r"bench\.py --only ([\w,]+)", SOURCE + README)).split(","))
     assert named <= {section.__name__ for section in bench.ANYWHERE + bench.ON_CUDA} and len(named) > 10
     theirs = [figure for name, figure in bench.VLLM.items() if "start" not in name]
     theirs += [peer.replace(", ratio ", " (") + ")" for _, peer, _ in bench.ON_TWO.values()]
