@@ -89,8 +89,8 @@ class BlockManager(engine.BlockManager):
     """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
     step: SchedulerOutput
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.step = SchedulerOutput()
         # Tokens of prompts, those that were found, the blocks that have them; after `schedule`, of all steps so far
         self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
