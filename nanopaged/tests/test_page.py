@@ -186,19 +186,16 @@ def test_files_that_are_no_page(tmp_path, capsys, monkeypatch, name, words):
 # --------------------------------------------------------------------------------------------------
 
 DUMP = """<script>{
-  const all = stops.map((stop, i) => {
-    const s = stateAt(i), byBlock = (a, b) => a[0] - b[0]
-    const held = s.pools.map(p => [...p.held].map(([b, {names}]) => [b, names.length]).sort(byBlock))
-    const texts = {}
-    for (const name in s.texts) texts[name] = s.texts[name].slice(0, s.known[name])
-    return {diffs: stop.diffs.length, tables: s.tables, lens: s.lens, texts, held, kept: s.pools.map(p => p.kept),
-      cached: s.pools.map(p => [...p.cached].sort((a, b) => a - b)), series: series[i],
-      title: stop.title, waits: stop.waits, events: stop.events} })
+  const all = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
+    now = i  // isCached asks for the picture that is shown
+    return {frames: frames.length, tables, lens, title, waits, events, series: series[i],
+      texts: Object.fromEntries(Object.entries(texts).map(([name, [text, known]]) => [name, text.slice(0, known)])),
+      cached: Object.keys(cachedAt).filter(isCached) } })
   const shown = LOOK.map(i => { show(i)
-    const own = [...document.querySelectorAll("#pools .b")].filter(e => !e.dataset.away)
-    const labels = own.map(e => e.getAttribute("aria-label"))
-    return {labels, lines: document.querySelectorAll("#lines path").length, words: $("events").innerText,
-      attention: $("attention").innerText, saving: $("saving").innerText} })
+    const labels = [...document.querySelectorAll("#pools .b")].map(e => e.getAttribute("aria-label"))
+    return {labels: labels.filter(label => !label.startsWith("host")), words: $("events").innerText,
+      lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
+      saving: $("saving").innerText} })
   if (tour.length) travel(2)
   const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
   const view = [place("tour"), place("stage")]
@@ -225,26 +222,24 @@ def played(path, look: list[int], width: int = 1440) -> dict:
 def assert_played(run: dict, played: dict, look: list[int]):
     """The script's states are those of the frames, and what it draws is in them."""
     known, at, size = list(states(run)), 0, run["block_size"]
-    assert sum(stop["diffs"] for stop in played["all"]) == len(known)
+    assert sum(stop["frames"] for stop in played["all"]) == len(known)
     for i, stop in enumerate(played["all"]):
-        at += stop["diffs"]
+        at += stop["frames"]
         _, tables, lens, texts, cached = known[at - 1]
-        assert (stop["tables"], stop["lens"], stop["texts"]) == (tables, lens, texts)
-        assert stop["cached"] == [sorted(blocks) for blocks in cached]
-        for pool, (held, kept) in enumerate(zip(stop["held"], stop["kept"])):
-            here = [table for where, table, _ in tables.values() if where == pool]
-            counts = Counter(block for table in here for block in table if block >= 0)
-            assert held == [list(pair) for pair in sorted(counts.items())]
-            assert kept == len(cached[pool] - counts.keys())
-        series = stop["series"]
-        assert series["held"] == sum(map(len, stop["held"])) and series["running"] == len(lens) >= series["fits"]
-        assert series["used"] <= series["reserved"] <= run["blocks"] * run["block_size"] * run["pools"]
-        filled = Counter()
+        assert (stop["tables"], stop["lens"]) == (tables, lens)
+        assert lens.keys() <= stop["texts"].keys()
+        assert all(texts[name] == text for name, text in stop["texts"].items())
+        assert set(stop["cached"]) == {f"{pool}/{block}" for pool, blocks in enumerate(cached) for block in blocks}
+        filled = {}  # (pool, block) -> the tokens in each text that lists it
         for name, (pool, table, _) in tables.items():
             for j, block in enumerate(table):
                 if block >= 0:
-                    filled[pool, block] = max(filled[pool, block], min(size, max(0, lens[name] - j * size)))
-        assert series["empty"] == series["held"] * size - sum(filled.values())
+                    filled.setdefault((pool, block), []).append(min(size, max(0, lens[name] - j * size)))
+        series = stop["series"]
+        assert series["held"] == len(filled) and series["shared"] == sum(map(len, filled.values())) - len(filled)
+        assert series["empty"] == series["held"] * size - sum(map(max, filled.values()))
+        assert series["running"] == len(lens) and series["fits"] <= len(lens) + len(stop["waits"])
+        assert series["used"] <= series["reserved"] <= run["blocks"] * size * run["pools"]
         if i in look:
             shown = played["shown"][look.index(i)]
             labels = [label.partition(":")[2] for label in shown["labels"]]
@@ -274,9 +269,9 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "found", "taken"]  # A0; A1; B0, B0
     full = [kinds for kinds in causes if "preempted" in kinds and "taken" in kinds]
     assert full and all(kinds.index("preempted") < kinds.index("taken") for kinds in full)
-    assert any("3 of 3 guesses of B1 were right" in stop["title"] for stop in result["all"])
+    assert any("; 3 of 3 guesses were right." in shown["words"] for shown in result["shown"])
     told, later, focused = result["told"]  # a focused block, and after its text has ended
-    assert "slots 0 to 3" in told and '2 "' in told and "slot 2;" in told and "divided, rounded down" in told
+    assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
     after = [stop for stop in result["all"] if stop["title"].startswith("After") and stop["waits"]]
     assert after and all(why == "waits for the next step" for stop in after for _, why in stop["waits"])
