@@ -30,7 +30,8 @@ from nanopaged.progress import plural
 WIDTH = 100  # columns of a line
 LABEL = 14  # columns of a line's label
 MOST = 10  # lines of a kind in one step
-NO_SPLIT = "in one piece (V1)"
+NOTES = {"best_of": " (best of {best_of})", "allowed": " (one of {allowed} that its grammar allows)",
+         "forced": ", forced {forced}", "drafts": " ({right} of {drafts} drafts came true)"}  # of a sampled token
 BOLD, RED, GREEN, YELLOW, CYAN = 1, 31, 32, 33, 36  # in a terminal's escape sequences
 COLORS = {"found": GREEN, "registered": GREEN, "swapped in": GREEN, "copied": YELLOW, "evicted": RED, "preempted": RED,
           "swapped out": RED, "undone": RED, "sampled": CYAN}  # label -> its colour
@@ -49,12 +50,8 @@ class Trace:
         self.tables: dict[str, list] = {}  # name -> [pool, block table, blocks on the host]
         self.cached: list[set[int]] = [set() for _ in range(self.run["pools"])]  # blocks that the prefix cache has
         self.num_prompt_tokens: dict[str, int] = {}
-        self._legend()
-
-    def _legend(self) -> None:
-        run = self.run
+        run, num_blocks, size = self.run, self.run["blocks"], self.run["block_size"]
         several = f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
-        num_blocks, size = run["blocks"], run["block_size"]
         self.write(f"{several}a pool of {num_blocks} {plural('block', num_blocks)} of {size} {plural('token', size)}"
                    + f", {run['host_blocks']} more on the host" * (run["host_blocks"] > 0)
                    + f", attention sees {run['window']} tokens" * (run["window"] > 0))
@@ -67,17 +64,13 @@ class Trace:
         self.frames.close()
 
     def show(self, frame: Frame) -> None:
-        self._apply(frame)
-        print_frame = dict(step=self._step, idle=self._step, tokens=self._tokens, ended=self._ended, beams=self._beams,
-                           undone=self._undone)[frame.kind]
-        print_frame(frame)
-
-    def _apply(self, frame: Frame) -> None:
-        """Add the difference of a frame to the state."""
+        """Add the frame's difference to the state, and print what happened."""
         self.tables = {name: table for name, table in (self.tables | frame.tables).items() if table}
         for pool, block, is_cached in frame.cached:
             (self.cached[pool].add if is_cached else self.cached[pool].discard)(block)
         self.num_prompt_tokens |= {name: seq[2] for name, seq in frame.seqs.items()}
+        dict(step=self._step, idle=self._step, tokens=self._tokens, ended=self._ended, beams=self._beams,
+             undone=self._undone)[frame.kind](frame)
 
     # ---- a step
 
@@ -106,9 +99,8 @@ class Trace:
         self._moves(frame)
         self._items("draft", [f"{name} {_text(words)}" + ("" if where is None else f" from token {where}")
                               for name, words, where in frame.drafted])
-        whole = [name for name, _, num_splits, *_ in frame.attention if num_splits == 1]
-        if whole:
-            self._say("attention", f"{_listing(whole, ' ', 40)} {NO_SPLIT}")
+        if whole := [name for name, _, num_splits, *_ in frame.attention if num_splits == 1]:
+            self._say("attention", f"{_names(whole)} in one piece (V1)")
         self._items("attention", [f"{name} {count} tokens in {num_splits} splits of {length}"
                                   + (" (V2)" if is_v2 else " in turn (V1)")
                                   for name, count, num_splits, length, is_v2 in frame.attention if num_splits > 1],
@@ -136,16 +128,15 @@ class Trace:
 
     def _moves(self, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        swapped = {name: (hosts, blocks) for name, hosts, blocks in frame.swapped_in}
-        found = {name: rest for name, *rest in frame.found}
+        swapped, found = {e[0]: e for e in frame.swapped_in}, {e[0]: e for e in frame.found}
         for name, *_ in frame.work:
             if name in found:
-                num_tokens, shared, others, free = found[name]
+                _, num_tokens, shared, others, free = found[name]
                 where = [f"{_blocks(shared)} (shared with {_names(others)})"] if shared else []
                 where += [f"{_blocks(free)} (free, but still cached)"] if free else []
                 self._items("found", where, f"{name} {num_tokens} tokens in ")
             if name in swapped:
-                hosts, blocks = swapped[name]
+                _, hosts, blocks = swapped[name]
                 self._say("swapped in", f"{name}: host {_blocks(hosts)} to {_blocks(blocks)}")
         self._items("slid out", [f"{name} {block}" for name, block in frame.slid_out], "of the window: ")
         self._items("taken", [f"{name} {_blocks(blocks)}" for name, blocks in frame.taken])
@@ -165,14 +156,8 @@ class Trace:
         sampled = []
         for name, words, notes in frame.sampled:
             what = "dropped, it had ended" if "dropped" in notes else "nothing" if words is None else _text(words)
-            if "best_of" in notes:
-                what += f" (best of {notes['best_of']})"
-            if "allowed" in notes:
-                what += f" (one of {notes['allowed']} that its grammar allows)"
-            if "forced" in notes:
-                what += f", forced {_text(notes['forced'])}"
-            if "drafts" in notes:
-                what += f" ({notes['right']} of {notes['drafts']} drafts came true)"
+            texts = notes | {"forced": _text(notes.get("forced", ""))}
+            what += "".join(text.format(**texts) for note, text in NOTES.items() if note in notes)
             sampled.append(f"{name} {what}")
         when = f"in step {frame.step}: " * (self.run["pools"] > 1)
         self._items("sampled", sampled, f"in step {frame.step}, read only now: " if frame.late else when)
@@ -213,13 +198,11 @@ class Trace:
 
     def _pool(self, pool: int) -> None:
         """A character for each block. A large pool's rows without a held block are left out."""
-        holders, count = self._holders(pool), self.run["blocks"]
-        row = 70  # blocks of a line
+        holders, count, row = self._holders(pool), self.run["blocks"], 70  # row: blocks of a line
         cells = "".join(self._cell(pool, block, holders.get(block)) for block in range(count))
         num_shared = sum(len(names) > 1 for names in holders.values())
-        num_cached = cells.count(".")
-        num_empty = cells.count("_")
-        counts = f"{len(holders)} held ({num_shared} shared), {num_cached} free but cached, {num_empty} empty"
+        counts = (f"{len(holders)} held ({num_shared} shared), {cells.count('.')} free but cached, "
+                  f"{cells.count('_')} empty")
         label = f"pool {pool}" if self.run["pools"] > 1 else "pool"
         self._say(label, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
         if count > 30:

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 

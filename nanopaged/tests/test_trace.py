@@ -250,74 +250,67 @@ def test_beam_search():
 # Single events
 # --------------------------------------------------------------------------------------------------
 
-def test_a_common_beginning_is_found():
-    lines = traced(llm := small(num_blocks=30))
-    llm.generate(TWO, greedy(2))
-    assert "  found       B 8 tokens in 0 1 (shared with A)" in lines
-    assert "  B           prompt 8..11 of 12 -> 12 [0* 1* 4]" in lines
-    llm.generate(TWO[:1], greedy(2))
-    assert "  found       C 12 tokens in 0 1 2 (free, but still cached)" in lines
+PAIR = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+EVENTS_OF = {  # engine options, prompts of each call, sampling; and lines that are printed in this order
+    "a prompt that is found whole": (dict(), [[COMMON[:8]]] * 2, greedy(2), [
+        r"B           token 7 again, for its logits -> 8 \[0 1\]",
+        r"found       B 8 tokens in 0 1 \(free, but still cached\)"]),
+    "samples": (dict(), [[COMMON]], SamplingParams(n=3, seed=0, max_tokens=3), [
+        r"arrives     A0 A1 A2, 10 prompt tokens: 100 101 102 103 104 105 106 107 108 109",
+        r"A2          token 9 again, for its logits -> 10 \[0\* 1\* 2\*\]", r"pool        aaa_.*",
+        r"found       A2 10 tokens in 0 1 2 \(shared with A0 A1\)", r"taken       A0 0 1 2",
+        r"registered  can be shared now: 0 1", r"sampled     A0 \d+, A1 \d+, A2 \d+",
+        r"A0          decode 10 -> 11 \[0\* 1\* 3c\]", r"pool        aaAAA_.*",
+        r"copied      2 to 3, for A0 to write in; 2 is kept by A2 \(copy-on-write\)",
+        r"copied      2 to 4, for A1 to write in; 2 is kept by A2 \(copy-on-write\)",
+        r"finished    A0 \(length\), frees 3 \(all cached\), others hold 1 0",
+        r"finished    A1 \(length\), frees 4 \(all cached\), others hold 1 0",
+        r"finished    A2 \(length\), frees 2 1 0 \(all cached\)"]),
+    "recompute": (dict(num_blocks=8), [PAIR], greedy(15), [
+        r"B           waits: it was preempted in this step",
+        r"preempted   B: gives back \d \d \d( \d)?, its tokens will be computed again",
+        r"B           waits: free blocks needed \d, there are \d", r"B           recompute \d+\.\.\d+ -> .*"]),
+    "swapping": (dict(num_blocks=8, swap_space=.001), [PAIR], greedy(15), [
+        r"B           waits on the host: it was preempted in this step",
+        r"preempted   B: swapped out, \d \d \d \d to host 0 1 2 3", r"swapped in  B: host \d.*"]),
+    "few batch rows": (dict(max_num_seqs=1), [[[1, 2], [3, 4], [5, 6], [7]]], greedy(2), [
+        r"B           waits: no batch row is free, max_num_seqs is 1", r"            behind it: C D"]),
+    "chunks": (dict(max_num_batched_tokens=4), [[list(range(10, 20)), [1, 2, 3]]], greedy(2), [
+        r"A           prompt 0\.\.3 of 10 \[0\]", r"B           waits: the token budget is spent",
+        r"A           prompt 4\.\.7 of 10 \[0 1\]", r"A           prompt 8\.\.9 of 10 -> 10 \[0 1 2\]",
+        r"B           prompt 0\.\.1 of 3        \[3\]"]),
+    "a window": (dict(model="mistral", num_blocks=7), [[list(range(20))]], greedy(6), [
+        r"A           decode 2\d -> 2\d \[- - - .*", r"slid out    of the window: A .*"]),
+}
 
 
-def test_a_wholly_cached_prompt_computes_its_last_token_again():
-    lines = traced(llm := small())
-    llm.generate(COMMON[:8], greedy(2))
-    llm.generate(COMMON[:8], greedy(2))
-    assert "  B           token 7 again, for its logits -> 8 [0 1]" in lines
+@pytest.mark.parametrize("case", EVENTS_OF)
+def test_single_events(case):
+    options, calls, params, expected = EVENTS_OF[case]
+    lines = traced(llm := small(**options))
+    for prompts in calls:
+        llm.generate(prompts, params)
+    rest = iter(lines)
+    for pattern in expected:
+        assert any(re.fullmatch("  " + pattern, line) for line in rest), pattern
+    more = ", attention sees 8 tokens" * ("model" in options) + r", \d+ more on the host" * ("swap_space" in options)
+    assert re.fullmatch(rf"a pool of {options.get('num_blocks', 24)} blocks of 4 tokens{more}", lines[0])
+    assert ("recompute" in "".join(lines)) == (case == "recompute")
 
 
-def test_samples_share_the_prompt_and_copy_what_they_write():
-    lines = traced(llm := small())
-    llm.generate([COMMON], SamplingParams(n=3, seed=0, max_tokens=3))
-    assert "  arrives     A0 A1 A2, 10 prompt tokens: 100 101 102 103 104 105 106 107 108 109" in lines
-    first, second = sections(lines)[:2]
-    assert texts(first, "pool")[0].startswith("aaa_")
-    assert texts(second, "copied") == ["2 to 3, for A0 to write in; 2 is kept by A2 (copy-on-write)",
-                                       "2 to 4, for A1 to write in; 2 is kept by A2 (copy-on-write)"]
-    assert texts(second, "pool")[0].startswith("aaAAA_")
-
-
-def test_preemption_and_return():
-    lines = traced(llm := small(num_blocks=8))
-    llm.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], greedy(15))
-    text = "\n".join(lines)
-    assert re.search(r"preempted   B: gives back \d \d \d( \d)?, its tokens will be computed again", text)
-    assert "  B           waits: it was preempted in this step" in lines
-    assert re.search(r"B           waits: free blocks needed \d, there are \d", text)
-    assert re.search(r"B           recompute \d+\.\.\d+ -> ", text)
-
-
-def test_swapping_out_and_in():
-    lines = traced(llm := small(num_blocks=8, swap_space=0.001))
-    assert re.fullmatch(r"a pool of 8 blocks of 4 tokens, \d+ more on the host", lines[0])
-    llm.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], greedy(15))
-    text = "\n".join(lines)
-    assert re.search(r"preempted   B: swapped out, \d \d \d \d to host 0 1 2 3", text)
-    assert "  B           waits on the host: it was preempted in this step" in lines
-    assert re.search(r"(swapped in  B: host \d)|(found       B)", text) and "recompute" not in text
-
-
-def test_why_others_wait():
-    lines = traced(llm := small(max_num_seqs=1))
-    llm.generate([[1, 2], [3, 4], [5, 6], [7]], greedy(2))
-    assert "  B           waits: no batch row is free, max_num_seqs is 1" in lines
-    assert "              behind it: C D" in lines
-    lines = traced(llm := small(max_num_batched_tokens=4))
-    llm.generate([list(range(10, 20)), [1, 2, 3]], greedy(2))
-    first, second, third = sections(lines)[:3]
-    assert "  B           waits: the token budget is spent" in first and "  A           prompt 0..3 of 10 [0]" in first
-    assert "  A           prompt 4..7 of 10 [0 1]" in second
-    assert "  A           prompt 8..9 of 10 -> 10 [0 1 2]" in third
-    assert "  B           prompt 0..1 of 3        [3]" in third
+def interrupted(first: tuple, second: tuple, **options) -> list[str]:
+    """The trace of a request that a more urgent one preempts. A request: (prompt, tokens, priority)"""
+    lines = traced(llm := small(scheduling_policy="priority", max_num_seqs=1, **options))
+    for prompt, max_tokens, priority in (first, second):
+        llm.add_request(prompt, greedy(max_tokens), priority=priority)
+        llm.step()
+    while llm.has_unfinished_requests():
+        llm.step()
+    return lines
 
 
 def test_priorities():
-    lines = traced(llm := small(scheduling_policy="priority", max_num_seqs=1))
-    llm.add_request([1, 2, 3], greedy(4), priority=5)
-    llm.step()
-    llm.add_request([4, 5, 6], greedy(4), priority=-1)
-    while llm.has_unfinished_requests():
-        llm.step()
+    lines = interrupted(([1, 2, 3], 4, 5), ([4, 5, 6], 4, -1))
     assert "  arrives     A, priority 5, 3 prompt tokens: 1 2 3" in lines
     assert "  arrives     B, priority -1, 3 prompt tokens: 4 5 6" in lines
     second = sections(lines)[1]
@@ -326,13 +319,7 @@ def test_priorities():
 
 
 def test_a_prompt_that_is_computed_again_is_told_from_one_that_goes_on():
-    options = dict(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=4, enable_prefix_caching=False)
-    lines = traced(llm := small(**options))
-    llm.add_request(list(range(10)), greedy(2), priority=1)
-    llm.step()
-    llm.add_request([4], greedy(1), priority=0)
-    while llm.has_unfinished_requests():
-        llm.step()
+    lines = interrupted((list(range(10)), 2, 1), ([4], 1, 0), max_num_batched_tokens=4, enable_prefix_caching=False)
     rows = [line.split("[")[0].split(" ", 4)[-1].strip() for line in lines if re.match(r"  A  .*\[", line)]
     assert rows == ["prompt 0..3 of 10", "recompute 0..3", "prompt 4..7 of 10", "prompt 8..9 of 10 -> 10",
                     "decode 10 -> 11"]
@@ -391,14 +378,6 @@ def test_a_failed_step_is_undone():
     while llm.has_unfinished_requests():
         llm.step()
     assert any(line.startswith("  finished    A (length), frees ") for line in lines)
-
-
-def test_what_slides_out_of_a_window():
-    lines = traced(llm := small("mistral", num_blocks=7))
-    assert lines[0] == "a pool of 7 blocks of 4 tokens, attention sees 8 tokens"
-    llm.generate([list(range(20))], greedy(6))
-    assert any(line.startswith("  slid out    of the window: A ") for line in lines)
-    assert any(re.match(r"  A           decode 2\d -> 2\d \[- - - ", line) for line in lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -501,67 +480,6 @@ def test_pieces():
     assert _listing(["a" * 30], ", ", 10) == "a" * 30 and _listing([], ", ", 10) == ""
     assert _fit("x" * 10, 10) == "x" * 10 and _fit("x" * 11, 10) == "x" * 7 + "..."
     assert _fit("\u4f60" * 5, 10) == "\u4f60" * 5 and _fit("\u4f60" * 6, 10) == "\u4f60" * 3 + "..."
-
-
-GOLDEN_TRACE = r"""
-a pool of 6 blocks of 4 tokens
-  A           prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled
-  [4 5* 6c -] block table: own block, shared block, a copy made in this step, out of the window
-  pool        A: held by A (Z: by Z or AZ ..), a: by several of A0 A1 .., *: by several requests
-              .: free but still cached, for whoever comes with the same tokens, _: free and empty
-
-  arrives     A0 A1, 11 prompt tokens: 'ROMEO: But soft, what light'
-  arrives     B, 10 prompt tokens: 'ROMEO: But soft, what man'
-step 0: 14 of at most 8192 tokens, for 3 of 3 running sequences
-  A0          prompt 0..10 of 11 -> 11             [0* 1* 2*]
-  A1          token 10 again, for its logits -> 11 [0* 1* 2*]
-  B           prompt 8..9 of 10 -> 10              [0* 1* 3]
-  pool        **aB__  4 held (3 shared), 0 free but cached, 2 empty
-  found       A1 11 tokens in 0 1 2 (shared with A0 B)
-  found       B 8 tokens in 0 1 (shared with A0 A1)
-  taken       A0 0 1 2, B 3
-  registered  can be shared now: 0 1
-  sampled     A0 's', A1 's', B 'n'
-
-step 1: 3 of at most 8192 tokens, for 3 of 3 running sequences
-  A0          decode 11 -> 12 [0* 1* 4c]
-  A1          decode 11 -> 12 [0* 1* 2]
-  B           decode 10 -> 11 [0* 1* 3]
-  pool        **ABA_  5 held (2 shared), 0 free but cached, 1 empty
-  copied      2 to 4, for A0 to write in; 2 is kept by A1 (copy-on-write)
-  registered  can be shared now: 4
-  sampled     A0 ' are', A1 ' are', B 'ers'
-
-step 2: 2 of at most 8192 tokens, for 2 of 2 running sequences
-  A0          decode 12 -> 13 [0* 1* 4 5]
-  A1          decode 12 -> 13 [0* 1* 2 3]
-  B           waits: it was preempted in this step
-  pool        aaAAAA  6 held (2 shared), 0 free but cached, 0 empty
-  taken       A0 5, A1 3
-  preempted   B: gives back 0 1 3, its tokens will be computed again
-  sampled     A0 ' they', A1 ' they'
-  finished    A0 (length), frees 5 4 (all but 5 cached), others hold 1 0
-  finished    A1 (length), frees 3 2 1 0 (all but 3 2 cached)
-  pool        ..__._  0 held (0 shared), 3 free but cached, 3 empty
-
-step 3: 4 of at most 8192 tokens, for 1 of 1 running sequences
-  B           recompute 8..11 -> 12 [0 1 5]
-  pool        BB__.B  3 held (0 shared), 1 free but cached, 2 empty
-  found       B 8 tokens in 0 1 (free, but still cached)
-  taken       B 5
-  registered  can be shared now: 5
-  sampled     B ' are'
-  finished    B (length), frees 5 1 0 (all cached)
-  pool        ..__..  0 held (0 shared), 4 free but cached, 2 empty
-"""
-
-
-def test_a_whole_trace():
-    """A change of the layout shows here. The trace is of the bundled model, greedy, in float32."""
-    llm = small(text=True, num_blocks=6, dtype="float32")
-    lines = traced(llm)
-    llm.generate(["ROMEO: But soft, what light", "ROMEO: But soft, what man"], [greedy(3, n=2), greedy(3)])
-    assert lines == GOLDEN_TRACE.strip("\n").splitlines()
 
 
 # --------------------------------------------------------------------------------------------------
