@@ -202,9 +202,16 @@ DUMP = """<script>{
   const chip = document.querySelector(".row.chosen .lb")
   chip.focus(); explain(chip)
   const told = [$("rowinfo").textContent]
+  const press = (key, e = document.activeElement) => {
+    e.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}))
+    return [now, document.activeElement.dataset.index] }
+  const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", document.body), press("Home", document.body)]
+  const other = [...document.querySelectorAll(".name")].at(-1), name = other.textContent
+  other.click()
+  const isChosen = chosen === name
   show(stops.length - 1)
   told.push($("rowinfo").textContent, document.activeElement.id)
-  const result = {all, shown, view, told, tour: tour.map(t => [t.at, t.title, t.words])}
+  const result = {all, shown, view, told, keys, isChosen, tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
 }</script></html>"""
 
@@ -269,6 +276,7 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     full = [kinds for kinds in causes if "preempted" in kinds and "taken" in kinds]
     assert full and all(kinds.index("preempted") < kinds.index("taken") for kinds in full)
     assert any("; 3 of 3 guesses were right." in shown["words"] for shown in result["shown"])
+    assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     told, later, focused = result["told"]  # a focused block, and after its text has ended
     assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
