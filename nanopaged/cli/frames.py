@@ -144,18 +144,16 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        state, tables, lens = self.state, {}, {}
+        state, tables = self.state, {}
+        lens = {self._name(seq): count for seq, count in state.num_computed.items()}
         for pool, running in enumerate(state.running):
-            for seq in running:
-                tables[self._name(seq)] = [pool, state.tables[seq], []]
-                lens[self._name(seq)] = state.num_computed[seq]
+            tables |= {self._name(seq): [pool, state.tables[seq], []] for seq in running}
             keys = set(state.keys[pool])
             frame.cached += [[pool, block, block in keys] for block in sorted(keys ^ self.told_cached[pool])]
             self.told_cached[pool] = keys
         for seq, host_table in state.host_tables.items():
             if host_table:
-                pool = self.managers.index(seq.pool)
-                tables[self._name(seq)] = [pool, [], _real(host_table)]
+                tables[self._name(seq)] = [self.managers.index(seq.pool), [], _real(host_table)]
         for name, now, news in (("tables", tables, frame.tables), ("lens", lens, frame.lens)):
             before, self.told[name] = self.told[name], now
             news.update({key: None for key in before if key not in now})
@@ -379,16 +377,13 @@ class Frames:
         return beams
 
     def _gone(self, pool: int, before: State, seq: Sequence) -> Frame | None:
-        if seq not in before.num_known:  # it had ended before this call
-            return None
         how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
-        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
+        had_ended = seq not in before.num_known
+        return None if had_ended else Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
 
     def _undone(self, pool: int, _: State, step: SchedulerOutput) -> Frame | None:
-        number = self.numbers.pop(step, None)
-        if step.seqs or step.preempted:
-            return Frame("undone", pool, number, undone=self._names(step.seqs + step.preempted))
-        return None
+        frame = Frame("undone", pool, self.numbers.pop(step, None), undone=self._names(step.seqs + step.preempted))
+        return frame if frame.undone else None
 
     def _end(self, seq: Sequence, how: str, before: State, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
@@ -421,8 +416,7 @@ class Frames:
 
 def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
     """The number of splits of a context of seq_len tokens, and their length: kernel.split_length in Python."""
-    config = llm.config
-    runner = llm.runner
+    config, runner = llm.config, llm.runner
     tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
     sixteenth = engine.cdiv(seq_len, 16 * tile) * tile

@@ -10,20 +10,19 @@ from typing import Any
 
 from nanopaged.cli.frames import Frame, Frames
 
-MOST_FRAMES = 10_000  # that a browser plays; later ones of a run are left out
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
 class Page:
-    """Notes the frames of an LLM until close()."""
+    """Notes the frames of an LLM until close(), as many as a browser plays; later ones of a run are left out."""
 
-    def __init__(self, llm: Any):
+    def __init__(self, llm: Any, most_frames: int = 10_000):
+        self.most_frames, self.num_left_out = most_frames, 0
         self.frames: list[dict[str, Any]] = []
-        self.num_left_out = 0
         self.source = Frames(llm, self._note)
 
     def _note(self, frame: Frame) -> None:
-        if len(self.frames) < MOST_FRAMES:
+        if len(self.frames) < self.most_frames:
             self.frames.append(frame.to_json())
         else:
             self.num_left_out += 1

@@ -48,10 +48,10 @@ def states(run: dict):
         yield frame, dict(tables), dict(lens), dict(texts), [set(blocks) for blocks in cached]
 
 
-def recorded(tmp_path, run, **options) -> tuple[LLM, dict, list]:
+def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[LLM, dict, list]:
     """An engine, its page's data, and for each launched step the state of the scheduler by other means."""
     llm = load("shakespeare", **dict(device="cpu", num_blocks=18, block_size=4, max_num_seqs=256) | options)
-    page, witnessed = Page(llm), []
+    page, witnessed = Page(llm, most_frames), []
     for gpu, (runner, recovery) in enumerate(zip(llm.runners, llm.recoveries)):
         def launch(step, gpu=gpu, scheduler=recovery.scheduler, launch=runner.launch):
             witnessed.append((gpu, [list(seq.block_table) for seq in scheduler.running],
@@ -133,9 +133,8 @@ def test_the_frames_in_the_readme(tmp_path):
     assert f"`version` ({VERSION})" in table
 
 
-def test_long_runs_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanopaged.cli.page.MOST_FRAMES", 5)
-    _, data, witnessed = recorded(tmp_path, RUNS["samples"][0])
+def test_long_runs_are_cut(tmp_path):
+    _, data, witnessed = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
     assert len(data["frames"]) == 5 and data["left_out"] >= 2 * len(witnessed) - 5
 
 
