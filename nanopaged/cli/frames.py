@@ -144,7 +144,8 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        state, tables = self.state, {}
+        state = self.state
+        tables: dict[str, list] = {}
         lens = {self._name(seq): count for seq, count in state.num_computed.items()}
         for pool, running in enumerate(state.running):
             tables |= {self._name(seq): [pool, state.tables[seq], []] for seq in running}
