@@ -5,7 +5,7 @@ import json
 from numbers import Integral
 from pathlib import Path
 from types import NoneType
-from typing import Any, Callable, Iterable, TypedDict
+from typing import Any, Callable, Mapping, NamedTuple, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -36,48 +36,37 @@ VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     distributed_executor_backend=None, max_seq_len_to_capture=None)
 
 
-def check_options(vllm_options: dict[str, Any], known: Iterable[str], *, model: Any, tokenizer: Any, max_num_seqs: Any,
-                  max_num_batched_tokens: Any, block_size: Any, max_model_len: Any, num_blocks: Any,
-                  num_gpu_blocks_override: Any, load_format: Any, generation_config: Any, kv_cache_dtype: Any,
-                  scheduling_policy: Any, gpu_memory_utilization: Any, swap_space: Any, seed: Any,
-                  enable_prefix_caching: Any, enforce_eager: Any, skip_tokenizer_init: Any,
-                  data_parallel_size: Any, tensor_parallel_size: Any, hf_overrides: Any, hf_token: Any,
-                  download_dir: Any, override_generation_config: Any) -> None:
-    """Raise ValueError for an option of LLM with an unusable value. known: the names of LLM's own options"""
-    check_vllm_options(vllm_options, known)
-    check_kind("model", model, (str, Path), "a directory or a name on the Hub")
-    check_kind("tokenizer", tokenizer, (str, Path, NoneType), "a directory or a name on the Hub")
-    check_kind("hf_overrides", hf_overrides, (dict, NoneType), "a dict of entries of config.json")
-    check_kind("override_generation_config", override_generation_config, (dict, NoneType),
-               "a dict of entries of generation_config.json")
-    check_number("hf_token", hf_token, (str, NoneType), lambda x: x is None or x.isascii() and x.isprintable(),
-                 "a token of the Hugging Face Hub, or None for the stored one")
-    check_number("download_dir", download_dir, (str, Path, NoneType), lambda x: x is None or _may_be_path(x),
-                 "a directory that can be made")
-    if num_blocks is not None and num_gpu_blocks_override is not None:
-        raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
-    sizes = dict(block_size=block_size, max_model_len=max_model_len, num_blocks=num_blocks,
-                 num_gpu_blocks_override=num_gpu_blocks_override)  # None: LLM chooses the size
-    sizes = {name: (size, MOST_TOKENS) for name, size in sizes.items() if size is not None}
-    sizes |= dict(max_num_seqs=(max_num_seqs, MOST_SEQS), max_num_batched_tokens=(max_num_batched_tokens, MOST_TOKENS),
-                  data_parallel_size=(data_parallel_size, MOST_GPUS),
-                  tensor_parallel_size=(tensor_parallel_size, MOST_GPUS))
-    for name, (size, most) in sizes.items():
-        check_number(name, size, int, lambda x: 1 <= x <= most, f"an integer from 1 to {most}")
-    if data_parallel_size > 1 < tensor_parallel_size:
-        raise ValueError(f"data_parallel_size {data_parallel_size} and tensor_parallel_size {tensor_parallel_size} do "
-                         "not go together; use one of them")
-    check_choice("load_format", load_format, ("auto", "dummy"))
-    check_choice("generation_config", generation_config, ("auto", "vllm"))
-    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
-    check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
-    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
-                        ("skip_tokenizer_init", skip_tokenizer_init)):
-        check_kind(name, value, bool, "True or False")
-    check_number("gpu_memory_utilization", gpu_memory_utilization, (int, float), lambda x: 0 < x <= 1,
-                 "a number above 0 and at most 1")
-    check_number("swap_space", swap_space, (int, float), lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none")
-    check_number("seed", seed, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+Kind = type | tuple[type, ...]
+
+
+class Option(NamedTuple):
+    """An option of LLM and of the command line.
+
+    kind: the type that the command line reads; ACCEPTED has those that LLM takes, and None may be given if it is the
+        default
+    expected, in_range: what the sentence that refuses a value says, and when; without them its user checks the value
+    """
+    kind: type
+    default: Any
+    expected: str = ""
+    in_range: Callable[[Any], object] = lambda value: True
+
+    def check(self, name: str, value: Any) -> None:
+        if self.expected and not (value is None is self.default):
+            check_number(name, value, ACCEPTED[self.kind], self.in_range, self.expected)
+
+
+def _integer(default: int | None, most: int = MOST_TOKENS) -> Option:
+    return Option(int, default, f"an integer from 1 to {most}", lambda x: 1 <= x <= most)
+
+
+def _flag(default: bool) -> Option:
+    return Option(bool, default, "True or False")
+
+
+def _choice(*choices: str) -> Option:
+    """The first one is the default."""
+    return Option(str, choices[0], " or ".join(map(repr, choices)), lambda x: x in choices)
 
 
 def _may_be_path(path: str | Path) -> bool:
@@ -86,19 +75,59 @@ def _may_be_path(path: str | Path) -> bool:
             and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
 
 
-def check_vllm_options(options: dict[str, Any], known: Iterable[str]) -> None:
+ACCEPTED: dict[type, Kind] = {bool: bool, int: int, float: (int, float), str: (str, Path), dict: dict}
+# LLM's docstring says what the options are for. The signature of LLM.__init__ repeats the defaults for its readers.
+OPTIONS = dict(
+    model=Option(str, "shakespeare", "a directory or a name on the Hub"),
+    tokenizer=Option(str, None, "a directory or a name on the Hub"),
+    revision=Option(str, None), tokenizer_revision=Option(str, None),
+    hf_token=Option(str, None, "a token of the Hugging Face Hub, or None for the stored one",
+                    lambda x: isinstance(x, str) and x.isascii() and x.isprintable()),
+    download_dir=Option(str, None, "a directory that can be made", _may_be_path),
+    skip_tokenizer_init=_flag(False),
+    load_format=_choice("auto", "dummy"),
+    hf_overrides=Option(dict, None, "a dict of entries of config.json"),
+    generation_config=_choice("auto", "vllm"),
+    override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
+    dtype=Option(str, "auto"), device=Option(str, "auto"), attention=Option(str, "auto"),
+    kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
+    # None: LLM chooses the size.
+    block_size=_integer(None), num_blocks=_integer(None), num_gpu_blocks_override=_integer(None),
+    max_model_len=_integer(None),
+    gpu_memory_utilization=Option(float, 0.9, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
+    swap_space=Option(float, 0, "a number of GiB, 0 for none", lambda x: 0 <= x < 2**20),
+    max_num_seqs=_integer(256, MOST_SEQS), max_num_batched_tokens=_integer(8192),
+    enable_prefix_caching=_flag(True),
+    scheduling_policy=_choice("fcfs", "priority"),
+    data_parallel_size=_integer(1, MOST_GPUS), tensor_parallel_size=_integer(1, MOST_GPUS),
+    speculative_config=Option(dict, None),
+    enforce_eager=_flag(False),
+    seed=Option(int, 0, "an integer of at most 64 bits", lambda x: -2**63 <= x < 2**63))
+
+
+def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of LLM with an unusable value. options: those of OPTIONS, and maybe other names"""
+    check_vllm_options(vllm_options)
+    for name, option in OPTIONS.items():
+        option.check(name, options[name])
+    if options["num_blocks"] is not None and options["num_gpu_blocks_override"] is not None:
+        raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
+    data_parallel, tensor_parallel = options["data_parallel_size"], options["tensor_parallel_size"]
+    if data_parallel > 1 < tensor_parallel:
+        raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
+                         "together; use one of them")
+
+
+def check_vllm_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for an unknown option, and for an option of vLLM that nanopaged does not support."""
     for name, value in options.items():
         if name not in VLLM_OPTIONS:
-            near = difflib.get_close_matches(name, [*known, *VLLM_OPTIONS], 1)
+            near = difflib.get_close_matches(name, [*OPTIONS, *VLLM_OPTIONS], 1)
             advice = f"did you mean {near[0]!r}?" if near else "help(nanopaged.LLM) lists its options"
             raise ValueError(f"LLM has no option {name!r}; {advice}")
         accepted = VLLM_OPTIONS[name]
         if accepted is not None and not is_one_of(value, accepted):
             raise ValueError(f"nanopaged cannot do {name}={value!r:.80}, which vLLM may support; leave the option out")
-
-
-Kind = type | tuple[type, ...]
 
 
 def check_kind(name: str, value: Any, kind: Kind, expected: str) -> None:

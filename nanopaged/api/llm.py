@@ -111,16 +111,7 @@ class LLM:
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, **vllm_options: Any):
-        check_options(
-            vllm_options, LLM.__init__.__kwdefaults__ or (), model=model, tokenizer=tokenizer, load_format=load_format,
-            generation_config=generation_config, kv_cache_dtype=kv_cache_dtype, scheduling_policy=scheduling_policy,
-            seed=seed, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
-            skip_tokenizer_init=skip_tokenizer_init, block_size=block_size, num_blocks=num_blocks,
-            num_gpu_blocks_override=num_gpu_blocks_override, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size,
-            hf_overrides=hf_overrides, hf_token=hf_token, download_dir=download_dir,
-            override_generation_config=override_generation_config)
+        check_options(locals(), vllm_options)
         override = read_override(override_generation_config)
         find = partial(find_checkpoint, token=hf_token, cache=download_dir)
         self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), load_format == "dummy",

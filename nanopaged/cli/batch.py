@@ -38,22 +38,21 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from nanopaged.api.answers import ApiError, batch_result
+from nanopaged.api.answers import ApiError, Call, batch_result
 from nanopaged.api.openai import FIELDS, Serving
+from nanopaged.cli.status import Progress, say
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanopaged.cli.main import Progress
 try:
     import fcntl
 except ImportError:  # Windows: results are not locked
@@ -71,33 +70,6 @@ def open_file(option: str, path: str, mode: str) -> IO[Any]:
         return open(path, mode)
     except OSError as error:
         raise ValueError(f"{option} {path!r} cannot be opened: {error.strerror or error}") from None
-
-
-def run_all(llm: Any, requests: Iterable[tuple], progress: "Progress",
-            refuse: Callable[[Any, ValueError], object]) -> Generator[tuple[Any, RequestOutput], None, None]:
-    """Run requests, each (key, prompt, sampling parameters, priority), and yield (key, output) as they finish.
-
-    At most max_num_seqs requests wait in the scheduler besides those that run; the others are read later. A request
-    that can never run goes to refuse(key, error). Closing this generator aborts the unfinished requests.
-    """
-    unread = iter(requests)
-    keys: dict[str, Any] = {}  # request id -> key
-    try:
-        while True:
-            while len(llm.scheduler.waiting) < llm.scheduler.max_num_seqs and (request := next(unread, None)):
-                key, *arguments = request
-                try:
-                    keys[llm.add_request(*arguments)] = key
-                except ValueError as error:
-                    refuse(key, error)
-            if not keys:
-                return
-            for output in progress.step():
-                if output.finished and output.request_id in keys:
-                    yield keys.pop(output.request_id), output
-    finally:
-        for request_id in keys:
-            llm.abort_request(request_id)
 
 
 class PromptFile:
@@ -195,19 +167,16 @@ class PromptFile:
             raise ValueError(f"--output {self.target!r} has a result for line {len(self.hashes)}, and --prompts "
                              f"{self.source!r} has {number} lines; give another file")
 
-    def run(self, llm: Any, params: SamplingParams, serving: Serving, progress: "Progress",
-            show_progress: bool = True) -> int:
+    def run(self, llm: Any, params: SamplingParams, serving: Serving, show_progress: bool = True) -> int:
         """Run all lines without a result. Returns the exit code, 1 if the file has bad lines.
 
         serving: renders conversations, and reads lines in OpenAI's format
-        progress: of this engine; the file's progress bar is drawn after each of its steps
         """
         num_earlier = self.num_done
         self.bar = ProgressBar(self.num_lines, show_progress, "line", num_earlier)
-        self.progress, progress.on_step = progress, self._draw
-
+        self.progress = Progress(llm, self._draw)
         try:
-            with closing(run_all(llm, self._requests(params, serving), self.progress, self._refuse)) as finished:
+            with closing(self.progress.run(self._requests(params, serving), self._finish)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
@@ -221,82 +190,56 @@ class PromptFile:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        start = f"{self.num_done} {plural('line', self.num_done)}{earlier}{bad}"
-        print(self.progress.report(start), file=sys.stderr, flush=True)
+        say(self.progress.report(f"{self.num_done} {plural('line', self.num_done)}{earlier}{bad}"))
         return 1 if self.num_bad else 0
 
     def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
-        """The requests of the lines without a result, each as (key, prompt, ..) for run_all."""
+        """The requests of the lines without a result. The key of a request is its line and its number there."""
         for number, raw, digest in self._read_lines():
             if digest:
-                labels: dict[str, Any] = {}
+                line = Line(number, digest)
                 try:
-                    line = _parse_line(raw, self.is_json)
-                    labels = {key: line.pop(key) for key in LABELS if key in line}
-                    requests = _read_call(line, serving) if "body" in line else [_read_request(line, params, serving)]
+                    requests = line.read(raw, self.is_json, params, serving)
                 except ValueError as error:
-                    self._refuse((number, digest, labels, None), error)
+                    self._refuse(line, error)
                 else:
-                    for given, *request in requests:
-                        yield (number, digest, labels, given), *request
+                    for index, request in enumerate(requests):
+                        yield (line, index), *request
 
-    def _finish(self, key: tuple, output: RequestOutput) -> None:
-        """Write or print the result of a line."""
-        number, digest, labels, (name, prompt) = key
-        if name == "body":
-            return self._finish_call(key, output)
-        if failed := [sample for sample in output.outputs if sample.finish_reason == "error"]:
-            return self._refuse(key, failed[0].stop_reason)
-        self.num_done += 1
-        if self.results:
-            return self._write(number, digest, labels | {name: prompt} | _result(output))
-        self.bar.clear()
-        for sample in output.outputs:
-            shown = prompt[-1].get("content") if name == "messages" else prompt
-            print(f"=== line {number}: {shown!r}" + (f" [{sample.index}]" if len(output.outputs) > 1 else ""))
-            print(f"{sample.text}\n", flush=True)
-
-    def _finish_call(self, key: tuple, result: RequestOutput | ValueError) -> None:
-        """A prompt of a line in OpenAI's format is done. The last one's end is the line's."""
-        number, digest, labels, (_, (call, index, results)) = key
-        results[index] = result
-        if len(results) < len(call.prompts):
+    def _finish(self, key: tuple["Line", int], output: RequestOutput | ValueError) -> None:
+        """Note a request's output, or why it was refused. The line's last one makes its result, which is written or
+        printed."""
+        line, index = key
+        line.outputs[index] = output
+        if len(line.outputs) < line.num_requests:
             return
         try:
-            for error in results.values():
-                if isinstance(error, ValueError):
-                    raise error
-            body = call.response([results[index] for index in sorted(results)])
+            result = line.result()
         except ValueError as error:
-            return self._refuse((number, digest, labels, None), ApiError.of(error))
+            return self._refuse(line, ApiError.of(error) if line.call else error)
         self.num_done += 1
         if self.results:
-            return self._write(number, digest, labels | batch_result(body))
+            return self._write(line, result)
         self.bar.clear()
-        for choice in body["choices"]:
-            message = choice.get("message", {"content": choice.get("text")})
-            text = json.dumps(message) if message["content"] is None else message["content"]  # calls of tools
-            print(f"=== line {number} [{choice['index']}]\n{text}\n", flush=True)
+        for title, text in line.texts(result):
+            print(f"=== line {line.number}{title}\n{text}\n", flush=True)
 
-    def _refuse(self, key: tuple, error: Any) -> None:
+    def _refuse(self, line: "Line", error: ValueError) -> None:
         """Report a bad line."""
-        number, digest, labels, given = key
-        if given and given[0] == "body":
-            return self._finish_call(key, error)
         self.num_done += 1
         self.num_bad += 1
         self.bar.clear()
-        print(f"line {number}: {error}", file=sys.stderr, flush=True)
-        is_call = isinstance(error, ApiError)
-        if self.errors.get(number) != digest:  # an unchanged line has its error already
-            self._write(number, digest, labels | (batch_result(error.body, error.status) if is_call else
-                                                  {"error": str(error)}))
+        say(f"line {line.number}: {error}")
+        if self.errors.get(line.number) != line.digest:  # an unchanged line has its error already
+            self._write(line, batch_result(error.body, error.status) if isinstance(error, ApiError) else
+                        {"error": str(error)})
 
-    def _write(self, number: int, digest: int, result: dict[str, Any]) -> None:
+    def _write(self, line: "Line", result: dict[str, Any]) -> None:
         """Append a result to the output file, if the run has one."""
         if self.results is None:
             return
-        text = json.dumps({"line": number, "hash": f"{digest:016x}"} | result, ensure_ascii=False, default=asdict)
+        result = {"line": line.number, "hash": f"{line.digest:016x}"} | line.labels | result
+        text = json.dumps(result, ensure_ascii=False, default=asdict)
         raw = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             while raw:
@@ -312,8 +255,68 @@ class PromptFile:
             self.bar.update(self.num_done, self.progress.num_new_tokens, bad + blocks)
 
 
-def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
-    """A line as a dict. This function and `_read_request` raise ValueError for a bad line."""
+@dataclass
+class Line:
+    """A line without a result, from its reading until all of its requests are done."""
+    number: int
+    digest: int
+    labels: dict[str, Any] = field(default_factory=dict)  # of LABELS
+    given: dict[str, Any] = field(default_factory=dict)  # the prompt under its key
+    call: Call | None = None  # of a line in OpenAI's format
+    num_requests: int = 1
+    outputs: dict[int, Any] = field(default_factory=dict)  # number of a request -> its RequestOutput, or a ValueError
+
+    def read(self, raw: bytes, is_json: bool | None, params: SamplingParams, serving: Serving) -> list[tuple]:
+        """Its requests, each (prompt, sampling parameters, priority). Raises ValueError for a bad line."""
+        entries = _parse(raw, is_json)
+        self.labels = {key: entries.pop(key) for key in LABELS if key in entries}
+        if "body" not in entries:
+            return [self._read_request(entries, params, serving)]
+        self.call = call = _read_call(entries, serving)
+        self.num_requests = len(call.prompts)
+        return [(prompt, call.params, call.priority) for prompt in call.prompts]
+
+    def _read_request(self, entries: dict[str, Any], params: SamplingParams, serving: Serving) -> tuple:
+        name = next(key for key in PROMPT_KEYS if key in entries)
+        given = entries.pop(name)
+        priority = entries.pop("priority", 0)
+        tools = entries.pop("tools", None) if name == "messages" else None
+        if unknown := [key for key in entries if key not in SETTINGS]:
+            raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
+        kind, expected = PROMPT_KEYS[name]
+        check_kind(name, given, kind, expected)
+        check_kind("priority", priority, Integral, "an integer")
+        self.given = {name: given}
+        return serving.render(given, tools) if name == "messages" else given, replace(params, **entries), priority
+
+    def result(self) -> dict[str, Any]:
+        """What is written. Raises ValueError if a request was refused or has gone wrong."""
+        for output in self.outputs.values():
+            if isinstance(output, ValueError):
+                raise output
+        if self.call:
+            return batch_result(self.call.response([self.outputs[index] for index in range(self.num_requests)]))
+        output = self.outputs[0]
+        for sample in output.outputs:
+            if sample.finish_reason == "error":
+                raise ValueError(sample.stop_reason)
+        return self.given | _entries(output)
+
+    def texts(self, result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Each text of the result, after what tells it from others."""
+        if self.call:
+            for choice in result["response"]["body"]["choices"]:
+                message = choice.get("message", {"content": choice.get("text")})
+                is_tool = message["content"] is None
+                yield f" [{choice['index']}]", json.dumps(message) if is_tool else message["content"]
+            return
+        [(name, prompt)] = self.given.items()
+        shown = prompt[-1].get("content") if name == "messages" else prompt
+        for sample in result["outputs"]:
+            yield f": {shown!r}" + f" [{sample['index']}]" * (len(result["outputs"]) > 1), sample["text"]
+
+
+def _parse(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -333,38 +336,20 @@ def _parse_line(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     return line
 
 
-def _read_call(line: dict[str, Any], serving: Serving) -> list[tuple]:
-    """A line in OpenAI's format as tuples like that of `_read_request`, one for each of its prompts."""
-    if line.get("method") != "POST" or line.get("url") not in FIELDS:
+def _read_call(entries: dict[str, Any], serving: Serving) -> Call:
+    if entries.get("method") != "POST" or entries.get("url") not in FIELDS:
         raise ApiError(f'a line with "body" has "method": "POST" and as "url" {" or ".join(FIELDS)}, not '
-                       f'{line.get("method")!r:.80} and {line.get("url")!r:.80}')
-    if unknown := sorted(line.keys() - {"method", "url", "body"}):
+                       f'{entries.get("method")!r:.80} and {entries.get("url")!r:.80}')
+    if unknown := sorted(entries.keys() - {"method", "url", "body"}):
         raise ApiError(f'a line with "body" has no key {unknown[0]!r:.80}; leave it out')
-    call = serving.read(line["url"], line["body"])
-    results: dict[int, Any] = {}
+    call = serving.read(entries["url"], entries["body"])
     if call.stream:
         raise ApiError('a result in a file is no stream; leave "stream" out')
-    return [(("body", (call, index, results)), prompt, call.params, call.priority)
-            for index, prompt in enumerate(call.prompts)]
+    return call
 
 
-def _read_request(line: dict[str, Any], params: SamplingParams, serving: Serving) -> tuple:
-    """A line's dict as ((key of PROMPT_KEYS, its value), prompt, sampling parameters, priority)."""
-    name = next(key for key in PROMPT_KEYS if key in line)
-    given = line.pop(name)
-    priority = line.pop("priority", 0)
-    tools = line.pop("tools", None) if name == "messages" else None
-    if unknown := [key for key in line if key not in SETTINGS]:
-        raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
-    kind, expected = PROMPT_KEYS[name]
-    check_kind(name, given, kind, expected)
-    check_kind("priority", priority, Integral, "an integer")
-    prompt = serving.render(given, tools) if name == "messages" else given
-    return (name, given), prompt, replace(params, **line), priority
-
-
-def _result(output: RequestOutput) -> dict[str, Any]:
-    """The result of a request: the fields of its output that are not None, and the number of tokens of each sample."""
+def _entries(output: RequestOutput) -> dict[str, Any]:
+    """The fields of an output that are not None, and the number of tokens of each sample."""
     samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
     result = {"num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
               "outputs": [{key: value for key, value in sample.items() if value is not None} for sample in samples]}

@@ -15,19 +15,18 @@ import os
 import random
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from nanopaged import __version__
 from nanopaged.api.tools import FORMATS, THINKERS, find_parser
-from nanopaged.cli.batch import PromptFile, open_file, run_all
-from nanopaged.inputs import check_choice
-from nanopaged.outputs import EngineDeadError, RequestError, RequestOutput
+from nanopaged.cli.batch import PromptFile, open_file
+from nanopaged.cli.status import Progress, fold, say
+from nanopaged.inputs import OPTIONS, check_choice
+from nanopaged.outputs import EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -95,13 +94,13 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
         sys.stdout = _nowhere()
         return 0
     except (ValueError, OSError) as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 2
     except EngineDeadError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 1
     except KeyboardInterrupt as error:
-        _say(": ".join(["interrupted", *map(str, error.args)]))
+        say(": ".join(["interrupted", *map(str, error.args)]))
         return 130
 
 
@@ -112,9 +111,10 @@ def _run(args, llm_class) -> int:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
-    for name, names in (("tool_call_parser", FORMATS), ("reasoning_parser", THINKERS)):
-        if getattr(args, name) is not None:
-            check_choice(_option(name), getattr(args, name), tuple(names))
+    for option, value, names in (("--tool-call-parser", args.tool_call_parser, FORMATS),
+                                 ("--reasoning-parser", args.reasoning_parser, THINKERS)):
+        if value is not None:
+            check_choice(option, value, tuple(names))
     if args.serve:
         from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
         listener = bind(args.host, args.port)
@@ -149,7 +149,7 @@ def _traced(llm, args) -> Iterator[None]:
             import shlex
             page.save(args.trace, "python engine.py " + shlex.join(args.words))
             is_page = args.trace.lower().endswith(".html")
-            _say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
+            say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
@@ -175,7 +175,7 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
         return serve(serving, args.host, listener, key, (args.allowed_hosts or "").split(","))
     if prompt_file:
-        return prompt_file.run(llm, params, serving, Progress(llm), show_progress=not is_printed)
+        return prompt_file.run(llm, params, serving, show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         return _converse(llm, args.history, system, params, render)
@@ -187,11 +187,12 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         outputs = llm.beam_search(prompts, beams, use_tqdm=not is_printed)
         for output in outputs:
             progress.note_end(output)
-        return _print_all(args.prompt, outputs, progress)
-    return _print_all(args.prompt, *_run_all(llm, prompts, params, show_progress=not is_printed))
+    else:
+        outputs, progress = _run_all(llm, prompts, params, show_progress=not is_printed)
+    return _print_all(args.prompt, outputs, progress)
 
 
-def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, "Progress"]:
+def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Progress]:
     bar = ProgressBar(len(prompts), show_progress)
 
     def draw() -> None:
@@ -199,9 +200,8 @@ def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) ->
             bar.update(progress.num_finished, progress.num_new_tokens)
 
     progress = Progress(llm, draw)
-    requests = ((i, prompt, params, 0) for i, prompt in enumerate(prompts))
     try:
-        outputs = dict(run_all(llm, requests, progress, _raise))
+        outputs = dict(progress.run((i, prompt, params, 0) for i, prompt in enumerate(prompts)))
     finally:
         bar.clear()
     return [outputs[i] for i in range(len(prompts))], progress
@@ -237,9 +237,11 @@ def _load(args, llm_class):
         options["speculative_config"] = {"num_speculative_tokens": args.speculate}
     llm = llm_class(args.model, **options)
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
-    pool = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
-    _say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pool} "
-              f"{_blocks(llm.scheduler.block_manager)}, loaded in {time.perf_counter() - started:.1f} s"))
+    pool = llm.scheduler.block_manager
+    pools = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
+    blocks = f"{pool.num_blocks} {plural('block', pool.num_blocks)}"
+    say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pools} {blocks} of "
+             f"{pool.block_size} {plural('token', pool.block_size)}, loaded in {time.perf_counter() - started:.1f} s"))
     return llm
 
 
@@ -264,13 +266,13 @@ def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = ""
     progress.note_end(output)
     sample = output.outputs[0]
     went_wrong = sample.finish_reason == "error"
-    _say(progress.report(after_first=True, end=sample.finish_reason))
+    say(progress.report(after_first=True, end=sample.finish_reason))
     if went_wrong:
-        _say(f"the text went wrong: {sample.stop_reason}")
+        say(f"the text went wrong: {sample.stop_reason}")
     return int(went_wrong)
 
 
-def _print_all(titles: list[str], outputs: list, progress: "Progress") -> int:
+def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
     """Several texts, each under its prompt; the exit code."""
     samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
     for title, sample in samples:
@@ -278,14 +280,10 @@ def _print_all(titles: list[str], outputs: list, progress: "Progress") -> int:
         score = "" if sample.score is None else f" score {sample.score:.4f}"
         print(f"=== {title!r}{number}{score}\n{sample.text}\n")
         if sample.finish_reason == "error":
-            _say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
-    progress.count(sum(len(sample.token_ids) for _, sample in samples))
-    _say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}"))
+            say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
+    num_new = sum(len(sample.token_ids) for _, sample in samples)
+    say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}", num_new))
     return int(any(sample.finish_reason == "error" for _, sample in samples))
-
-
-def _raise(_, error: ValueError) -> None:
-    raise error
 
 
 def _converse(llm, keep_history: bool | None, system: list[dict], params: SamplingParams, render) -> int:
@@ -300,10 +298,6 @@ def _converse(llm, keep_history: bool | None, system: list[dict], params: Sampli
 
 def _user(text: str) -> dict:
     return {"role": "user", "content": text}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _nowhere():
@@ -343,100 +337,6 @@ def _read_text(option: str, path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The status line
-# --------------------------------------------------------------------------------------------------
-
-class Progress:
-    """Runs the steps of an engine and measures the progress for the status line. Each step ends with `on_step`."""
-
-    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
-        self.llm = llm
-        self.pool = llm.scheduler.block_manager
-        self.on_step = on_step
-        self.started = time.perf_counter()
-        self.first: float | None = None  # the time of the first output
-        self.tokens_before = self.pool.num_prompt_tokens, self.pool.num_cached_tokens
-        self.generated_before = llm.scheduler.num_generated_tokens
-        self.pool.most_blocks_held = self.blocks_in_use
-        self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
-        self.num_finished = 0
-        self.num_cut = 0  # texts that max_model_len ended
-
-    def step(self) -> list[RequestOutput]:
-        outputs = self.llm.step()
-        for output in outputs:
-            self.note_text()
-            if output.finished:
-                self.note_end(output)
-        self.on_step()
-        return outputs
-
-    def note_text(self) -> None:
-        self.first = self.first or time.perf_counter()
-
-    def note_end(self, output: RequestOutput) -> None:
-        self.num_finished += 1
-        self.num_cut += sum(
-            sample.finish_reason == "length"
-            and len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len
-            for sample in output.outputs)
-
-    def count(self, num_new_tokens: int) -> None:
-        """Take these tokens for the new ones: the engine does not count those of beams."""
-        self.generated_before = self.llm.scheduler.num_generated_tokens - num_new_tokens
-
-    @property
-    def num_new_tokens(self) -> int:
-        return self.llm.scheduler.num_generated_tokens - self.generated_before
-
-    @property
-    def blocks_in_use(self) -> int:
-        return self.pool.num_blocks - self.pool.num_free_blocks
-
-    def rate(self, after_first: bool = False) -> float:
-        """New tokens per second. after_first=True leaves out the first token, whose time is that of the prompt."""
-        start = self.first if after_first and self.first else self.started
-        return max(0, self.num_new_tokens - after_first) / max(time.perf_counter() - start, 1e-9)
-
-    def report(self, start: str = "", after_first: bool = False, end: str = "") -> str:
-        """The status line, of at most 100 columns. A longer one goes on in a second line."""
-        num_prompt = self.pool.num_prompt_tokens - self.tokens_before[0]
-        num_cached = self.pool.num_cached_tokens - self.tokens_before[1]
-        tokens = f"{'' if start else 'prompt '}token{'s' * (num_prompt != 1)}"
-        drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
-        parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
-                 f"first token {self.first - self.started:.2f} s" if self.first else "",
-                 f"{self.num_new_tokens} new at {self.rate(after_first):.0f}/s",
-                 f"{drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "",
-                 f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
-                 end]
-        line = fold(", ".join(filter(None, parts)))
-        if not self.num_cut:
-            return line
-        texts = "the text" if self.num_cut == self.num_finished == 1 else f"{self.num_cut} texts"
-        most = self.llm.max_model_len
-        num_blocks = min(pool.num_blocks for pool in getattr(self.pool, "managers", [self.pool]))
-        if most == self.llm.config.max_position_embeddings:
-            reason = f"the model's limit of {most} tokens ended {texts}"
-        elif most == num_blocks * self.pool.block_size:
-            reason = (f"the pool of {num_blocks} {plural('block', num_blocks)} ended {texts}; raise --num-blocks or "
-                      "--gpu-memory-utilization")
-        else:
-            reason = f"max_model_len {most} ended {texts}; raise --max-model-len"
-        return line + "\n" + fold(reason)
-
-
-def _blocks(pool) -> str:
-    """64 blocks of 16 tokens."""
-    return (f"{pool.num_blocks} {plural('block', pool.num_blocks)} of {pool.block_size} "
-            + plural("token", pool.block_size))
-
-
-def fold(line: str) -> str:
-    return textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-# --------------------------------------------------------------------------------------------------
 # Options
 # --------------------------------------------------------------------------------------------------
 
@@ -463,13 +363,8 @@ SAMPLING = dict(
     presence_penalty=float, frequency_penalty=float, repetition_penalty=float, stop=list, stop_token_ids=_ids,
     include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, bad_words=list, logit_bias=_object,
     allowed_token_ids=_ids, logprobs=int, prompt_logprobs=int)
-ENGINE = dict(
-    revision=str, dtype=str, device=str, kv_cache_dtype=str, attention=str, load_format=str, block_size=int,
-    num_blocks=int, gpu_memory_utilization=float, max_model_len=int, max_num_seqs=int, max_num_batched_tokens=int,
-    enable_prefix_caching=False, swap_space=float, scheduling_policy=str, enforce_eager=True, generation_config=str,
-    data_parallel_size=int, tensor_parallel_size=int, seed=int, tokenizer=str, skip_tokenizer_init=True,
-    num_gpu_blocks_override=int, hf_overrides=_object, speculative_config=_object, tokenizer_revision=str,
-    hf_token=str, download_dir=str, override_generation_config=_object)
+ENGINE = {name: {bool: not option.default, dict: _object}.get(option.kind, option.kind)
+          for name, option in OPTIONS.items() if name != "model"}
 STRUCTURED = dict(json_schema=str, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
@@ -504,7 +399,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _given(args, names) -> dict:
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: value for name in names if (value := vars(args)[name]) is not None}
 
 
 def _option(name: str, kind=None) -> str:

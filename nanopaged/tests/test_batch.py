@@ -10,8 +10,8 @@ import pytest
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli import batch
-from nanopaged.cli.batch import PromptFile, run_all
-from nanopaged.cli.main import Progress
+from nanopaged.cli.batch import PromptFile
+from nanopaged.cli.status import Progress
 from nanopaged.device.runner import Runner
 from nanopaged.progress import ProgressBar, plural
 from nanopaged.tests.test_cli import JULIET, POOL, ROMEO, TEMPLATE, assert_refused, nothing_left, run, shared_llm
@@ -521,7 +521,7 @@ def test_requests_are_taken_up_as_there_is_room(folder):
         for taken in range(1, 61):
             yield taken, f"{taken} {ROMEO}", SamplingParams(max_tokens=1 + taken % 3, n=1 + taken % 2), 0
 
-    for key, output in run_all(llm, requests(), Progress(llm), pytest.fail):
+    for key, output in Progress(llm).run(requests()):
         finished.append(key)
         assert output.finished and len(output.outputs) == 1 + key % 2
         most = max(most, taken - len(finished))
@@ -531,7 +531,7 @@ def test_requests_are_taken_up_as_there_is_room(folder):
 def test_what_is_under_way_is_aborted_with_the_generator():
     llm = shared_llm(num_blocks=128)
     requests = ((i, ROMEO, SamplingParams(max_tokens=2 + 90 * i), 0) for i in range(3))
-    running = run_all(llm, requests, Progress(llm), pytest.fail)
+    running = Progress(llm).run(requests)
     assert next(running)[0] == 0 and not nothing_left(llm)
     running.close()
     assert nothing_left(llm)
@@ -542,7 +542,7 @@ def test_requests_of_others_are_theirs():
     llm = shared_llm(num_blocks=128)
     stranger = (llm.add_request(JULIET, SamplingParams(max_tokens=2)),
                 llm.add_request(JULIET, SamplingParams(max_tokens=50)))
-    [(key, output)] = run_all(llm, [("mine", ROMEO, SamplingParams(max_tokens=5), 0)], Progress(llm), pytest.fail)
+    [(key, output)] = Progress(llm).run([("mine", ROMEO, SamplingParams(max_tokens=5), 0)])
     assert key == "mine" and output.prompt == ROMEO and llm.has_unfinished_requests()
     for request_id in stranger:
         llm.abort_request(request_id)

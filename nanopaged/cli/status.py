@@ -1,0 +1,126 @@
+"""What the command line says on stderr about a run: the progress while it lasts, and the status line at its end."""
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
+from typing import Any
+
+from nanopaged.outputs import RequestOutput
+from nanopaged.progress import plural
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def fold(line: str) -> str:
+    return textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+class Progress:
+    """Runs the steps of an engine and counts what they do. Each step ends with a call of `on_step`."""
+
+    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
+        self.llm = llm
+        self.pool = llm.scheduler.block_manager
+        self.on_step = on_step
+        self.started = time.perf_counter()
+        self.first: float | None = None  # the time of the first output
+        self.before = self._counts()
+        self.pool.most_blocks_held = self.blocks_in_use
+        self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
+        self.num_finished = 0
+        self.num_cut = 0  # texts that max_model_len ended
+
+    def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
+            ) -> Generator[tuple[Any, RequestOutput], None, None]:
+        """Run requests, each (key, prompt, sampling parameters, priority), and yield (key, output) as they finish.
+
+        At most max_num_seqs requests wait in the scheduler besides those that run; the others are read later. A request
+        that can never run goes to refuse(key, error), or raises ValueError. Closing this generator aborts the
+        unfinished requests.
+        """
+        unread, scheduler = iter(requests), self.llm.scheduler
+        keys: dict[str, Any] = {}  # request id -> key
+        try:
+            while True:
+                while len(scheduler.waiting) < scheduler.max_num_seqs and (request := next(unread, None)):
+                    key, *arguments = request
+                    try:
+                        keys[self.llm.add_request(*arguments)] = key
+                    except ValueError as error:
+                        if refuse is None:
+                            raise
+                        refuse(key, error)
+                if not keys:
+                    return
+                for output in self._step():
+                    if output.finished and output.request_id in keys:
+                        yield keys.pop(output.request_id), output
+        finally:
+            for request_id in keys:
+                self.llm.abort_request(request_id)
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = self.llm.step()
+        if outputs:
+            self.note_text()
+        for output in outputs:
+            if output.finished:
+                self.note_end(output)
+        self.on_step()
+        return outputs
+
+    def note_text(self) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def note_end(self, output: RequestOutput) -> None:
+        self.num_finished += 1
+        self.num_cut += sum(
+            sample.finish_reason == "length"
+            and len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len
+            for sample in output.outputs)
+
+    def _counts(self) -> tuple[int, int, int]:
+        return self.pool.num_prompt_tokens, self.pool.num_cached_tokens, self.llm.scheduler.num_generated_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self._counts()[2] - self.before[2]
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.pool.num_blocks - self.pool.num_free_blocks
+
+    def report(self, start: str = "", num_new: int | None = None, after_first: bool = False, end: str = "") -> str:
+        """The status line, of at most 100 columns. A longer one goes on in a second line.
+
+        num_new: the number of new tokens, where the engine does not count them: beams
+        after_first: the speed leaves out the first token, whose time is that of the prompt
+        """
+        num_prompt, num_cached, counted = (now - before for now, before in zip(self._counts(), self.before))
+        num_new = counted if num_new is None else num_new
+        since = self.first if after_first and self.first else self.started
+        rate = max(0, num_new - after_first) / max(time.perf_counter() - since, 1e-9)
+        tokens = f"{'' if start else 'prompt '}{plural('token', num_prompt)}"
+        drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
+        parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
+                 f"first token {self.first - self.started:.2f} s" if self.first else "",
+                 f"{num_new} new at {rate:.0f}/s",
+                 f"{drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "",
+                 f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
+                 end]
+        return fold(", ".join(filter(None, parts))) + (f"\n{fold(self._limit())}" if self.num_cut else "")
+
+    def _limit(self) -> str:
+        """What ended texts before their time."""
+        texts = "the text" if self.num_cut == self.num_finished == 1 else f"{self.num_cut} texts"
+        most = self.llm.max_model_len
+        if most == self.llm.config.max_position_embeddings:
+            return f"the model's limit of {most} tokens ended {texts}"
+        if self.llm.limited_by == "option":
+            return f"max_model_len {most} ended {texts}; raise --max-model-len"
+        num_blocks = most // self.pool.block_size  # of the smallest pool
+        return (f"the pool of {num_blocks} {plural('block', num_blocks)} ended {texts}; raise --num-blocks or "
+                "--gpu-memory-utilization")
