@@ -40,33 +40,20 @@ Kind = type | tuple[type, ...]
 
 
 class Option(NamedTuple):
-    """An option of LLM and of the command line.
-
-    kind: the type that the command line reads; ACCEPTED has those that LLM takes, and None may be given if it is the
-        default
-    expected, in_range: what the sentence that refuses a value says, and when; without them its user checks the value
-    """
-    kind: type
-    default: Any
-    expected: str = ""
+    """An option of LLM and of the command line. Without `expected`, whoever uses the value checks it."""
+    kind: type  # that the command line reads
+    default: Any  # None may be given only where it is the default
+    expected: str = ""  # in the sentence that refuses a value
     in_range: Callable[[Any], object] = lambda value: True
 
-    def check(self, name: str, value: Any) -> None:
-        if self.expected and not (value is None is self.default):
-            check_number(name, value, ACCEPTED[self.kind], self.in_range, self.expected)
 
-
-def _integer(default: int | None, most: int = MOST_TOKENS) -> Option:
+def _integer(default: int | None, most: int) -> Option:
     return Option(int, default, f"an integer from 1 to {most}", lambda x: 1 <= x <= most)
 
 
-def _flag(default: bool) -> Option:
-    return Option(bool, default, "True or False")
-
-
-def _choice(*choices: str) -> Option:
-    """The first one is the default."""
-    return Option(str, choices[0], " or ".join(map(repr, choices)), lambda x: x in choices)
+def _choice(default: str, *others: str) -> Option:
+    choices = default, *others
+    return Option(str, default, " or ".join(map(repr, choices)), lambda x: x in choices)
 
 
 def _may_be_path(path: str | Path) -> bool:
@@ -75,33 +62,39 @@ def _may_be_path(path: str | Path) -> bool:
             and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
 
 
-ACCEPTED: dict[type, Kind] = {bool: bool, int: int, float: (int, float), str: (str, Path), dict: dict}
-# LLM's docstring says what the options are for. The signature of LLM.__init__ repeats the defaults for its readers.
+ACCEPTED: dict[type, Kind] = {bool: bool, int: int, float: (int, float), str: (str, Path), dict: dict}  # by LLM
+# LLM's docstring says what they are for, and the signature of LLM.__init__ repeats the defaults.
 OPTIONS = dict(
     model=Option(str, "shakespeare", "a directory or a name on the Hub"),
+    revision=Option(str, None),
     tokenizer=Option(str, None, "a directory or a name on the Hub"),
-    revision=Option(str, None), tokenizer_revision=Option(str, None),
+    tokenizer_revision=Option(str, None),
+    skip_tokenizer_init=Option(bool, False, "True or False"),
     hf_token=Option(str, None, "a token of the Hugging Face Hub, or None for the stored one",
                     lambda x: isinstance(x, str) and x.isascii() and x.isprintable()),
     download_dir=Option(str, None, "a directory that can be made", _may_be_path),
-    skip_tokenizer_init=_flag(False),
-    load_format=_choice("auto", "dummy"),
     hf_overrides=Option(dict, None, "a dict of entries of config.json"),
     generation_config=_choice("auto", "vllm"),
     override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
-    dtype=Option(str, "auto"), device=Option(str, "auto"), attention=Option(str, "auto"),
+    load_format=_choice("auto", "dummy"),
+    dtype=Option(str, "auto"),
+    device=Option(str, "auto"),
+    attention=Option(str, "auto"),
     kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
-    # None: LLM chooses the size.
-    block_size=_integer(None), num_blocks=_integer(None), num_gpu_blocks_override=_integer(None),
-    max_model_len=_integer(None),
+    block_size=_integer(None, MOST_TOKENS),
+    num_blocks=_integer(None, MOST_TOKENS),
+    num_gpu_blocks_override=_integer(None, MOST_TOKENS),
     gpu_memory_utilization=Option(float, 0.9, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     swap_space=Option(float, 0, "a number of GiB, 0 for none", lambda x: 0 <= x < 2**20),
-    max_num_seqs=_integer(256, MOST_SEQS), max_num_batched_tokens=_integer(8192),
-    enable_prefix_caching=_flag(True),
+    enable_prefix_caching=Option(bool, True, "True or False"),
+    max_model_len=_integer(None, MOST_TOKENS),
+    max_num_seqs=_integer(256, MOST_SEQS),
+    max_num_batched_tokens=_integer(8192, MOST_TOKENS),
     scheduling_policy=_choice("fcfs", "priority"),
-    data_parallel_size=_integer(1, MOST_GPUS), tensor_parallel_size=_integer(1, MOST_GPUS),
+    data_parallel_size=_integer(1, MOST_GPUS),
+    tensor_parallel_size=_integer(1, MOST_GPUS),
     speculative_config=Option(dict, None),
-    enforce_eager=_flag(False),
+    enforce_eager=Option(bool, False, "True or False"),
     seed=Option(int, 0, "an integer of at most 64 bits", lambda x: -2**63 <= x < 2**63))
 
 
@@ -109,7 +102,8 @@ def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -
     """Raise ValueError for an option of LLM with an unusable value. options: those of OPTIONS, and maybe other names"""
     check_vllm_options(vllm_options)
     for name, option in OPTIONS.items():
-        option.check(name, options[name])
+        if option.expected and (options[name] is not None or option.default is not None):
+            check_number(name, options[name], ACCEPTED[option.kind], option.in_range, option.expected)
     if options["num_blocks"] is not None and options["num_gpu_blocks_override"] is not None:
         raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
     data_parallel, tensor_parallel = options["data_parallel_size"], options["tensor_parallel_size"]

@@ -174,7 +174,7 @@ class PromptFile:
         """
         num_earlier = self.num_done
         self.bar = ProgressBar(self.num_lines, show_progress, "line", num_earlier)
-        self.progress = Progress(llm, self._draw)
+        self.progress = Progress(llm, self.bar, self._done)
         try:
             with closing(self.progress.run(self._requests(params, serving), self._finish)) as finished:
                 for key, output in finished:
@@ -185,7 +185,6 @@ class PromptFile:
             raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} {plural('line', self.num_done)}, "
                                     "and the same command goes on from there") from None
         finally:
-            self.bar.clear()
             if self.results:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
@@ -248,11 +247,9 @@ class PromptFile:
             raise OSError(f"--output {self.target!r} cannot be written: {error.strerror or error}; make room, and the "
                           "same command goes on where it stopped") from None
 
-    def _draw(self) -> None:
-        if self.bar.due:
-            bad = f"{self.num_bad} bad, " * (self.num_bad > 0)
-            blocks = f"{self.progress.blocks_in_use}/{self.progress.pool.num_blocks} blocks"
-            self.bar.update(self.num_done, self.progress.num_new_tokens, bad + blocks)
+    def _done(self) -> tuple[int, str]:
+        bad = f"{self.num_bad} bad, " * (self.num_bad > 0)
+        return self.num_done, f"{bad}{self.progress.blocks_in_use}/{self.progress.pool.num_blocks} blocks"
 
 
 @dataclass

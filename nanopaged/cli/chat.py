@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nanopaged.cli.status import say
+
 try:
     import readline  # input() is a line editor with it
 except ImportError:  # on Windows
@@ -46,15 +48,15 @@ class Conversation:
         render(messages + [_user("Hello")])  # without a chat template say so now
 
     def run(self) -> int:
-        _say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
+        say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
         while True:
             try:
                 text = self.keyboard.read_message()
             except EOFError:
-                _say("")
+                say("")
                 return 0
             except KeyboardInterrupt:
-                _say("\nCtrl-D leaves")
+                say("\nCtrl-D leaves")
                 continue
             if text.strip() == "/bye":
                 return 0
@@ -66,9 +68,9 @@ class Conversation:
     def _obey(self, command: str) -> None:
         if command == "/clear":
             del self.messages[self.num_fixed:]
-            _say("the conversation is forgotten" + ", but not the system message" * (self.num_fixed > 0))
+            say("the conversation is forgotten" + ", but not the system message" * (self.num_fixed > 0))
         else:
-            _say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
+            say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
 
     def _converse(self, text: str) -> None:
         said: list[str] = []
@@ -77,9 +79,9 @@ class Conversation:
             with self.keyboard.silent():
                 self.answer(self._fit(asked), said)
         except ValueError as error:
-            _say(f"error: {error}")
+            say(f"error: {error}")
         except KeyboardInterrupt:
-            _say("stopped")
+            say("stopped")
         if any(said):
             self.messages = asked + [{"role": "assistant", "content": "".join(said)}]
 
@@ -92,7 +94,7 @@ class Conversation:
             del asked[self.num_fixed:self.num_fixed + 2]
             prompt = self.render(asked)
         if len(asked) < num_before and len(prompt["prompt_token_ids"]) < self.max_model_len:
-            _say("the conversation is too long, its oldest questions and answers are forgotten")
+            say("the conversation is too long, its oldest questions and answers are forgotten")
             self.messages = asked[:-1]
         return prompt
 
@@ -179,7 +181,7 @@ class Keyboard:
             os.close(file)
 
     def _give_up(self, error: Exception) -> None:
-        _say(f"no history of messages is kept: {error}")
+        say(f"no history of messages is kept: {error}")
         self.history = None
 
 
@@ -199,7 +201,3 @@ def _read_entry(line: str) -> str:
 
 def _user(text: str) -> dict:
     return {"role": "user", "content": text}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

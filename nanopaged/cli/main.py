@@ -14,10 +14,12 @@ import json
 import os
 import random
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +137,20 @@ def _run(args, llm_class) -> int:
 @contextmanager
 def _traced(llm, args) -> Iterator[None]:
     """Meanwhile each step is printed, or noted for a page that is written at the end."""
-    page = None
-    if args.trace:
-        from nanopaged.cli.page import Page
-        page = Page(llm)
-    elif args.trace is not None:
+    if args.trace == "":
         from nanopaged.cli.trace import Trace
         Trace(llm)
+    if not args.trace:
+        yield
+        return
+    from nanopaged.cli.page import Page
+    page = Page(llm)
     try:
         yield
     finally:
-        if page:
-            import shlex
-            page.save(args.trace, "python engine.py " + shlex.join(args.words))
-            is_page = args.trace.lower().endswith(".html")
-            say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
+        page.save(args.trace, "python engine.py " + shlex.join(args.words))
+        is_page = args.trace.lower().endswith(".html")
+        say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
@@ -178,33 +179,21 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         return prompt_file.run(llm, params, serving, show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        return _converse(llm, args.history, system, params, render)
+        from nanopaged.cli.chat import Conversation, Keyboard, history_file
+        keyboard = Keyboard(None if args.history is False else history_file())
+        return Conversation(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard).run()
     prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
     if len(prompts) == params.n == 1 and not beams and not is_printed:  # a stream would run into the trace
-        return _stream(llm, prompts[0], params, [], echo="" if args.chat else args.prompt[0])
+        return _stream(llm, params, prompts[0], [], echo="" if args.chat else args.prompt[0])
+    progress = Progress(llm, ProgressBar(len(prompts), not is_printed))
     if beams:
-        progress = Progress(llm)
         outputs = llm.beam_search(prompts, beams, use_tqdm=not is_printed)
         for output in outputs:
             progress.note_end(output)
     else:
-        outputs, progress = _run_all(llm, prompts, params, show_progress=not is_printed)
+        finished = dict(progress.run((i, prompt, params, 0) for i, prompt in enumerate(prompts)))
+        outputs = [finished[i] for i in range(len(prompts))]
     return _print_all(args.prompt, outputs, progress)
-
-
-def _run_all(llm, prompts: list, params: SamplingParams, show_progress: bool) -> tuple[list, Progress]:
-    bar = ProgressBar(len(prompts), show_progress)
-
-    def draw() -> None:
-        if bar.due:
-            bar.update(progress.num_finished, progress.num_new_tokens)
-
-    progress = Progress(llm, draw)
-    try:
-        outputs = dict(progress.run((i, prompt, params, 0) for i, prompt in enumerate(prompts)))
-    finally:
-        bar.clear()
-    return [outputs[i] for i in range(len(prompts))], progress
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
@@ -245,7 +234,7 @@ def _load(args, llm_class):
     return llm
 
 
-def _stream(llm, prompt, params: SamplingParams, said: list[str], echo: str = "") -> int:
+def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "") -> int:
     """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
     interruption."""
     progress = Progress(llm)
@@ -286,22 +275,12 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
     return int(any(sample.finish_reason == "error" for _, sample in samples))
 
 
-def _converse(llm, keep_history: bool | None, system: list[dict], params: SamplingParams, render) -> int:
-    from nanopaged.cli.chat import Conversation, Keyboard, history_file
-
-    def answer(prompt: dict, said: list[str]) -> None:
-        _stream(llm, prompt, params, said)
-
-    keyboard = Keyboard(None if keep_history is False else history_file())
-    return Conversation(system, render, answer, llm.max_model_len, keyboard).run()
-
-
 def _user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
 def _nowhere():
-    """Takes the place of a stream that is closed, or full."""
+    """Takes the place of a stream that is closed."""
     return open(os.devnull, "w", errors="replace")
 
 
@@ -315,17 +294,13 @@ class _Lossy:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError:
-            self.stream = _nowhere()
-            return len(text)
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with suppress(OSError):
             self.stream.flush()
-        except OSError:
-            self.stream = _nowhere()
 
 
 def _read_text(option: str, path: str) -> str:

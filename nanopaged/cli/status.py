@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanopaged.outputs import RequestOutput
-from nanopaged.progress import plural
+from nanopaged.progress import ProgressBar, plural
 
 
 def say(text: str) -> None:
@@ -19,19 +19,24 @@ def fold(line: str) -> str:
 
 
 class Progress:
-    """Runs the steps of an engine and counts what they do. Each step ends with a call of `on_step`."""
+    """Runs requests to their end and counts what the engine does meanwhile.
 
-    def __init__(self, llm: Any, on_step: Callable[[], object] = lambda: None):
+    bar: is drawn after the steps
+    done: the number of units of the bar that are done, and more for its line (default: the finished requests)
+    """
+
+    def __init__(self, llm: Any, bar: ProgressBar | None = None, done: Callable[[], tuple[int, str]] | None = None):
         self.llm = llm
         self.pool = llm.scheduler.block_manager
-        self.on_step = on_step
+        self.bar = bar or ProgressBar(None, enabled=False)
+        self.num_finished = 0
+        self.num_cut = 0  # texts that max_model_len ended
+        self.done = done or (lambda: (self.num_finished, ""))
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.before = self._counts()
         self.pool.most_blocks_held = self.blocks_in_use
         self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
-        self.num_finished = 0
-        self.num_cut = 0  # texts that max_model_len ended
 
     def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
             ) -> Generator[tuple[Any, RequestOutput], None, None]:
@@ -56,21 +61,25 @@ class Progress:
                 if not keys:
                     return
                 for output in self._step():
-                    if output.finished and output.request_id in keys:
+                    if output.request_id in keys:
                         yield keys.pop(output.request_id), output
         finally:
+            self.bar.clear()
             for request_id in keys:
                 self.llm.abort_request(request_id)
 
     def _step(self) -> list[RequestOutput]:
+        """Compute a step, and return the outputs of the requests that it finished."""
         outputs = self.llm.step()
         if outputs:
             self.note_text()
-        for output in outputs:
-            if output.finished:
-                self.note_end(output)
-        self.on_step()
-        return outputs
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            self.note_end(output)
+        if self.bar.due:
+            num_done, more = self.done()
+            self.bar.update(num_done, self.num_new_tokens, more)
+        return finished
 
     def note_text(self) -> None:
         self.first = self.first or time.perf_counter()

@@ -446,8 +446,8 @@ def test_the_status_lines_fit_100_columns(capsys):
         manager = SimpleNamespace(num_prompt_tokens=num_prompt, num_cached_tokens=num_prompt * 3 // 4, num_blocks=16384,
                                   block_size=16, num_free_blocks=0, most_blocks_held=0)
         llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new),
-                              config=SimpleNamespace(max_position_embeddings=2**20), max_model_len=2**18, limited_by="pool",
-                              drafting=drafting)
+                              config=SimpleNamespace(max_position_embeddings=2**20), max_model_len=2**18,
+                              limited_by="pool", drafting=drafting)
         progress = Progress(llm)
         progress.before = 0, 0, 0
         progress.started, progress.first, progress.num_cut = time.perf_counter() - 12.3, time.perf_counter(), 1
