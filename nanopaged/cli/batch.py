@@ -267,24 +267,19 @@ class Line:
         """Its requests, each (prompt, sampling parameters, priority). Raises ValueError for a bad line."""
         entries = _parse(raw, is_json)
         self.labels = {key: entries.pop(key) for key in LABELS if key in entries}
-        if "body" not in entries:
-            return [self._read_request(entries, params, serving)]
-        self.call = call = _read_call(entries, serving)
-        self.num_requests = len(call.prompts)
-        return [(prompt, call.params, call.priority) for prompt in call.prompts]
-
-    def _read_request(self, entries: dict[str, Any], params: SamplingParams, serving: Serving) -> tuple:
-        name = next(key for key in PROMPT_KEYS if key in entries)
-        given = entries.pop(name)
-        priority = entries.pop("priority", 0)
+        if "body" in entries:
+            self.call = call = _read_call(entries, serving)
+            self.num_requests = len(call.prompts)
+            return [(prompt, call.params, call.priority) for prompt in call.prompts]
+        [name] = self.given = {key: entries.pop(key) for key in PROMPT_KEYS if key in entries}
+        prompt, priority = self.given[name], entries.pop("priority", 0)
         tools = entries.pop("tools", None) if name == "messages" else None
         if unknown := [key for key in entries if key not in SETTINGS]:
             raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
-        kind, expected = PROMPT_KEYS[name]
-        check_kind(name, given, kind, expected)
+        check_kind(name, prompt, *PROMPT_KEYS[name])
         check_kind("priority", priority, Integral, "an integer")
-        self.given = {name: given}
-        return serving.render(given, tools) if name == "messages" else given, replace(params, **entries), priority
+        prompt = serving.render(prompt, tools) if name == "messages" else prompt
+        return [(prompt, replace(params, **entries), priority)]
 
     def result(self) -> dict[str, Any]:
         """What is written. Raises ValueError if a request was refused or has gone wrong."""
@@ -297,7 +292,11 @@ class Line:
         for sample in output.outputs:
             if sample.finish_reason == "error":
                 raise ValueError(sample.stop_reason)
-        return self.given | _entries(output)
+        samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
+        samples = [{key: value for key, value in sample.items() if value is not None} for sample in samples]
+        result = self.given | {"num_prompt_tokens": len(output.prompt_token_ids),
+                               "num_cached_tokens": output.num_cached_tokens, "outputs": samples}
+        return result | ({} if output.prompt_logprobs is None else {"prompt_logprobs": output.prompt_logprobs})
 
     def texts(self, result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Each text of the result, after what tells it from others."""
@@ -343,11 +342,3 @@ def _read_call(entries: dict[str, Any], serving: Serving) -> Call:
     if call.stream:
         raise ApiError('a result in a file is no stream; leave "stream" out')
     return call
-
-
-def _entries(output: RequestOutput) -> dict[str, Any]:
-    """The fields of an output that are not None, and the number of tokens of each sample."""
-    samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
-    result = {"num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
-              "outputs": [{key: value for key, value in sample.items() if value is not None} for sample in samples]}
-    return result | ({"prompt_logprobs": output.prompt_logprobs} if output.prompt_logprobs is not None else {})

@@ -345,6 +345,7 @@ OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
     history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
     port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
+KINDS = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
@@ -377,8 +378,8 @@ def _given(args, names) -> dict:
     return {name: value for name in names if (value := vars(args)[name]) is not None}
 
 
-def _option(name: str, kind=None) -> str:
-    return f"--{'no-' if kind is False else ''}{name.replace('_', '-')}"
+def _option(name: str) -> str:
+    return f"--{'no-' * (KINDS[name] is False)}{name.replace('_', '-')}"
 
 
 def _with_dashes(word: str) -> str:
@@ -390,13 +391,10 @@ def _with_dashes(word: str) -> str:
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
-    for name, kind in (SAMPLING | STRUCTURED | ENGINE | OTHERS).items():
-        how = dict(action="append") if kind is list else dict(type=kind)
-        if kind is None:
-            how = dict(nargs="?", const="")
-        if isinstance(kind, bool):
-            how = dict(action="store_const", const=kind)
-        parser.add_argument(*SHORT.get(name, ()), _option(name, kind), dest=name, **how)
+    for name, kind in KINDS.items():
+        flag = dict(action="store_const", const=kind)
+        how: dict[Any, dict] = {list: dict(action="append"), None: dict(nargs="?", const=""), True: flag, False: flag}
+        parser.add_argument(*SHORT.get(name, ()), _option(name), dest=name, **how.get(kind, dict(type=kind)))
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args([_with_dashes(word) for word in argv])
     args.words = argv
@@ -415,15 +413,14 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_combination(args, talks: bool) -> None:
     """ValueError for options that do not go together. `talks`: it will be a conversation."""
-    has = set(_given(args, SAMPLING | STRUCTURED | ENGINE | OTHERS))
+    has = set(_given(args, KINDS))
     if not has & {"prompt", "prompts", "chat", "serve"}:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
-            raise ValueError(f"{_option(name, OTHERS.get(name))} needs {' or '.join(map(_option, others))}; give both, "
-                             "or none")
+            raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")
     for name, others in EXCLUDES.items():
-        if name in has and (both := [_option(other, SAMPLING.get(other)) for other in others if other in has]):
+        if name in has and (both := [_option(other) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
     if args.chat and args.model == "shakespeare" and args.chat_template is None:
         raise ValueError("the bundled model cannot chat, it continues plays; give one that can, as --model "

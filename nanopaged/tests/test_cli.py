@@ -1,6 +1,7 @@
 """The command line, mostly run inside this process: texts go to stdout, everything else to stderr, bad input gets one
 sentence and exit code 2."""
 import functools
+import inspect
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,13 +28,13 @@ from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.cli.status import Progress
 from nanopaged.device.runner import Runner
+from nanopaged.inputs import OPTIONS
 from nanopaged.outputs import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
-POOL = ["--num-blocks", "128", "--block-size", "16"]  # small, so that many engines fit beside each other
-SMALL = dict(num_blocks=128, block_size=16)  # the same
+SMALL = dict(num_blocks=128, block_size=16)  # a pool so small that many engines fit beside each other
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
-
+GREEDY = dict(temperature=0, max_tokens=12)
 
 loaded = functools.cache(LLM)
 
@@ -41,7 +43,12 @@ def shared_llm(model: str = "shakespeare", **options) -> LLM:
     """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. The
     engine's own seed is for requests without one, which the command line does not make. An engine on a CPU is ready at
     once; test_package.py runs the program on a GPU."""
-    return loaded(model, **dict(device="cpu") | options | dict(enforce_eager=True, seed=0))
+    options = dict(device="cpu") | options | dict(enforce_eager=True, seed=0)
+    return loaded(model, **dict(sorted(options.items())))
+
+
+def no_llm(*args, **options):
+    pytest.fail("it is loaded")
 
 
 def run(*argv: str, llm_class=shared_llm) -> int:
@@ -52,14 +59,32 @@ def run(*argv: str, llm_class=shared_llm) -> int:
         return exit.code or 0
 
 
-def run_engine(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
-    env = os.environ | {"PYTHONIOENCODING": "utf-8"}
-    return subprocess.run([sys.executable, str(ROOT / "engine.py"), *argv], cwd=cwd, env=env, capture_output=True,
-                          encoding="utf-8", timeout=300)
+def words(**options) -> list[str]:
+    """dict(max_tokens=4, stop=["a", "b"], ignore_eos=True) as --max-tokens 4 --stop a --stop b --ignore-eos."""
+    argv = []
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            argv += ["--" + name.replace("_", "-")] + [str(one)] * (one is not True)
+    return argv
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs the program with words and options, checks the exit code, and returns what was printed."""
+    def call(*argv: str, code: int = 0, llm_class=shared_llm, **options):
+        capsys.readouterr()
+        assert run(*argv, *words(**SMALL | options), llm_class=llm_class) == code
+        return capsys.readouterr()
+
+    return call
 
 
 def generate(prompts, **params):
     return shared_llm(**SMALL).generate(prompts, SamplingParams(**params))
+
+
+def text_after(prompt, **params) -> str:
+    return generate(prompt, **params)[0].outputs[0].text
 
 
 def assert_refused(captured, *words: str):
@@ -73,115 +98,105 @@ def assert_refused(captured, *words: str):
 
 def nothing_left(llm: LLM) -> bool:
     manager, scheduler = llm.scheduler.block_manager, llm.scheduler
-    busy = llm.requests or scheduler.running or scheduler.waiting
+    busy = llm.has_unfinished_requests() or scheduler.running or scheduler.waiting
     return not busy and manager.num_free_blocks == manager.num_blocks
+
+
+@contextmanager
+def at_each_step(do):
+    """Meanwhile do(number of the step) is called where a step is computed."""
+    numbers, launch = iter(range(10**6)), Runner.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "launch", lambda runner, step: do(next(numbers)) or launch(runner, step))
+        yield
+
+
+def interrupted_at(*steps: int):
+    """Ctrl-C in the middle of these steps."""
+    def interrupt(number: int) -> None:
+        if number in steps:
+            raise KeyboardInterrupt
+
+    return at_each_step(interrupt)
 
 
 # --------------------------------------------------------------------------------------------------
 # One prompt
 # --------------------------------------------------------------------------------------------------
 
-def test_one_prompt_prints_it_with_its_continuation(capsys):
-    """Greedy output is LLM.generate's; stdout holds the text and a line's end, and nothing else."""
-    assert run("--prompt", ROMEO, "--max-tokens", "40", "--temperature", "0", *POOL) == 0
-    captured = capsys.readouterr()
-    [expected] = generate(ROMEO, temperature=0, max_tokens=40)
-    assert len(expected.outputs[0].token_ids) == 40
-    assert captured.out == f"{ROMEO}{expected.outputs[0].text}\n"
-
-
-def test_the_status_goes_to_stderr(capsys):
-    assert run("--prompt", ROMEO, "--max-tokens", "20", "--temperature", "0", *POOL) == 0
-    captured = capsys.readouterr()
-    for word in ("shakespeare", "on cpu", "128 blocks", "20 new at ", "/s, ", ", length"):
+@pytest.mark.parametrize("prompt", [ROMEO, "\n", " ", "ÄÖÜ ß", "日本語 🙂", "\x00", "two\nlines\n"], ids=repr)
+def test_one_prompt_streams_with_its_continuation(call, capsys, prompt):
+    """stdout holds the prompt and the text of LLM.generate, which grows with the steps, and the status is on stderr."""
+    seen = []
+    with at_each_step(lambda number: seen.append(capsys.readouterr().out)):
+        captured = call(prompt=prompt, temperature=0, max_tokens=30, ignore_eos=True)
+    expected = text_after(prompt, temperature=0, max_tokens=30, ignore_eos=True)
+    assert seen[0] == prompt and sum(piece != "" for piece in seen) > 20
+    assert "".join(seen) + captured.out == f"{prompt}{expected}\n"
+    for word in ("128 blocks", "30 new at ", "/s, ", ", length"):
         assert word in captured.err and word not in captured.out
     assert ROMEO not in captured.err and "error" not in captured.err
 
 
-def test_the_text_streams(capsys, monkeypatch):
-    """What is on stdout before each step grows as the steps are made, the prompt first."""
-    seen, step = [], LLM._step
-    monkeypatch.setattr(LLM, "_step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
-    assert run("--prompt", ROMEO, "--max-tokens", "30", "--temperature", "0", *POOL) == 0
-    [expected] = generate(ROMEO, temperature=0, max_tokens=30)
-    assert seen[0] == ROMEO
-    assert sum(piece != "" for piece in seen) > 20
-    assert "".join(seen) + capsys.readouterr().out == f"{ROMEO}{expected.outputs[0].text}\n"
-
-
-def test_sampling_options_reach_the_sampler(capsys):
+def test_sampling_options_reach_the_sampler(call):
     """Drawn text depends on the seed and on nothing else, and equals that of LLM.generate with the same settings."""
     settings = dict(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, seed=-7, max_tokens=25, ignore_eos=True)
-    argv = ["--prompt", ROMEO, "--temperature", "1.3", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01",
-            "--seed", "-7", "--max-tokens", "25", "--ignore-eos", *POOL]
-    [expected] = generate(ROMEO, **settings)
-    for _ in range(2):
-        assert run(*argv) == 0
-        assert capsys.readouterr().out == f"{ROMEO}{expected.outputs[0].text}\n"
-    argv[argv.index("-7")] = "-8"
-    assert run(*argv) == 0
-    assert capsys.readouterr().out != f"{ROMEO}{expected.outputs[0].text}\n"
+    texts = [call(prompt=ROMEO, **settings | dict(seed=seed)).out for seed in (-7, -7, -8)]
+    assert texts[0] == texts[1] == f"{ROMEO}{text_after(ROMEO, **settings)}\n" != texts[2]
 
 
-@pytest.mark.parametrize("name, value, received", [
-    ("--block-size", "32", dict(block_size=32)), ("--num-blocks", "9", dict(num_blocks=9)),
-    ("--max-model-len", "100", dict(max_model_len=100)), ("--max-num-seqs", "3", dict(max_num_seqs=3)),
-    ("--max-num-batched-tokens", "64", dict(max_num_batched_tokens=64)), ("--dtype", "float16", dict(dtype="float16")),
-    ("--device", "cpu", dict(device="cpu")), ("--attention", "torch", dict(attention="torch")),
-    ("--load-format", "dummy", dict(load_format="dummy")),
-    ("--gpu-memory-utilization", "0.5", dict(gpu_memory_utilization=0.5)),
-    ("--no-enable-prefix-caching", None, dict(enable_prefix_caching=False)), ("--seed", "5", dict(seed=5)),
-    ("--revision", "main", dict(revision="main")), ("--kv-cache-dtype", "fp8", dict(kv_cache_dtype="fp8")),
-    ("--swap-space", "0.5", dict(swap_space=0.5)), ("--enforce-eager", None, dict(enforce_eager=True)),
-    ("--scheduling-policy", "priority", dict(scheduling_policy="priority")),
-    ("--generation-config", "vllm", dict(generation_config="vllm")), ("--tokenizer", "my/t", dict(tokenizer="my/t")),
-    ("--tokenizer-revision", "v1", dict(tokenizer_revision="v1")), ("--hf-token", "t", dict(hf_token="t")),
-    ("--download-dir", "d", dict(download_dir="d")),
-    ("--override-generation-config", '{"top_k": 5}', dict(override_generation_config={"top_k": 5})),
-    ("--skip-tokenizer-init", None, dict(skip_tokenizer_init=True)),
-    ("--num-gpu-blocks-override", "9", dict(num_gpu_blocks_override=9)),
-    ("--data-parallel-size", "2", dict(data_parallel_size=2)),
-    ("--model", "my/model", dict(model="my/model")), ("-m", "my/model", dict(model="my/model"))])
-def test_engine_options_reach_the_engine(name, value, received):
-    class Asked(Exception):
-        pass
-
-    def engine(model="shakespeare", **options):
-        raise Asked(dict(model=model, **options))
-
-    def asked(*argv):
-        with pytest.raises(Asked) as error:
-            main(["--prompt", "x", *argv], engine)
-        return error.value.args[0]
-
-    plain = asked()
-    assert asked(name, *([value] if value is not None else [])) == plain | received != plain
-
-
-def test_what_is_not_given_is_left_to_the_engine():
+def received_by_llm(*argv: str) -> dict:
     received = {}
 
     def engine(model, **options):
         received.update(options, model=model)
         raise ValueError("seen enough")
 
-    assert run("--prompt", "x", llm_class=engine) == 2
-    assert received == dict(model="shakespeare")
+    assert run("--prompt", "x", *argv, llm_class=engine) == 2
+    return received
 
 
-def asked_params(monkeypatch, *argv, **options) -> SamplingParams:
-    """The sampling parameters that a command line ends in."""
-    asked = []
+@pytest.mark.parametrize("name", OPTIONS)
+def test_engine_options_reach_the_engine(name):
+    """What is not given is left to the engine."""
+    option = OPTIONS[name]
+    value = {bool: not option.default, int: 7, float: 0.5, str: "my/own", dict: {"top_k": 5}}[option.kind]
+    written = json.dumps(value) if option.kind is dict else str(value)
+    argv = [cli._option(name)] + [written] * (option.kind is not bool)
+    assert received_by_llm(*argv) == dict(model="shakespeare") | {name: value}
 
-    def read_request(llm, prompt, params, priority=0):
-        asked.append(params)
-        raise ValueError("seen enough")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LLM, "_read_request", read_request)
-        assert run(*argv, *POOL, **options) == 2
-    [params] = asked
-    return params
+def test_short_names_and_underscores():
+    assert received_by_llm("-m", "my/model") == dict(model="my/model")
+    assert received_by_llm("--max_num_seqs", "7", "--seed=5", "--speculate", "3") == dict(
+        model="shakespeare", max_num_seqs=7, seed=5, speculative_config={"num_speculative_tokens": 3})
+    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat", "--model", "x"]).system == "--c_d"
+
+
+def test_the_signature_of_llm_has_the_options_of_the_table():
+    parameters = list(inspect.signature(LLM).parameters.values())
+    assert {parameter.name: parameter.default for parameter in parameters[:-1]} == {
+        name: option.default for name, option in OPTIONS.items()}
+
+
+@pytest.fixture
+def asked_params(monkeypatch, call):
+    """Returns the sampling parameters that a command line ends in."""
+    def asked_params(*argv, **options) -> SamplingParams:
+        asked = []
+
+        def note(llm, prompt, params, priority=0):
+            asked.append(params)
+            raise ValueError("seen enough")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LLM, "stream", note)
+            patch.setattr(LLM, "add_request", note)
+            call(*argv, code=2, **options)
+        [params] = asked
+        return params
+
+    return asked_params
 
 
 SAMPLING_OPTIONS = {
@@ -198,10 +213,10 @@ SAMPLING_OPTIONS = {
 
 
 @pytest.mark.parametrize("argv, fields", SAMPLING_OPTIONS.items(), ids=SAMPLING_OPTIONS)
-def test_sampling_options_become_sampling_parameters(monkeypatch, argv, fields):
+def test_sampling_options_become_sampling_parameters(asked_params, argv, fields):
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
-    assert asked_params(monkeypatch, "--prompt", "x") == ours
-    assert asked_params(monkeypatch, "--prompt", "x", *shlex.split(argv)) == replace(ours, **fields) != ours
+    assert asked_params(prompt="x") == ours
+    assert asked_params(*shlex.split(argv), prompt="x") == replace(ours, **fields) != ours
 
 
 def checkpoint(folder: Path, **generation_config) -> str:
@@ -213,41 +228,27 @@ def checkpoint(folder: Path, **generation_config) -> str:
     return str(folder)
 
 
-def test_the_checkpoint_may_say_the_defaults(monkeypatch, tmp_path):
+def test_the_checkpoint_may_say_the_defaults(asked_params, monkeypatch, tmp_path):
     """The command line goes before what the checkpoint recommends, and the checkpoint before our defaults."""
-    model = checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20)
-    plain = "--prompt", "x", "--model", model
+    plain = dict(prompt="x", model=checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20))
+    without = plain | dict(generation_config="vllm")
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     expected = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
-    assert asked_params(monkeypatch, *plain) == expected
-    assert asked_params(monkeypatch, *plain, "--generation-config", "auto") == expected
-    assert asked_params(monkeypatch, *plain, "--generation-config", "vllm") == ours
-    override = "--override-generation-config", '{"temperature": 0.1}'
-    made = dict(llm_class=functools.partial(LLM, device="cpu"))
-    assert asked_params(monkeypatch, *plain, *override, **made) == replace(expected, temperature=0.1)
-    without = "--generation-config", "vllm"
-    assert asked_params(monkeypatch, *plain, *override, *without, **made) == replace(ours, temperature=0.1)
-    more = "--top-k", "0", "--max-tokens", "5"
-    assert asked_params(monkeypatch, *plain, *more) == replace(expected, top_k=0, max_tokens=5)
-    monkeypatch.setattr(cli, "_load", lambda *_: engine)
+    assert asked_params(**plain) == asked_params(**plain, generation_config="auto") == expected
+    assert asked_params(**without) == ours
+    override = dict(override_generation_config='{"temperature": 0.1}', llm_class=functools.partial(LLM, device="cpu"))
+    assert asked_params(**plain, **override) == replace(expected, temperature=0.1)
+    assert asked_params(**without, **override) == replace(ours, temperature=0.1)
+    assert asked_params(**plain, top_k=0, max_tokens=5) == replace(expected, top_k=0, max_tokens=5)
     engine = shared_llm(**SMALL)
     for config, temperature in [(dict(do_sample=True), 0.8), ({}, 0.8), (dict(do_sample=False), 0.0)]:
         monkeypatch.setattr(engine, "default_params", config)
-        assert asked_params(monkeypatch, *plain) == replace(ours, temperature=temperature)
+        assert asked_params(prompt="x") == replace(ours, temperature=temperature)
 
 
-def test_every_conversation_draws_anew(monkeypatch, chat):
-    first, second = (asked_params(monkeypatch, *chat, "--prompt", "Hi").seed for _ in range(2))
-    assert first != second and None not in (first, second)
-    assert asked_params(monkeypatch, *chat, "--prompt", "Hi", "--seed", "5").seed == 5
-
-
-def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
-    argv = ["--prompt", "What news on the Rialto? " * 5, "--max-tokens", "4", *POOL]
-    statuses = []
-    for more in ([], [], ["--n", "2"]):
-        assert run(*argv, *more) == 0
-        statuses.append(capsys.readouterr().err.splitlines()[-1])
+def test_the_status_line_tells_of_tokens_time_and_blocks(call):
+    statuses = [call(prompt="What news on the Rialto? " * 5, max_tokens=4, **more).err.splitlines()[-1]
+                for more in ({}, {}, dict(n=2))]
     pattern = (r"(\d+) (?:prompt )?tokens \((\d+) cached\), first token \d+\.\d\d s, "
                r"(\d+) new at \d+/s, (\d+)/128 blocks")
     assert statuses[2].startswith("1 prompt, ")
@@ -258,8 +259,21 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(capsys):
     assert third[0] == 2 * num_prompt and third[2] == 8
 
 
-@pytest.mark.parametrize("more", [[], ["--n", "2"]], ids=["streaming", "n = 2"])
-def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
+@pytest.mark.parametrize("drafting", [None, SimpleNamespace(metrics=RequestMetrics(10**9, 10**9, 10**9))],
+                         ids=["plain", "with drafts"])
+def test_the_status_lines_fit_100_columns(monkeypatch, drafting):
+    progress = Progress(shared_llm(**SMALL))
+    progress.llm = SimpleNamespace(**vars(progress.llm) | dict(drafting=drafting, limited_by="pool"))
+    progress.drafts_before = RequestMetrics()
+    progress.before, progress.started = (-10**9, -10**9, -10**9), progress.started - 12.3
+    progress.first, progress.num_cut = time.perf_counter(), 1
+    for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
+        lines = progress.report(**how).splitlines()
+        assert all(len(line) <= 100 for line in lines) and len(lines) == 3  # the last one is about the model's limit
+
+
+@pytest.mark.parametrize("more", [{}, dict(n=2)], ids=["streaming", "n = 2"])
+def test_a_text_that_went_wrong_says_so(call, monkeypatch, more):
     make_output = Request.output
 
     def broken(request):
@@ -270,48 +284,38 @@ def test_a_text_that_went_wrong_says_so(capsys, monkeypatch, more):
         return output
 
     monkeypatch.setattr(Request, "output", broken)
-    assert run("--prompt", ROMEO, "--max-tokens", "3", *POOL, *more) == 1
-    assert capsys.readouterr().err.count("went wrong: it is not a number") == (2 if more else 1)
+    captured = call(prompt=ROMEO, max_tokens=3, code=1, **more)
+    assert captured.err.count("went wrong: it is not a number") == (2 if more else 1)
+
+
+POOL_ENDED = "the pool of {} ended {}; raise --num-blocks or --gpu-memory-utilization"
 
 
 @pytest.mark.parametrize("options, said", [
-    ("--num-blocks 2 --block-size 16",
-     "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"),
-    ("--num-blocks 1 --block-size 16", "the pool of 1 block ended {}; raise --num-blocks or --gpu-memory-utilization"),
-    ("--num-blocks 2 --block-size 16 --data-parallel-size 2",
-     "the pool of 2 blocks ended {}; raise --num-blocks or --gpu-memory-utilization"),
-    ("--num-blocks 128 --block-size 16 --max-model-len 24", "max_model_len 24 ended {}; raise --max-model-len"),
-    ("--num-blocks 128 --block-size 16 --max-tokens 2000", "the model's limit of 1024 tokens ended {}"),
-    ("--num-blocks 128 --block-size 16 --max-tokens 4", None)])
-def test_the_last_line_says_what_cut_a_text(capsys, options, said):
+    (dict(num_blocks=2), POOL_ENDED.format("2 blocks", "the text")),
+    (dict(num_blocks=1), POOL_ENDED.format("1 block", "the text")),
+    (dict(num_blocks=2, n=2), POOL_ENDED.format("2 blocks", "2 texts")),
+    (dict(num_blocks=2, beam_width=2), POOL_ENDED.format("2 blocks", "2 texts")),
+    (dict(num_blocks=2, data_parallel_size=2), POOL_ENDED.format("2 blocks", "the text")),
+    (dict(max_model_len=24), "max_model_len 24 ended the text; raise --max-model-len"),
+    (dict(max_tokens=2000, prompt="what light " * 335), "the model's limit of 1024 tokens ended the text"),
+    (dict(max_tokens=4), None), (dict(max_tokens=4, n=2), None)])
+def test_the_last_line_says_what_cut_a_text(call, options, said):
     """max_tokens is what was asked for."""
-    prompt = "what light " * 335 if "2000" in options else ROMEO  # so that the model's limit is near
-    for more, texts in (([], "the text"), (["--n", "2"], "2 texts"), (["--beam-width", "2"], "2 texts")):
-        assert run("--prompt", prompt, "--ignore-eos", *options.split(), *more) == 0
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last == said.format(texts) if said else "ended" not in last
+    last = call(**dict(prompt=ROMEO, ignore_eos=True) | options).err.splitlines()[-1]
+    assert last == said if said else "ended" not in last
 
 
-def test_one_is_no_plural(capsys):
-    assert run("--prompt", ROMEO, "--num-blocks", "20", "--block-size", "1", "--max-tokens", "1") == 0
-    assert "pool of 20 blocks of 1 token, " in capsys.readouterr().err
-    assert run("--prompt", "O", "--num-blocks", "1", "--block-size", "16", "--max-tokens", "1") == 0
-    assert "pool of 1 block of 16 tokens, " in capsys.readouterr().err
+def test_one_is_no_plural(call):
+    assert "pool of 20 blocks of 1 token, " in call(prompt=ROMEO, num_blocks=20, block_size=1, max_tokens=1).err
+    assert "pool of 1 block of 16 tokens, " in call(prompt="O", num_blocks=1, max_tokens=1).err
 
 
-def test_underscores_in_the_names_of_options(monkeypatch):
-    assert asked_params(monkeypatch, "--prompt", "x", "--max_tokens", "7", "--min_tokens=3").max_tokens == 7
-    assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat", "--model", "x"]).system == "--c_d"
-
-
-def test_a_trace_on_request(capsys):
+def test_a_trace_on_request(call):
     """The trace goes to stderr, and the texts are the same. One text does not stream into it, but is printed like
     several."""
-    argv = ["--prompt", ROMEO, "--prompt", "O", "--max-tokens", "5", *POOL, "--device", "cpu", "--num-blocks", "20"]
-    assert run(*argv, llm_class=LLM) == 0
-    plain = capsys.readouterr()
-    assert run(*argv, "--trace", llm_class=LLM) == 0
-    traced = capsys.readouterr()
+    options = dict(prompt=[ROMEO, "O"], max_tokens=5, num_blocks=20, device="cpu", llm_class=LLM)
+    plain, traced = call(**options), call(**options, trace=True)
     assert traced.out == plain.out and "step 1" in traced.err and "step 1" not in plain.err
 
 
@@ -328,11 +332,9 @@ def assert_in_order(text: str, parts: list[str]):
 
 
 @pytest.mark.parametrize("prompts, n", [([ROMEO, JULIET], 1), ([ROMEO], 3), ([JULIET, ROMEO, JULIET], 2)])
-def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
-    argv = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert run(*argv, "--n", str(n), "--max-tokens", "15", "--seed", "3", "--temperature", "0.9", *POOL) == 0
-    captured = capsys.readouterr()
-    outputs = generate(prompts, n=n, max_tokens=15, seed=3, temperature=0.9)
+def test_several_texts_are_printed_each_under_its_prompt(call, prompts, n):
+    params = dict(n=n, max_tokens=15, seed=3, temperature=0.9)
+    captured, outputs = call(prompt=prompts, **params), generate(prompts, **params)
     assert len({sample.text for sample in outputs[0].outputs}) == n
     assert_in_order(captured.out, [
         part for output in outputs for sample in output.outputs for part in (output.prompt, sample.text)])
@@ -342,42 +344,43 @@ def test_several_texts_are_printed_each_under_its_prompt(capsys, prompts, n):
 
 
 class Screen(io.StringIO):
+    """A stream that is a terminal."""
+
     def isatty(self):
         return True
 
 
-@pytest.mark.parametrize("more", [[], ["--beam-width", "2"]], ids=["samples", "beams"])
-def test_several_prompts_have_a_progress_bar(capsys, monkeypatch, more):
-    argv = ["--prompt", ROMEO, "--prompt", JULIET, "--max-tokens", "5", "--device", "cpu", *more]
+@pytest.mark.parametrize("more", [{}, dict(beam_width=2)], ids=["samples", "beams"])
+def test_several_prompts_have_a_progress_bar(call, monkeypatch, more):
+    options = dict(prompt=[ROMEO, JULIET], max_tokens=5, device="cpu") | more
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    assert run(*argv, *POOL) == 0
+    call(**options)
     assert re.search(r"\r\[\.{20}\] 0/2 prompts, \d:\d\d, \d+ tokens/s", screen.getvalue())
     assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r")[-1])
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    assert run(*argv, "--num-blocks", "20", "--trace", llm_class=LLM) == 0
+    call(**options, num_blocks=20, trace=True, llm_class=LLM)
     assert "step 1" in screen.getvalue() and "\r" not in screen.getvalue()
 
 
-def test_greedy_texts_of_several_prompts_are_those_of_each_alone(capsys):
-    alone = []
-    for prompt in (ROMEO, JULIET):
-        assert run("--prompt", prompt, "--temperature", "0", "--max-tokens", "20", *POOL) == 0
-        alone.append(capsys.readouterr().out.removeprefix(prompt).removesuffix("\n"))
-    assert run("--prompt", ROMEO, "--prompt", JULIET, "--temperature", "0", "--max-tokens", "20", *POOL) == 0
-    assert_in_order(capsys.readouterr().out, [ROMEO, alone[0], JULIET, alone[1]])
+def test_beams_with_their_scores(call):
+    options = dict(beam_width=3, max_tokens=6)
+    captured = call(prompt=[ROMEO, JULIET], length_penalty=0.5, ignore_eos=True, **options)
+    outputs = shared_llm(**SMALL).beam_search([ROMEO, JULIET], BeamSearchParams(
+        length_penalty=0.5, ignore_eos=True, **options))
+    assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
+                                   for output in outputs for beam in output.outputs])
+    assert captured.out.count("===") == 6
+    assert "36 new at" in captured.err and "2 prompts, " in captured.err
+    assert call(prompt=[ROMEO, JULIET], **options).out != captured.out
+    assert f"\n{text_after(ROMEO, **GREEDY)}\n" in call(prompt=ROMEO, beam_width=1, max_tokens=12).out
 
 
 # --------------------------------------------------------------------------------------------------
 # Bad input
 # --------------------------------------------------------------------------------------------------
 
-INTEGER_OPTIONS = ["--max-tokens", "--top-k", "--n", "--seed", "--block-size", "--num-blocks", "--max-model-len",
-                   "--max-num-seqs", "--max-num-batched-tokens", "--min-tokens", "--logprobs", "--prompt-logprobs",
-                   "--beam-width"]
-FLOAT_OPTIONS = ["--temperature", "--top-p", "--min-p", "--gpu-memory-utilization", "--presence-penalty",
-                 "--frequency-penalty", "--repetition-penalty", "--length-penalty", "--swap-space"]
-LIST_OPTIONS = ["--stop-token-ids", "--allowed-token-ids"]
-OBJECT_OPTIONS = ["--logit-bias", "--chat-template-kwargs"]
+WRONG_TYPE = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
+              cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
 OUT_OF_RANGE = {
     "--max-tokens": ["0", "-1"], "--n": ["0", "-1"], "--top-k": ["-2", str(2**63)],
     "--seed": [str(2**63), str(-2**63 - 1)],
@@ -395,72 +398,40 @@ OUT_OF_RANGE = {
     "--generation-config": ["checkpoint", ""], "--beam-width": ["0", "-1"]}
 
 
-@pytest.mark.parametrize("name, value", [
-    *((name, value) for name in INTEGER_OPTIONS for value in ("many", "1.5", "", "nan")),
-    *((name, value) for name in FLOAT_OPTIONS for value in ("warm", "", "1,5", "0.5x")),
-    *((name, value) for name in LIST_OPTIONS for value in ("five", "", "5,", "5 6", "[5]", "1.5")),
-    *((name, value) for name in OBJECT_OPTIONS for value in ("five", "", "5", "[5]", "{", "{5: 1}"))])
-def test_a_wrong_type_is_refused(capsys, name, value):
-    assert run("--prompt", "x", name, value) == 2
-    assert_refused(capsys.readouterr(), name, repr(value))
+@pytest.mark.parametrize("name", [name for name, kind in cli.KINDS.items() if kind in WRONG_TYPE])
+def test_a_wrong_type_is_refused(call, name):
+    for value in WRONG_TYPE[cli.KINDS[name]]:
+        assert_refused(call(cli._option(name), value, prompt="x", code=2), cli._option(name), repr(value))
 
 
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in OUT_OF_RANGE.items() for value in values])
-def test_a_value_out_of_range_is_refused(capsys, name, value):
-    pool = POOL if name != "--num-blocks" else []
-    assert run("--prompt", "x", "--max-tokens", "1", "--enforce-eager", *pool, name, value, llm_class=LLM) == 2
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused(call, name):
     field = name.removeprefix("--").replace("-", "_")
-    captured = capsys.readouterr()
-    assert_refused(captured, value if name != "--logit-bias" else "")
-    assert name in captured.err or field in captured.err
+    for value in OUT_OF_RANGE[name]:
+        captured = call(name, value, prompt="x", llm_class=LLM, code=2, **{} if "max_tokens" == field else
+                        dict(max_tokens=1), **{field: value} if field in SMALL else {})
+        assert_refused(captured, value if name != "--logit-bias" else "")
+        assert name in captured.err or field in captured.err
 
 
 @pytest.mark.parametrize("argv, word", [
-    ([], "--prompt"), (["--max-tokens", "8"], "--prompt"), (["--prompt"], "--prompt"),
-    (["--prompt", "x", "--frobnicate"], "--frobnicate"), (["--prompt", "x", "--frobnicate", "7"], "--frobnicate"),
-    (["--prompt", "x", "-p", "2"], "-p"),
-    (["--prompt", "x", "--max-tok", "8"], "--max-tok"),  # no abbreviations: what they mean changes as options are added
-    (["--prompt", "x", "more"], "more"), (["--prompt", "x", "--top-k"], "--top-k"),
-    (["hi"], 'hi; write a prompt as --prompt "TEXT"'), (["--prompt", "But", "soft, what"], '--prompt "TEXT"'),
-    (["--prompt", "x", "--no-enable-prefix-caching=yes"], "--no-enable-prefix-caching"),
-    (["--prompt", "x", "--ignore-eos=1"], "--ignore-eos"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+    ("", "--prompt"), ("--max-tokens 8", "--prompt"), ("--prompt", "--prompt"),
+    ("--prompt x --frobnicate", "--frobnicate"), ("--prompt x --frobnicate 7", "--frobnicate"),
+    ("--prompt x -p 2", "-p"),
+    ("--prompt x --max-tok 8", "--max-tok"),  # no abbreviations: what they mean changes as options are added
+    ("--prompt x more", "more"), ("--prompt x --top-k", "--top-k"),
+    ("hi", 'hi; write a prompt as --prompt "TEXT"'), ("--prompt But soft,", '--prompt "TEXT"'),
+    ("--prompt x --no-enable-prefix-caching=yes", "--no-enable-prefix-caching"),
+    ("--prompt x --ignore-eos=1", "--ignore-eos"),
+    ("--prompt x --max-tokes 8", "--max-tokes 8; did you mean --max-tokens? "),
+    ("--prompt x --max_tokes=8", "--max-tokes=8; did you mean --max-tokens? "),
+    ("--prompt x --tempature 8", "; did you mean --temperature? "),
+    ("--prompt x --no-prefix-caching", "; did you mean --no-enable-prefix-caching? ")])
 def test_unknown_incomplete_and_missing_options_are_refused(capsys, argv, word):
-    assert run(*argv) == 2
-    assert_refused(capsys.readouterr(), word)
-
-
-@pytest.mark.parametrize("typed, meant", [
-    ("--max-tokes", "--max-tokens"), ("--max_tokes=8", "--max-tokens"), ("--tempature", "--temperature"),
-    ("--modle", "--model"), ("--no-prefix-caching", "--no-enable-prefix-caching"), ("--frobnicate", None),
-    ("-q", None)])
-def test_a_typo_gets_a_hint(capsys, typed, meant):
-    assert run("--prompt", "x", typed, "8") == 2
+    assert run(*argv.split()) == 2
     captured = capsys.readouterr()
-    assert_refused(captured, typed.replace("_", "-"), f"; did you mean {meant}?" if meant else "")
-    assert ("did you mean" in captured.err) == (meant is not None)
-
-
-def test_the_status_lines_fit_100_columns(capsys):
-    def report(num_prompt: int, num_new: int, drafting=None, **how) -> list[str]:
-        manager = SimpleNamespace(num_prompt_tokens=num_prompt, num_cached_tokens=num_prompt * 3 // 4, num_blocks=16384,
-                                  block_size=16, num_free_blocks=0, most_blocks_held=0)
-        llm = SimpleNamespace(scheduler=SimpleNamespace(block_manager=manager, num_generated_tokens=num_new),
-                              config=SimpleNamespace(max_position_embeddings=2**20), max_model_len=2**18,
-                              limited_by="pool", drafting=drafting)
-        progress = Progress(llm)
-        progress.before = 0, 0, 0
-        progress.started, progress.first, progress.num_cut = time.perf_counter() - 12.3, time.perf_counter(), 1
-        return progress.report(**how).splitlines()
-
-    assert len(report(1000, 2000, end="length")) == 2  # the second line is about the pool
-    for numbers in ((1, 1), (10**3, 10**3), (10**9, 10**9)):
-        for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
-            for drafting in (None, SimpleNamespace(metrics=RequestMetrics(*numbers))):
-                assert all(len(line) <= 100 for line in report(*numbers, drafting, **how))
-    assert run("--prompt", ROMEO, "--max-tokens", "2", "-n", "2", *POOL) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert all(len(line) <= 100 for line in lines) and lines[-1].startswith("1 prompt, 14 tokens (")
+    assert_refused(captured, word)
+    assert ("did you mean" in captured.err) == ("did you mean" in word) or word == "--max-tok"
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -496,33 +467,25 @@ def test_options_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, wo
     (tmp_path / "FILE.txt").write_text("ROMEO:\n")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert run(*argv.split(), llm_class=lambda *args, **options: pytest.fail("it is loaded")) == 2
+    assert run(*argv.split(), llm_class=no_llm) == 2
     assert_refused(capsys.readouterr(), *words)
     assert not (tmp_path / "OUT.jsonl").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--prompt", "y"]], ids=["one prompt", "two prompts"])
-def test_models_that_are_not_there(capsys, tmp_path, monkeypatch, more):
+BUNDLED_CONFIG = (ROOT / "nanopaged/shakespeare/config.json").read_text()
+
+
+def test_models_that_cannot_be_loaded(call, tmp_path, monkeypatch):
     if find_spec("huggingface_hub"):  # otherwise the sentence asks for that package
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    file = tmp_path / "model.gguf"
-    file.touch()
-    for model, word in [("no/such", "no/such"), (str(tmp_path / "nowhere"), "nowhere"), (str(tmp_path), "config.json"),
-                        (str(file), "model.gguf")]:
-        assert run("--prompt", "x", *more, "--model", model, llm_class=LLM) == 2
-        assert_refused(capsys.readouterr(), word)
-
-
-@pytest.mark.parametrize("files, word", [
-    ({"config.json": "{"}, "config.json"), ({"config.json": "[]"}, "config.json"),
-    ({"config.json": "{}"}, "config.json"),
-    ({"config.json": (ROOT / "nanopaged/shakespeare/config.json").read_text()}, "model.safetensors")],
-    ids=["broken json", "no object", "empty", "no weights"])
-def test_a_damaged_checkpoint_is_refused(capsys, tmp_path, files, word):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert run("--prompt", "x", "--model", str(tmp_path), *POOL, llm_class=LLM) == 2
-    assert_refused(capsys.readouterr(), *([word] if word != "config.json" else []))
+    (file := tmp_path / "model.gguf").touch()
+    for model in ("no/such", tmp_path / "nowhere", file):
+        assert_refused(call(prompt=["x", "y"], model=model, llm_class=LLM, code=2), str(model).split("/")[-1])
+    file.unlink()
+    for config, word in [(None, "config.json"), ("{", ""), ("[]", ""), ("{}", ""), (BUNDLED_CONFIG, "safetensors")]:
+        if config:
+            (tmp_path / "config.json").write_text(config)
+        assert_refused(call(prompt="x", model=tmp_path, llm_class=LLM, code=2), word)
 
 
 def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
@@ -535,57 +498,37 @@ def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
         llm.generate(ROMEO)
 
 
-@pytest.mark.parametrize("argv, word", [
-    (["--prompt", ""], "empty"), (["--prompt", ROMEO, "--prompt", ""], "empty"),
-    (["--prompt", "", "--n", "2"], "empty"), (["--prompt", "what light " * 2000], "max_model_len 1024"),
-    (["--prompt", ROMEO, "--prompt", "la " * 9000], "max_model_len 1024"),
-    (["--prompt", "what light through yonder window breaks", "--max-model-len", "4"], "max_model_len 4"),
-    (["--prompt", "broken \udce9 text"], "surrogate"), (["--prompt", "x", "--skip-tokenizer-init"], "tokenizer"),
-    (["--prompt", "", "--beam-width", "2"], "empty"), (["--prompt", "x", "--allowed-token-ids", "5,1024"], "1024"),
-    (["--prompt", "x", "--logit-bias", '{"99999": 1}'], "99999"), (["--prompt", "x", "--chat"], "--chat-template")],
-    ids=["empty", "second is empty", "empty, n = 2", "too long", "second is too long", "longer than max_model_len",
-         "lone surrogate", "no tokenizer", "empty, beams", "no such token", "no such token either", "no chat template"])
-def test_prompts_that_can_never_run(capsys, argv, word):
-    """The model is loaded by then, which stderr may say; the error comes last, and stdout stays empty."""
-    assert run(*argv, *POOL) == 2
-    captured = capsys.readouterr()
+@pytest.mark.parametrize("options, word", [
+    (dict(prompt=""), "empty"), (dict(prompt=[ROMEO, ""]), "empty"), (dict(prompt="", n=2), "empty"),
+    (dict(prompt="", beam_width=2), "empty"), (dict(prompt="what light " * 2000), "max_model_len 1024"),
+    (dict(prompt=[ROMEO, "la " * 9000]), "max_model_len 1024"),
+    (dict(prompt="what light through yonder window breaks", max_model_len=4), "max_model_len 4"),
+    (dict(prompt="broken \udce9 text"), "surrogate"), (dict(prompt="x", skip_tokenizer_init=True), "tokenizer"),
+    (dict(prompt="x", allowed_token_ids="5,1024"), "1024"), (dict(prompt="x", logit_bias='{"99999": 1}'), "99999"),
+    (dict(prompt="x", chat=True), "--chat-template")], ids=lambda value: repr(value)[:50])
+def test_prompts_that_can_never_run(call, options, word):
+    """The model is loaded by then, which stderr may say; the error comes last, stdout stays empty, and the engine is
+    as it was."""
+    captured = call(**options, code=2)
     assert captured.out == ""
     *status, error = captured.err.splitlines()
     assert error.startswith("error: ") and word in error and len(error) < 300
     assert len(status) <= 1 and not any("error" in line for line in status)
-
-
-def test_a_bad_prompt_leaves_a_usable_engine(capsys):
-    assert run("--prompt", "la " * 9000, "--temperature", "0", *POOL) == 2
-    capsys.readouterr()
-    assert run("--prompt", ROMEO, "--temperature", "0", "--max-tokens", "5", *POOL) == 0
-    assert capsys.readouterr().out.startswith(ROMEO)
+    assert nothing_left(shared_llm(**SMALL))
 
 
 # --------------------------------------------------------------------------------------------------
 # Edges that are no errors
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv", [
-    ["--max-tokens", "1"], ["--max-tokens", "99999999", "--max-model-len", "24"], ["--temperature", "1e-6"],
-    ["--top-k", "99999999"], ["--top-k", "-1"], ["--top-p", "1e-9"], ["--min-p", "1"],
-    ["--seed", str(2**63 - 1), "--n", "2"], ["--seed", str(-2**63)], ["--block-size", "1"],
-    ["--block-size", "256", "--num-blocks", "1"], ["--max-num-seqs", "1", "--n", "3"],
-    ["--max-num-batched-tokens", "1"], ["--no-enable-prefix-caching"], ["--dtype", "float16"],
-    ["--attention", "torch"]],
-    ids=" ".join)
-def test_edge_values_run(capsys, argv):
-    assert run("--prompt", ROMEO, "--max-tokens", "4", *POOL, *argv) == 0
-    captured = capsys.readouterr()
-    assert captured.out.count(ROMEO) == (int(argv[-1]) if "--n" in argv else 1)
-    assert "error" not in captured.err
-
-
-@pytest.mark.parametrize("prompt", ["\n", " ", "ÄÖÜ ß", "日本語 🙂", "\x00", "two\nlines\n"], ids=repr)
-def test_any_text_is_a_prompt(capsys, prompt):
-    assert run(f"--prompt={prompt}", "--max-tokens", "4", "--temperature", "0", *POOL) == 0
-    [expected] = generate(prompt, max_tokens=4, temperature=0)
-    assert capsys.readouterr().out == f"{prompt}{expected.outputs[0].text}\n"
+@pytest.mark.parametrize("options", [
+    dict(max_tokens=1), dict(max_tokens=99999999, max_model_len=24), dict(temperature="1e-6"), dict(top_k=99999999),
+    dict(top_k=-1), dict(top_p="1e-9"), dict(min_p=1), dict(seed=2**63 - 1, n=2), dict(seed=-2**63),
+    dict(block_size=1), dict(block_size=256, num_blocks=1), dict(max_num_seqs=1, n=3), dict(max_num_batched_tokens=1),
+    dict(dtype="float16"), dict(attention="torch")], ids=str)
+def test_edge_values_run(call, options):
+    captured = call("--no-enable-prefix-caching", **dict(prompt=ROMEO, max_tokens=4) | options)
+    assert captured.out.count(ROMEO) == options.get("n", 1) and "error" not in captured.err
 
 
 def test_a_dict_may_say_that_there_are_no_token_ids():
@@ -605,24 +548,21 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
-    known = {cli._option(name, kind) for name, kind in
-             (cli.SAMPLING | cli.STRUCTURED | cli.ENGINE | cli.OTHERS).items()}
-    assert named - {"--version"} == known
-    assert named >= {*INTEGER_OPTIONS, *FLOAT_OPTIONS, *LIST_OPTIONS, *OBJECT_OPTIONS, *OUT_OF_RANGE}
+    assert named - {"--version"} == set(map(cli._option, cli.KINDS)) >= {*OUT_OF_RANGE}
 
 
 def test_help_tells_the_defaults():
     """Each of these options has one default, in brackets on its line."""
-    sampling, engine = SamplingParams(max_tokens=256, temperature=0.8, seed=0), LLM.__init__.__kwdefaults__
+    defaults = vars(SamplingParams(max_tokens=256, temperature=0.8, seed=0)) | {
+        name: option.default for name, option in OPTIONS.items()}
     lines = [line for line in cli.HELP.splitlines() if line.startswith("  -")]
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "presence_penalty",
-                 "frequency_penalty", "repetition_penalty"):
+                 "frequency_penalty", "repetition_penalty", "max_num_seqs", "max_num_batched_tokens",
+                 "gpu_memory_utilization", "swap_space", "scheduling_policy", "dtype", "device", "kv_cache_dtype",
+                 "attention", "load_format", "data_parallel_size", "tensor_parallel_size"):
         line = next(line for line in lines if cli._option(name) + " " in line)
-        assert re.search(rf"\[.*\b{getattr(sampling, name):g}\b.*\]", line), line
-    for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "swap_space", "scheduling_policy",
-                 "dtype", "device", "kv_cache_dtype", "attention", "load_format"):
-        line = next(line for line in lines if cli._option(name) + " " in line)
-        assert re.search(rf"\[.*\b{engine[name]}\b.*\]", line), line
+        default = defaults[name] if isinstance(defaults[name], str) else f"{defaults[name]:g}"
+        assert re.search(rf"\[.*\b{default}\b.*\]", line), line
     assert BeamSearchParams(2).length_penalty == 1.0 and "shorter [1.0]" in cli.HELP
 
 
@@ -631,7 +571,6 @@ def test_sampling_parameters_without_an_option():
     option."""
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
-    assert set(LLM.__init__.__kwdefaults__) == set(cli.ENGINE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -639,20 +578,18 @@ def test_sampling_parameters_without_an_option():
 # --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("argv", [["--chat"], ["--prompts", "-"]], ids=" ".join)
-def test_a_closed_stdin(capsys, monkeypatch, argv):
+def test_a_closed_stdin(call, monkeypatch, argv):
     """After <&- in the shell the interpreter has None for stdin."""
     monkeypatch.setattr(sys, "stdin", None)
-    assert run(*argv, llm_class=None) == 2
-    assert_refused(capsys.readouterr(), "stdin is closed", "--prompt TEXT")
+    assert_refused(call(*argv, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
 
 
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream_that_is_not_needed(capsys, monkeypatch, name):
+def test_a_closed_stream_that_is_not_needed(call, monkeypatch, name):
     monkeypatch.setattr(sys, name, None)
-    assert run("--prompt", ROMEO, "--max-tokens", "4", "--temperature", "0", *POOL) == 0
-    captured, [expected] = capsys.readouterr(), generate(ROMEO, max_tokens=4, temperature=0)
-    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{expected.outputs[0].text}\n")
-    assert ("4 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
+    captured = call(prompt=ROMEO, **GREEDY)
+    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO, **GREEDY)}\n")
+    assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
 
 
 class Full(io.StringIO):
@@ -662,86 +599,41 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("argv, code", [(["--max-tokens", "4"], 0), (["--max-tokens", "4", "--n", "2"], 0),
-                                        (["--top-p", "2"], 2)], ids=["one text", "two texts", "an error"])
-def test_what_a_full_stderr_cannot_take_is_lost(capsys, monkeypatch, argv, code):
+@pytest.mark.parametrize("options, code", [({}, 0), (dict(n=2), 0), (dict(top_p=2), 2)],
+                         ids=["one text", "two texts", "an error"])
+def test_what_a_full_stderr_cannot_take_is_lost(call, monkeypatch, options, code):
     monkeypatch.setattr(sys, "stderr", Full())
-    assert run("--prompt", ROMEO, *argv, *POOL) == code
+    captured = call(prompt=ROMEO, max_tokens=4, code=code, **options)
     sys.stderr.flush()
-    captured = capsys.readouterr()
-    assert captured.out.count(ROMEO) == (0 if code else argv.count("--n") + 1) and captured.err == ""
+    assert captured.out.count(ROMEO) == (0 if code else options.get("n", 1)) and captured.err == ""
 
 
 # --------------------------------------------------------------------------------------------------
 # Ctrl-C
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv", [
-    ["--prompt", ROMEO], ["--prompt", ROMEO, "--prompt", JULIET], ["--prompt", ROMEO, "--n", "3"]],
-    ids=["streaming", "two prompts", "n = 3"])
+@pytest.mark.parametrize("options", [{}, dict(prompt=[ROMEO, JULIET]), dict(n=3)],
+                         ids=["streaming", "two prompts", "n = 3"])
 @pytest.mark.parametrize("when", [0, 4])
-def test_an_interrupt_inside_a_step_ends_cleanly(capsys, monkeypatch, argv, when):
-    steps, launch = [], Runner.launch
-
-    def interrupted(runner, step):
-        if len(steps) == when:
-            raise KeyboardInterrupt
-        steps.append(step)
-        return launch(runner, step)
-
-    def remembered_llm(*args, **kwargs):
-        engines.append(shared_llm(*args, **kwargs))
-        return engines[-1]
-
-    options = dict(zip(["--temperature", "--max-tokens", *POOL[::2]], ["0", "50", *POOL[1::2]]))
-    options = [word for pair in options.items() for word in pair]
-    engines = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "launch", interrupted)
-        code = run(*argv, *options, llm_class=remembered_llm)
-    captured = capsys.readouterr()
-    assert code == 130 and len(steps) == when
+def test_an_interrupt_inside_a_step_ends_cleanly(call, options, when):
+    with interrupted_at(when):
+        captured = call(**dict(prompt=ROMEO, temperature=0, max_tokens=50) | options, code=130)
     assert "Traceback" not in captured.err and "error" not in captured.err
-    assert nothing_left(engines[0])
-    if len(argv) == 2:
-        [expected] = generate(ROMEO, temperature=0, max_tokens=50)
-        assert captured.out.startswith(ROMEO) and captured.out.endswith("\n")
-        assert f"{ROMEO}{expected.outputs[0].text}".startswith(captured.out[:-1])
-    else:
+    assert nothing_left(shared_llm(**SMALL))
+    if options:
         assert captured.out == ""
-    assert run("--prompt", ROMEO, "--temperature", "0", "--max-tokens", "5", *POOL) == 0  # with the same engine
+    else:
+        assert captured.out.startswith(ROMEO) and captured.out.endswith("\n")
+        assert f"{ROMEO}{text_after(ROMEO, temperature=0, max_tokens=50)}".startswith(captured.out[:-1])
+    call(prompt=ROMEO, **GREEDY)  # with the same engine
 
 
-def test_an_interrupt_while_the_model_loads(capsys):
+def test_an_interrupt_while_the_model_loads(call):
     def engine(*args, **options):
         raise KeyboardInterrupt
-    assert run("--prompt", "x", llm_class=engine) == 130
-    captured = capsys.readouterr()
+
+    captured = call(prompt="x", llm_class=engine, code=130)
     assert captured.out == "" and "Traceback" not in captured.err
-
-
-# --------------------------------------------------------------------------------------------------
-# Beams
-# --------------------------------------------------------------------------------------------------
-
-def test_beams_with_their_scores(capsys):
-    argv = ["--prompt", ROMEO, "--prompt", JULIET, "--beam-width", "3", "--max-tokens", "6"]
-    assert run(*argv, "--length-penalty", "0.5", "--ignore-eos", *POOL) == 0
-    captured = capsys.readouterr()
-    params = BeamSearchParams(3, 6, length_penalty=0.5, ignore_eos=True)
-    outputs = shared_llm(**SMALL).beam_search([ROMEO, JULIET], params)
-    assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
-                                   for output in outputs for beam in output.outputs])
-    assert captured.out.count("===") == 6
-    assert "36 new at" in captured.err and "2 prompts, " in captured.err
-    assert run(*argv, *POOL) == 0
-    assert capsys.readouterr().out != captured.out
-
-
-def test_one_beam_is_greedy(capsys):
-    assert run("--prompt", ROMEO, "--beam-width", "1", "--max-tokens", "8", *POOL) == 0
-    [expected] = generate(ROMEO, temperature=0, max_tokens=8)
-    assert f"\n{expected.outputs[0].text}\n" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -756,83 +648,63 @@ TEMPLATE = """{% for message in messages %}{{ message.role | upper }}:
 
 
 @pytest.fixture
-def chat(tmp_path) -> list[str]:
+def chat(tmp_path) -> dict:
     """Options for a greedy chat with the bundled model, which has no chat template."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    return ["--chat", "--chat-template", str(tmp_path / "chat.jinja"), "--temperature", "0", *POOL]
+    return dict(chat=True, chat_template=tmp_path / "chat.jinja") | GREEDY
 
 
-def answer_to(*turns: str, max_tokens: int = 12, **options) -> str:
+def answer_to(*turns: str, system: str = "", max_tokens: int = 12, **template) -> str:
     """The model's answer to a conversation, which is a list of the texts of user, assistant, user ..."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    llm = shared_llm(**SMALL)
-    prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, **options)
-    return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
+    messages = [{"role": "system", "content": system}] * bool(system)
+    messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    prompt = shared_llm(**SMALL).chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=template)
+    return text_after(prompt, temperature=0, max_tokens=max_tokens)
 
 
-def test_chat_answers_a_message(capsys, chat):
-    """The answer alone streams to stdout."""
-    assert run(*chat, "--prompt", "Who is there?", "--max-tokens", "12") == 0
-    captured = capsys.readouterr()
-    assert captured.out == answer_to("Who is there?") + "\n"
+def answers_to(*questions: str) -> str:
+    """What a conversation prints."""
+    turns = []
+    for question in questions:
+        turns += [question, answer_to(*turns, question)]
+    return "".join(answer + "\n" for answer in turns[1::2])
+
+
+def test_chat_answers_a_message(call, chat, monkeypatch):
+    """The answer alone streams to stdout. What is piped in is one message."""
+    captured = call(**chat, prompt="Who is there?")
+    assert captured.out == answers_to("Who is there?")
     assert "12 new at" in captured.err and "Who" not in captured.err
-
-
-def test_chat_with_a_system_message_and_variables(capsys, chat):
-    more = "--system", "Brief!", "--chat-template-kwargs", '{"speaker": "JULIET"}'
-    assert run(*chat, "--prompt", "Hi", "--max-tokens", "12", *more) == 0
-    messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "Hi"}]
-    llm = shared_llm(**SMALL)
-    prompt = llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs={"speaker": "JULIET"})
-    assert prompt["prompt"] == "SYSTEM:\nBrief!\n\nUSER:\nHi\n\nJULIET:\n"
-    [expected] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12))
-    assert capsys.readouterr().out == expected.outputs[0].text + "\n"
-
-
-def test_several_messages_are_conversations_of_their_own(capsys, chat):
-    assert run(*chat, "--prompt", "Who is there?", "--prompt", "Hi", "--max-tokens", "12") == 0
-    assert_in_order(capsys.readouterr().out, [f"=== {text!r}\n{answer_to(text)}\n" for text in ("Who is there?", "Hi")])
-    assert run(*chat[:3], *POOL, "--prompt", "Hi", "--max-tokens", "12", "--beam-width", "2") == 0
-    assert "=== 'Hi' [1] score -" in capsys.readouterr().out
-
-
-def test_what_is_piped_in_is_one_message(capsys, chat, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who\nis there?\n"))
-    assert run(*chat, "--max-tokens", "12") == 0
-    assert capsys.readouterr().out == answer_to("Who\nis there?") + "\n"
+    assert call(**chat).out == answers_to("Who\nis there?")
 
 
-def test_an_answer_is_as_long_as_the_model_likes(monkeypatch, chat):
-    assert asked_params(monkeypatch, *chat, "--prompt", "Hi").max_tokens is None
-    assert asked_params(monkeypatch, *chat, "--prompt", "Hi", "--max-tokens", "3").max_tokens == 3
+def test_chat_with_a_system_message_and_variables(call, chat):
+    captured = call(**chat, prompt="Hi", system="Brief!", chat_template_kwargs='{"speaker": "JULIET"}')
+    assert captured.out == answer_to("Hi", system="Brief!", speaker="JULIET") + "\n" != answers_to("Hi")
 
 
-def test_a_template_that_refuses(capsys, chat, tmp_path):
-    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no questions') }}")
-    assert run(*chat, "--prompt", "Hi") == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.splitlines()[-1].startswith("error: the chat template refuses")
-    (tmp_path / "chat.jinja").write_text("")
-    assert run(*chat, "--prompt", "Hi") == 2
-    assert "empty" in capsys.readouterr().err
+def test_several_messages_are_conversations_of_their_own(call, chat):
+    questions = ["Who is there?", "Hi"]
+    assert_in_order(call(**chat, prompt=questions).out, [f"=== {text!r}\n{answer_to(text)}\n" for text in questions])
+    del chat["temperature"]
+    assert "=== 'Hi' [1] score -" in call(**chat, prompt="Hi", beam_width=2).out
 
 
-class Terminal:
-    """A stand-in for input(): it gives the lines, raises what is to be raised, and ends with Ctrl-D."""
+def test_defaults_of_a_chat(asked_params, chat):
+    """An answer is as long as the model likes, and every conversation draws anew."""
+    del chat["max_tokens"]
+    first, second = (asked_params(**chat, prompt="Hi") for _ in range(2))
+    assert first.max_tokens is None and first.seed != second.seed and None not in (first.seed, second.seed)
+    given = asked_params(**chat, prompt="Hi", max_tokens=3, seed=5)
+    assert given.max_tokens == 3 and given.seed == 5
 
-    def __init__(self, monkeypatch, *lines):
-        self.lines, self.at_each = list(lines), []
-        monkeypatch.setattr("builtins.input", self.read)
-        monkeypatch.setattr(sys, "stdin", self)
 
-    def isatty(self) -> bool:
-        return True
-
-    def read(self, prompt: str = "") -> str:
-        line = self.lines.pop(0) if self.lines else EOFError
-        if isinstance(line, str):
-            return line
-        raise line
+def test_a_template_that_refuses(call, chat):
+    for template, word in (("{{ raise_exception('no') }}", "error: the chat template refuses"), ("", "empty")):
+        chat["chat_template"].write_text(template)
+        captured = call(**chat, prompt="Hi", code=2)
+        assert captured.out == "" and word in captured.err.splitlines()[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -842,124 +714,114 @@ def state(tmp_path, monkeypatch) -> Path:
     return tmp_path / "state" / "nanopaged" / "chat_history.jsonl"
 
 
+@pytest.fixture
+def talk(call, chat, monkeypatch):
+    """Holds a conversation: the keyboard gives the lines, raises what is to be raised, and ends with Ctrl-D."""
+    def talk(*lines, **options):
+        keys = iter(lines)
+
+        def read(prompt: str = "") -> str:
+            line = next(keys, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+        return call(**chat | options)
+
+    return talk
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[list[dict]]:
+    """The conversations that prompts are made of; the first one is a trial."""
+    asked, prompt_of = [], LLM.chat_prompt
+    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
+        asked.append(messages) or prompt_of(llm, messages, **how)))
+    return asked
+
+
 def cached_tokens(err: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+) prompt tokens \((\d+) cached", err)]
 
 
-def test_a_conversation(capsys, chat, monkeypatch):
-    """Every question comes with the turns before it, whose blocks are in the pool. Empty lines are no questions."""
-    Terminal(monkeypatch, "What is your name?", "", "  ", "Whence come you?", "And whither?")
-    assert run(*chat, "--max-tokens", "12") == 0
-    captured = capsys.readouterr()
-    turns = []
-    for question in ("What is your name?", "Whence come you?", "And whither?"):
-        turns += [question, answer_to(*turns, question)]
-    assert captured.out == "".join(answer + "\n" for answer in turns[1::2])
+def test_a_conversation(talk, capsys):
+    """Every question comes with the turns before it, whose blocks are in the pool. Empty lines are no questions.
+    Answers stream."""
+    seen = []
+    with at_each_step(lambda number: seen.append(capsys.readouterr())):
+        seen.append(talk("What is your name?", "", "  ", "Whence come you?", "And whither?"))
+    captured = SimpleNamespace(out="".join(part.out for part in seen), err="".join(part.err for part in seen))
+    assert sum(part.out != "" for part in seen) > 20
+    assert captured.out == answers_to("What is your name?", "Whence come you?", "And whither?")
     (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
     assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
     assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(shared_llm(**SMALL))
 
 
-def test_quotes_begin_and_end_a_message_of_several_lines(capsys, chat, monkeypatch):
-    Terminal(monkeypatch, '"""Who', "", 'is there?"""', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
-             KeyboardInterrupt, "Go on.", '"""', "no end")
-    assert run(*chat, "--max-tokens", "12") == 0
-    turns = []
-    for question in ("Who\n\nis there?", " Hi", "one line", "Go on."):
-        turns += [question, answer_to(*turns, question)]
-    assert capsys.readouterr().out == "".join(answer + "\n" for answer in turns[1::2])
+def test_quotes_begin_and_end_a_message_of_several_lines(talk):
+    captured = talk('"""Who', "", 'is there?"""', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
+                    KeyboardInterrupt, "Go on.", '"""', "no end")
+    assert captured.out == answers_to("Who\n\nis there?", " Hi", "one line", "Go on.")
 
 
-def test_commands_of_a_conversation(capsys, chat, monkeypatch):
+def test_commands_of_a_conversation(talk, asked):
     """/clear forgets the turns and not the system message; other words after a slash are messages."""
-    asked, prompt_of = [], LLM.chat_prompt
-    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
-        asked.append([message["content"] for message in messages]) or prompt_of(llm, messages, **how)))
-    Terminal(monkeypatch, "Hi", "/clear", "/etc/hosts is what?", "/?", "/quit", "/bye ", AssertionError("asked again"))
-    assert run(*chat, "--max-tokens", "4", "--system", "Brief!") == 0
-    captured = capsys.readouterr()
-    assert asked[1:] == [["Brief!", "Hi"], ["Brief!", "/etc/hosts is what?"]]  # the first is a trial
+    captured = talk("Hi", "/clear", "/etc/hosts is what?", "/?", "/quit", "/bye ", AssertionError("asked again"),
+                    system="Brief!", max_tokens=4)
+    contents = [[message["content"] for message in messages] for messages in asked[1:]]
+    assert contents == [["Brief!", "Hi"], ["Brief!", "/etc/hosts is what?"]]
     assert "forgotten, but not the system message" in captured.err and "no command /quit" in captured.err
     assert all(word in captured.err for word in ('"""', "/clear ", "/bye ", "/? "))
 
 
-def test_messages_are_kept_for_the_next_session(capsys, chat, monkeypatch, state):
+def test_messages_are_kept_for_the_next_session(talk, monkeypatch, state):
     """In a file of the user alone. An entry of several lines is one entry; commands are none."""
     pytest.importorskip("readline")
     monkeypatch.setattr(cli_chat, "readline", editor := SimpleNamespace(entries=[]))
     editor.parse_and_bind = editor.set_auto_history = lambda _: None
     editor.clear_history, editor.add_history = editor.entries.clear, editor.entries.append
-    Terminal(monkeypatch, "Hi", '"""two', 'lines\u2028"""', "/?", " ")
-    assert run(*chat, "--max-tokens", "1") == 0
+    talk("Hi", '"""two', 'lines\u2028"""', "/?", " ", max_tokens=1)
     assert state.stat().st_mode & 0o777 == 0o600 and state.parent.stat().st_mode & 0o777 == 0o700
     state.chmod(0o644)
-    Terminal(monkeypatch, "And now?")
-    assert run(*chat, "--max-tokens", "1") == 0
+    talk("And now?", max_tokens=1)
     assert editor.entries == ["Hi", "two\nlines\u2028", "And now?"] and state.stat().st_mode & 0o777 == 0o600
     state.write_text('"a"\nbroken\n5\n' + "".join(f'"{i}"\n' for i in range(2500)))
     kept = state.read_bytes()
-    Terminal(monkeypatch, "Secret")
-    assert run(*chat, "--max-tokens", "1", "--no-history") == 0
+    talk("Secret", max_tokens=1, no_history=True)
     assert state.read_bytes() == kept and editor.entries == ["Secret"]
-    Terminal(monkeypatch)
-    assert run(*chat, "--max-tokens", "1") == 0
+    talk()
     assert editor.entries == [str(i) for i in range(1500, 2500)] and state.read_text().count("\n") == 1000
 
 
-def test_a_history_that_cannot_be_kept_is_no_error(capsys, chat, monkeypatch, state):
+def test_a_history_that_cannot_be_kept_is_no_error(talk, state):
     state.parent.parent.write_text("a file where a directory should be")
-    Terminal(monkeypatch, "Hi", "Hi")
-    assert run(*chat, "--max-tokens", "1") == 0
-    assert capsys.readouterr().err.count("no history of messages is kept") == 1
+    assert talk("Hi", "Hi", max_tokens=1).err.count("no history of messages is kept") == 1
 
 
-def test_a_conversation_with_a_system_message_streams(capsys, chat, monkeypatch):
-    Terminal(monkeypatch, "Hi")
-    seen, step = [], LLM._step
-    monkeypatch.setattr(LLM, "_step", lambda llm: seen.append(capsys.readouterr().out) or step(llm))
-    assert run(*chat, "--max-tokens", "9", "--system", "Be brief.") == 0
-    assert sum(piece != "" for piece in seen) > 4
-
-
-def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(capsys, chat, monkeypatch):
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(talk):
     """The part of an answer that came before Ctrl-C belongs to the conversation; a question without any answer does
     not."""
-    Terminal(monkeypatch, "Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
-    steps, step = [], LLM._step
-
-    def interrupted(llm):
-        steps.append(llm)
-        if len(steps) in (6, 7):  # after five tokens of the first answer, and before the second
-            raise KeyboardInterrupt
-        return step(llm)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LLM, "_step", interrupted)
-        assert run(*chat, "--max-tokens", "12") == 0
-    captured = capsys.readouterr()
+    with interrupted_at(5, 6):  # after five tokens of the first answer, and before the second
+        captured = talk("Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
     half = answer_to("Speak, speak!", max_tokens=5)
     assert captured.out == f"{half}\n\n{answer_to('Speak, speak!', half, 'Go on.')}\n"
     assert captured.err.count("stopped") == 2 and captured.err.count("Ctrl-D leaves") == 2
     assert nothing_left(shared_llm(**SMALL))
 
 
-def test_a_bad_question_does_not_end_the_conversation(capsys, chat, monkeypatch):
-    Terminal(monkeypatch, "Who is there?", "la " * 2000, "broken \udce9 text", "Hi")
-    assert run(*chat, "--max-tokens", "12") == 0
-    captured = capsys.readouterr()
-    first = answer_to("Who is there?")
-    assert captured.out == f"{first}\n{answer_to('Who is there?', first, 'Hi')}\n"
+def test_a_bad_question_does_not_end_the_conversation(talk):
+    """And nothing is forgotten for it."""
+    captured = talk("Who is there?", "la " * 2000, "broken \udce9 text", "Hi")
+    assert captured.out == answers_to("Who is there?", "Hi")
     assert captured.err.count("error: ") == 2 and "max_model_len" in captured.err and "surrogate" in captured.err
+    assert "forgotten" not in captured.err
 
 
-def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
+def test_a_conversation_may_go_on_for_ever(talk, asked):
     """The oldest part of the conversation is forgotten, and the system message is not."""
-    asked, prompt_of = [], LLM.chat_prompt
-    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
-        asked.append(messages) or prompt_of(llm, messages, **how)))
-    Terminal(monkeypatch, *(f"Question {i}, my lord?" for i in range(8)))
-    assert run(*chat, "--max-tokens", "12", "--system", "Brief!", "--max-model-len", "96") == 0
-    captured = capsys.readouterr()
+    captured = talk(*(f"Question {i}, my lord?" for i in range(8)), system="Brief!", max_model_len=96)
     assert captured.out.count("\n") >= 8 and "error" not in captured.err and captured.err.count("forgotten") >= 4
     roles = ["system", *["user", "assistant"] * (len(asked[-1]) // 2 - 1), "user"]
     assert [message["role"] for message in asked[-1]] == roles
@@ -967,154 +829,120 @@ def test_a_conversation_may_go_on_for_ever(capsys, chat, monkeypatch):
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
 
 
-def test_nothing_is_forgotten_for_a_question_that_does_not_fit(capsys, chat, monkeypatch):
-    Terminal(monkeypatch, "Who is there?", "la " * 2000, "Hi")
-    assert run(*chat, "--max-tokens", "12") == 0
-    captured = capsys.readouterr()
-    assert captured.out.endswith(answer_to("Who is there?", answer_to("Who is there?"), "Hi") + "\n")
-    assert captured.err.count("error: ") == 1 and "forgotten" not in captured.err
-
-
 @pytest.mark.parametrize("more, words", [
-    ("--n 2", ["--n", "conversation"]), ("--beam-width 2", ["--beam-width", "conversation"]),
-    ("--output OUT.jsonl", ["--output"])])
-def test_options_that_a_conversation_cannot_have(capsys, chat, monkeypatch, more, words):
-    Terminal(monkeypatch)
-    assert run(*chat[:3], *more.split()) == 2
-    assert_refused(capsys.readouterr(), *words)
+    (dict(n=2), ["--n", "conversation"]), (dict(output="OUT.jsonl"), ["--output"])], ids=str)
+def test_options_that_a_conversation_cannot_have(talk, more, words):
+    assert_refused(talk(**more, code=2), *words)
 
 
-@pytest.mark.parametrize("more", [[], ["--prompt", "Hi"]], ids=["conversation", "message"])
-def test_no_template_no_conversation(capsys, monkeypatch, tmp_path, more):
+@pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])
+def test_no_template_no_conversation(talk, chat, tmp_path, more):
     """The program says so before it asks for anything; of the bundled model before it loads anything."""
-    Terminal(monkeypatch, AssertionError("asked"))
-    assert run("--chat", *more, llm_class=lambda *_, **__: pytest.fail("it is loaded")) == 2
-    assert_refused(capsys.readouterr(), "bundled model cannot chat", "--model Qwen/Qwen3-0.6B", "--chat-template")
-    assert run("--chat", *more, "--model", checkpoint(tmp_path), *POOL) == 2
-    captured = capsys.readouterr()
+    del chat["chat_template"]
+    captured = talk(AssertionError("asked"), llm_class=no_llm, code=2, **more)
+    assert_refused(captured, "bundled model cannot chat", "--model Qwen/Qwen3-0.6B", "--chat-template")
+    (tmp_path / "model").mkdir()
+    captured = talk(AssertionError("asked"), model=checkpoint(tmp_path / "model"), code=2, **more)
     assert captured.out == "" and "--chat-template" in captured.err
+
+
+# --------------------------------------------------------------------------------------------------
+# In a terminal
+# --------------------------------------------------------------------------------------------------
+
+class Terminal:
+    """A real terminal with a Python program: keys are typed, Ctrl-C and Ctrl-D among them."""
+
+    def __init__(self, *argv: str, term: str):
+        pytest.importorskip("readline")
+        fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+        self.master, slave = os.openpty()
+        self.shown = ""
+
+        def take_terminal():
+            os.setsid()
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background passes on that it ignores Ctrl-C
+
+        self.child = subprocess.Popen(
+            [sys.executable, *argv], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,
+            env=os.environ | {"TERM": term, "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
+        os.close(slave)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self.master)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def shows(self, pattern: str, after: int = 0, seconds: float = 120) -> bool:
+        """Whether a text that matches is shown within this time, after so many characters."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.shown[after:], re.S) and time.monotonic() < deadline:
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.shown += os.read(self.master, 10_000).decode("utf-8", "replace")
+        return bool(re.search(pattern, self.shown[after:], re.S))
+
+
+def test_a_conversation_in_a_terminal(chat):
+    options = words(**SMALL | chat | dict(device="cpu", ignore_eos=True, max_tokens=900))
+    with Terminal("engine.py", *options, term="dumb") as terminal:
+        assert terminal.shows("> ")
+        terminal.type(b"What light?\n")
+        assert terminal.shows(r"What light\?\r?\n")
+        start = len(terminal.shown)
+        assert terminal.shows(r"\S.*\n.*\n", start)  # from the answer's beginning on the terminal shows no keys
+        terminal.type(b"typed meanwhile \x03")  # Ctrl-C drops it
+        assert terminal.shows("stopped.*> ", start), terminal.shown
+        stopped = len(terminal.shown)
+        terminal.type(b"not asked\x03")
+        # Python notices a Ctrl-C that comes just before it waits for a key only with the next one.
+        while not terminal.shows("Ctrl-D leaves.*> ", stopped, seconds=2):
+            terminal.type(b"\x03")
+        terminal.type(b"\x04")
+        assert terminal.child.wait(timeout=60) == 0
+    assert "Traceback" not in terminal.shown and "error" not in terminal.shown and "typed" not in terminal.shown
+
+
+KEYBOARD = "from nanopaged.cli.chat import Keyboard, history_file; keyboard = Keyboard({}); "
+PRINT_MESSAGE = "print(repr(keyboard.read_message()))"
 
 
 def test_lines_that_are_pasted_together_are_one_message():
     """A terminal sends the marks of a paste around the lines, and carriage returns between them."""
-    pytest.importorskip("readline")
-    pty = pytest.importorskip("pty")
-    code = ("from nanopaged.cli.chat import Keyboard; keyboard = Keyboard(None); "
-            "print(repr(keyboard.read_message()), repr(keyboard.read_message()))")
-    master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-                             env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull})
-    os.close(slave)
-    try:
-        for keys in (b"\x1b[200~def f():\r    return 5\x1b[201~\r", b"Hi\r"):
-            shown = ""
-            while "> " not in shown:
-                shown += os.read(master, 10_000).decode()
-            assert "\x1b[?2004h" in shown  # asks the terminal for these marks
-            os.write(master, keys)
-        while "'Hi'" not in shown:
-            shown += os.read(master, 10_000).decode()
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
-    assert r"'def f():\n    return 5' 'Hi'" in shown
-
-
-def test_a_conversation_in_a_terminal(chat):
-    """The terminal is a real one: keys are typed, Ctrl-C and Ctrl-D among them."""
-    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
-    master, slave = os.openpty()
-
-    def take_terminal():
-        os.setsid()
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background passes on that it ignores Ctrl-C
-
-    child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *chat, "--device", "cpu", "--ignore-eos"],
-                             stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,
-                             env=os.environ | {"TERM": "dumb", "PYTHONIOENCODING": "utf-8"})
-    os.close(slave)
-    shown, start_time = "", time.monotonic()
-
-    def is_shown(text: str, after: int, seconds: float) -> bool:
-        nonlocal shown
-        deadline = time.monotonic() + seconds
-        while text not in shown[after:] and time.monotonic() < deadline:
-            if select.select([master], [], [], 0.1)[0]:
-                shown += os.read(master, 10_000).decode("utf-8", "replace")
-        return text in shown[after:]
-
-    def read_until(text: str, after: int = 0) -> None:
-        assert is_shown(text, after, 120), shown
-
-    try:
-        read_until("> ")
-        os.write(master, b"What light?\n")
-        read_until("What light?")
-        start = len(shown)
-        # From the answer's beginning on the terminal shows no keys.
-        while not re.sub(r"\x1b\[[?0-9]*[a-z]", "", shown[start:]).strip():
-            shown += os.read(master, 10_000).decode("utf-8", "replace")
-        while shown.count("\n", start) < 4:
-            read_until("\n", len(shown))
-            os.write(master, b"typed meanwhile ")  # Ctrl-C drops it
-        os.write(master, b"\x03")
-        read_until("stopped")
-        read_until("> ", shown.index("stopped"))
-        os.write(master, b"not asked\x03")
-        # Python notices a Ctrl-C that comes just before it waits for a key only with the next one.
-        while not is_shown("Ctrl-D leaves", shown.index("stopped"), 2):
-            assert time.monotonic() < start_time + 120, shown
-            os.write(master, b"\x03")
-        read_until("> ", shown.rindex("Ctrl-D leaves"))
-        os.write(master, b"\x04")
-        assert child.wait(timeout=60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
-    assert "Traceback" not in shown and "error" not in shown and "typed" not in shown
-
-
-def type_into(code: str, before: str, keys: bytes, after: str, term: str) -> str:
-    """Run Python code in a terminal with the real line editor: type the keys once `before` is shown. Returns what is
-    shown, up to `after`."""
-    pytest.importorskip("readline")
-    master, slave = pytest.importorskip("pty").openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-                             env=os.environ | {"TERM": term, "INPUTRC": os.devnull})
-    os.close(slave)
-    shown = ""
-    try:
-        while before not in shown:
-            shown += os.read(master, 10_000).decode()
-        os.write(master, keys)
-        while after not in shown:
-            shown += os.read(master, 10_000).decode()
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
-    return shown
+    with Terminal("-c", KEYBOARD.format(None) + f"{PRINT_MESSAGE}; {PRINT_MESSAGE}", term="xterm") as terminal:
+        assert terminal.shows(r"\[\?2004h.*> |> .*\[\?2004h")  # asks the terminal for these marks
+        terminal.type(b"\x1b[200~def f():\r    return 5\x1b[201~\r")
+        assert terminal.shows(r"'def f\(\):\\n    return 5'.*> ")
+        terminal.type(b"Hi\r")
+        assert terminal.shows("'Hi'")
 
 
 def test_an_arrow_key_brings_back_a_message_of_several_lines(state):
     """The entry of an earlier session comes back whole, and is kept as one entry again."""
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps("two\nlines") + "\n")
-    code = ("from nanopaged.cli.chat import Keyboard, history_file; keyboard = Keyboard(history_file()); "
-            "print(repr(keyboard.read_message()))")
-    type_into(code, "> ", b"\x1b[A\r", r"'two\nlines'", term="xterm")  # the key up
+    with Terminal("-c", KEYBOARD.format("history_file()") + PRINT_MESSAGE, term="xterm") as terminal:
+        assert terminal.shows("> ")
+        terminal.type(b"\x1b[A\r")  # the key up
+        assert terminal.shows(r"'two\\nlines'")
     assert state.read_text().splitlines() == [json.dumps("two\nlines")] * 2
 
 
 def test_what_is_typed_during_an_answer_waits_for_the_next_question():
-    code = ("import time; from nanopaged.cli.chat import Keyboard; keyboard = Keyboard(None)\n"
-            "with keyboard.silent():\n  print('an', flush=True); time.sleep(0.5); print('swer', flush=True)\n"
-            "print(repr(keyboard.read_message()))")
-    shown = type_into(code, "an", b"next\n", "'next'", term="dumb")
-    assert re.match(r"an\s+swer\s+> next\s+'next'", shown), shown  # a dumb terminal gets no escape sequences
+    code = ("\nwith keyboard.silent():\n  print('an', flush=True); time.sleep(0.5); print('swer', flush=True)\n"
+            + PRINT_MESSAGE)
+    with Terminal("-c", "import time; " + KEYBOARD.format(None) + code, term="dumb") as terminal:
+        assert terminal.shows("an")
+        terminal.type(b"next\n")
+        assert terminal.shows("'next'")
+    # A dumb terminal gets no escape sequences.
+    assert re.match(r"an\s+swer\s+> next\s+'next'", terminal.shown), terminal.shown
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1122,7 +950,8 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_question():
 # --------------------------------------------------------------------------------------------------
 
 def test_the_program_refuses_a_bad_option():
-    done = run_engine("--prompt", "ROMEO:", "--top-p", "2")
+    done = subprocess.run([sys.executable, str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--top-p", "2"],
+                          capture_output=True, encoding="utf-8", timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: top_p must be ") and done.stderr.count("\n") == 1
 
@@ -1146,8 +975,8 @@ def test_nobody_complains_where_there_is_no_numpy():
 
 def test_a_reader_that_goes_away_is_no_error_of_ours():
     """`python engine.py ... | head -c 6` prints no traceback, and the interpreter prints none at its end."""
-    argv = ["--prompt", "ROMEO:", "--max-tokens", "100", "--ignore-eos", "--device", "cpu", *POOL]
-    child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *argv], cwd=ROOT, encoding="utf-8",
+    options = words(prompt="ROMEO:", max_tokens=100, ignore_eos=True, device="cpu", **SMALL)
+    child = subprocess.Popen([sys.executable, str(ROOT / "engine.py"), *options], cwd=ROOT, encoding="utf-8",
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout.read(6) == "ROMEO:"
     child.stdout.close()
