@@ -2,6 +2,7 @@
 
     python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR            # one model
     python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR --sweep    # the best of CANDIDATES
+    python engine.py --model DIR --prompt "ROMEO:"                                           # what it writes
 
 It needs `torch`, `tokenizers` and `safetensors`, and leaves a directory in Hugging Face layout, which anything that
 reads Qwen3 can load. It knows nothing about paging, and the engine knows nothing about it: it is here so that the
@@ -261,8 +262,10 @@ def make_optimizer(model, args, device):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device == "cuda")
 
 
-def train_step(model, average, optimizer, batch, device, ema):
+def train_step(model, average, optimizer, batch, device, lr, ema):
     """One update of the model and of the running average of its weights; returns the loss, still on the device."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     with autocast(device):
         logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -281,18 +284,19 @@ def fit(model, streams, held_out, num_bytes, args, device):
     Windows are as long as the longest sequence to be generated. Rope sees only distances, so moving shorter windows to
     random positions would teach nothing about far ones.
     """
-    average, best, record = copy.deepcopy(model).eval(), None, dict(held_out_nats=math.inf)
+    average, best, record = copy.deepcopy(model).eval(), None, dict(held_out_nats=math.inf, step=0)
     optimizer = make_optimizer(model, args, device)
-    step, progress, evaluations_since_best = 0, 0.0, 0
-    while progress < 1 and evaluations_since_best < 8:      # eight without a better one: it only memorises by now
+    step, progress = 0, 0.0
+    # Eight evaluations without a better one: by now it only memorises.
+    while progress < 1 and step - record["step"] < 8 * args.eval_every:
         # Time counts as steps do, so a run that is cut short by the clock still ends with its learning rate decayed.
         progress = max((step + 1) / args.steps, (time.perf_counter() - STARTED) / args.max_seconds)
         decay = 0.02 + 0.98 * (1 + math.cos(math.pi * min(progress, 1))) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * decay * min(1, (step + 1) / args.warmup)
         # Variants of the text at first, fewer and fewer of them, and at the end only text as prompts are tokenised.
         batch = draw_batch(streams, args.batch_size, args.context, varied=1 - progress)
-        loss = train_step(model, average, optimizer, batch, device, ema=min(args.ema, (1 + step) / (10 + step)))
+        lr = args.lr * decay * min(1, (step + 1) / args.warmup)
+        loss = train_step(model, average, optimizer, batch, device, lr,
+                          ema=min(args.ema, (1 + step) / (10 + step)))
         step += 1
         if step % args.eval_every and progress < 1:
             continue
@@ -300,9 +304,7 @@ def fit(model, streams, held_out, num_bytes, args, device):
         seen, _ = evaluate(average, streams[0][:len(held_out)], num_bytes, args.context, device)
         print(f"step {step:5d}  {time.perf_counter() - STARTED:5.0f} s  nats per token: batch {loss.item():.3f}, "
               f"training text {seen:.3f}, held out {nats:.4f} ({bits:.4f} bits per byte)", flush=True)
-        evaluations_since_best += 1
         if nats < record["held_out_nats"]:
-            evaluations_since_best = 0
             best = copy.deepcopy(average.state_dict())
             record = dict(held_out_nats=nats, held_out_bits_per_byte=bits, training_nats=seen, step=step)
     if best is None:
@@ -337,7 +339,7 @@ def train(args):
     record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(
         model, held_out, num_bytes, args.context, device)
     summary = dict(parameters=parameters, training_tokens=len(streams[0]), held_out_tokens=len(held_out), **record,
-                   settings={name: getattr(args, name) for name in SETTINGS})
+                   settings={name: vars(args)[name] for name in SETTINGS})
     save(args.output, model, tokenizer, config, summary)
     return summary
 
@@ -364,13 +366,6 @@ def save(output, model, tokenizer, config, summary):
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
 
 
-def load(output):
-    """The model (float32, on the CPU) and tokenizer that `save` wrote."""
-    model = Decoder(json.loads((output / "config.json").read_text(encoding="utf-8"))).eval()
-    model.load_state_dict({name: w.float() for name, w in load_file(output / "model.safetensors").items()})
-    return model, Tokenizer.from_file(str(output / "tokenizer.json"))
-
-
 @torch.no_grad()
 def check_against_transformers(output, data):
     """What was written must mean the same to Hugging Face: tokens equal, logits equal to 1e-3 in float32."""
@@ -378,9 +373,10 @@ def check_against_transformers(output, data):
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         return print("transformers is not installed: logits not compared")
-    model, tokenizer = load(output)
+    model = Decoder(json.loads((output / "config.json").read_text(encoding="utf-8"))).eval()
+    model.load_state_dict({name: w.float() for name, w in load_file(output / "model.safetensors").items()})
     text = split_text(data)[1][:2000]
-    ids = tokenizer.encode(text).ids
+    ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode(text).ids
     if ids != AutoTokenizer.from_pretrained(output)(text).input_ids:
         raise SystemExit("transformers reads another tokenizer out of the files than the one written")
     batch = torch.tensor([ids])
@@ -391,47 +387,35 @@ def check_against_transformers(output, data):
         raise SystemExit("the checkpoint means something else to transformers than to this script")
 
 
-@torch.no_grad()
-def print_sample(output, prompt="ROMEO:", num_tokens=200, temperature=0.8):
-    """Write some Shakespeare, one full forward pass a token: what the engine is there to do better."""
-    model, tokenizer = load(output)
-    ids = tokenizer.encode(prompt).ids
-    for _ in range(num_tokens):
-        logits = model(torch.tensor([ids]))[0, -1]
-        ids.append(torch.multinomial((logits / temperature).softmax(-1), 1).item())
-    print("-" * 80, tokenizer.decode(ids), "-" * 80, sep="\n")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The sweep: a process a candidate, some at once, because one model this small leaves a large GPU idle.
 
-def run_candidate(args, changes, output, seconds, deadline):
+def run_candidate(args, changes, output, seconds):
     """Train one candidate in a process of its own and return its training.json. Raise RuntimeError with the last words
     of a process that fails."""
     common = dict(data=args.data, output=output, steps=args.steps, seed=args.seed, max_seconds=seconds)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in {**common, **changes}.items()]
-    with open(output.with_suffix(".log"), "w+", encoding="utf-8") as log:
-        try:
-            subprocess.run(
-                [sys.executable, __file__, "--brief", *options], stdout=log, stderr=subprocess.STDOUT, check=True,
-                timeout=max(1, deadline - time.perf_counter()), env=os.environ | {"OMP_NUM_THREADS": "2"})
-        except subprocess.SubprocessError as error:
-            log.seek(0)
-            raise RuntimeError(f"{type(error).__name__}: {' | '.join(log.read().splitlines()[-3:])}") from error
+    try:
+        subprocess.run([sys.executable, __file__, "--brief", *options], stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, check=True, timeout=seconds + FINISH_SECONDS,
+                       env=os.environ | {"OMP_NUM_THREADS": "2"})
+    except subprocess.SubprocessError as error:
+        words = (error.stdout or b"").decode(errors="replace").splitlines()[-3:]
+        raise RuntimeError(f"{type(error).__name__}: {' | '.join(words)}") from error
     return json.loads((output / "training.json").read_text(encoding="utf-8"))
 
 
 def sweep(args):
     """Train all CANDIDATES within args.max_seconds, keep the best in args.output, print a table."""
-    deadline = STARTED + args.max_seconds
     seconds = args.max_seconds / math.ceil(len(CANDIDATES) / args.jobs) - FINISH_SECONDS
     if seconds <= 0:
         raise SystemExit(f"--max-seconds {args.max_seconds:g} leaves no time to train: take more, or more --jobs")
     results = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
-        outputs = [Path(scratch) / str(i) for i in range(len(CANDIDATES))]
-        jobs = {pool.submit(run_candidate, args, changes, output, seconds, deadline): (changes, output)
-                for changes, output in zip(CANDIDATES, outputs)}
+        jobs = {}
+        for i, changes in enumerate(CANDIDATES):
+            output = Path(scratch) / str(i)
+            jobs[pool.submit(run_candidate, args, changes, output, seconds)] = changes, output
         for job in as_completed(jobs):
             changes, output = jobs[job]
             try:
@@ -441,11 +425,12 @@ def sweep(args):
                 continue
             print(f"{result['held_out_bits_per_byte']:.4f} bits per byte: {changes}", flush=True)
             results.append((result, changes))
-            if result["held_out_bits_per_byte"] == min(r["held_out_bits_per_byte"] for r, _ in results):
+            results.sort(key=lambda r: r[0]["held_out_bits_per_byte"])
+            if results[0][0] is result:
                 shutil.copytree(output, args.output, dirs_exist_ok=True)    # at once: an interrupted sweep has its best
     if not results:
         raise SystemExit("no candidate of the sweep finished")
-    print_table(sorted(results, key=lambda r: r[0]["held_out_bits_per_byte"]))
+    print_table(results)
 
 
 def print_table(results):
@@ -463,7 +448,7 @@ def parse_arguments():
     parser.add_argument("--output", required=True, type=Path, help="directory for the checkpoint")
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="see SETTINGS")
-    parser.add_argument("--brief", action="store_true", help="leave out the check against transformers and the sample")
+    parser.add_argument("--brief", action="store_true", help="leave out the check against transformers")
     parser.add_argument("--sweep", action="store_true",
                         help="train CANDIDATES; of the settings above only --steps and --seed count")
     parser.add_argument("--jobs", type=int, default=6, help="processes of the sweep at a time")
@@ -481,9 +466,7 @@ def main():
     else:
         print(json.dumps(train(args), indent=2), flush=True)
     if not args.brief:
-        torch.manual_seed(args.seed)
         check_against_transformers(args.output, args.data)
-        print_sample(args.output)
 
 
 if __name__ == "__main__":
