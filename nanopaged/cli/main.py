@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -164,19 +164,13 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    if args.serve or prompt_file:
-        from nanopaged.api.openai import Serving
-        from nanopaged.text.chat import load_chat_template
-        found = load_chat_template(llm.tokenizer_path, template)
-        tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
-        serving = Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser,
-                          args.reasoning_parser)
     if args.serve:
         from nanopaged.api.server import serve
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
-        return serve(serving, args.host, listener, key, (args.allowed_hosts or "").split(","))
+        return serve(_serving(llm, args, template, render), args.host, listener, key,
+                     (args.allowed_hosts or "").split(","))
     if prompt_file:
-        return prompt_file.run(llm, params, serving, show_progress=not is_printed)
+        return prompt_file.run(llm, params, _serving(llm, args, template, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         from nanopaged.cli.chat import Conversation, Keyboard, history_file
@@ -194,6 +188,15 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         finished = dict(progress.run((i, prompt, params, 0) for i, prompt in enumerate(prompts)))
         outputs = [finished[i] for i in range(len(prompts))]
     return _print_all(args.prompt, outputs, progress)
+
+
+def _serving(llm, args, template: str | None, render: Callable[..., dict]) -> Any:
+    """What reads requests in OpenAI's format."""
+    from nanopaged.api.openai import Serving
+    from nanopaged.text.chat import load_chat_template
+    found = load_chat_template(llm.tokenizer_path, template)
+    tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
+    return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
