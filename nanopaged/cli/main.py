@@ -176,7 +176,9 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         from nanopaged.cli.chat import Conversation, Keyboard, history_file
         keyboard = Keyboard(None if args.history is False else history_file())
         return Conversation(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard).run()
-    prompts = [render(system + [_user(text)]) for text in args.prompt] if args.chat else args.prompt
+    prompts = args.prompt
+    if args.chat:
+        prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
     if len(prompts) == params.n == 1 and not beams and not is_printed:  # a stream would run into the trace
         return _stream(llm, params, prompts[0], [], echo="" if args.chat else args.prompt[0])
     progress = Progress(llm, ProgressBar(len(prompts), not is_printed))
@@ -276,10 +278,6 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
     num_new = sum(len(sample.token_ids) for _, sample in samples)
     say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}", num_new))
     return int(any(sample.finish_reason == "error" for _, sample in samples))
-
-
-def _user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 def _nowhere():
