@@ -179,6 +179,16 @@ def test_the_signature_of_llm_has_the_options_of_the_table():
         name: option.default for name, option in OPTIONS.items()}
 
 
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.expected])
+def test_what_llm_refuses(name):
+    values = dict(seed=[-2**63 - 1, 2**63], hf_token=["two\nlines", "\u00e9"], download_dir=["a" * 300, "\0"])
+    default = [] if OPTIONS[name].default is None else [None]
+    for value in [[], object, *values.get(name, []), *default]:
+        with pytest.raises(ValueError) as error:
+            LLM(**{name: value})
+        assert str(error.value) == f"{name} must be {OPTIONS[name].expected}, not {value!r:.80}"
+
+
 @pytest.fixture
 def asked_params(monkeypatch, call):
     """Returns the sampling parameters that a command line ends in."""
@@ -516,12 +526,9 @@ def test_a_dict_may_say_that_there_are_no_token_ids():
     assert first.prompt == ROMEO and first.outputs[0].text == second.outputs[0].text
 
 
-def test_the_version(capsys):
+def test_help_fits_a_screen_and_names_every_option(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"nanopaged {nanopaged.__version__}\n"
-
-
-def test_help_fits_a_screen_and_names_every_option(capsys):
     assert run("--help") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
