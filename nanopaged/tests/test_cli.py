@@ -181,7 +181,8 @@ def test_the_signature_of_llm_has_the_options_of_the_table():
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.expected])
 def test_what_llm_refuses(name):
-    values = dict(seed=[-2**63 - 1, 2**63], hf_token=["two\nlines", "\u00e9"], download_dir=["a" * 300, "\0"])
+    values = dict(seed=[-2**63 - 1, 2**63], hf_token=["two\nlines", "\u00e9"], download_dir=["a" * 300, "\0"],
+                  swap_space=[2**20], gpu_memory_utilization=[0, 1.01])
     default = [] if OPTIONS[name].default is None else [None]
     for value in [[], object, *values.get(name, []), *default]:
         with pytest.raises(ValueError) as error:
