@@ -19,21 +19,8 @@ import signal
 import threading
 from collections import deque
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Callable, Iterator
-
-
-class _Waiter:
-    """A thread that waits for the lock. is_done: tells whether its result has arrived; None: it needs no step."""
-    __slots__ = ("thread", "is_done", "gate")
-
-    def __init__(self, thread: int, is_done: Callable[[], bool] | None) -> None:
-        self.thread, self.is_done = thread, is_done
-        self.gate = threading.Lock()  # released when the thread gets the engine's lock
-        self.gate.acquire()
-
-    @property
-    def needs_no_step(self) -> bool:
-        return self.is_done is None or self.is_done()
 
 
 class StepLock:
@@ -43,96 +30,92 @@ class StepLock:
 
     def __init__(self) -> None:
         self.process, self.is_closed = os.getpid(), False
-        self.owner: int | None = None  # the thread that holds the lock
-        self.waiters: deque[_Waiter] = deque()  # in the order of arrival
-        self.mutex = threading.Lock()  # guards `owner` and `waiters`, for microseconds
+        self.lock = threading.Lock()  # stays locked while threads pass it on
+        self.owner: int | None = None  # the thread that holds it; each thread asks for itself only
+        # For each waiting thread, in the order of arrival: a lock that is released when the thread gets the engine's
+        # lock, and the function that tells whether its result has arrived. An entry belongs to the thread that pops it.
+        self.waiters: dict[Any, Callable[[], bool]] = {}
         self.deferred: deque[Callable[[], object]] = deque()
         self.interrupts = Interrupts()
 
-    def acquire(self, is_done: Callable[[], bool] | None = None) -> None:
-        thread = threading.get_ident()
+    def acquire(self, is_done: Callable[[], bool] = lambda: True) -> None:
         if self.process != os.getpid():
             raise RuntimeError(f"this LLM belongs to process {self.process}; the forked process {os.getpid()} lacks "
                                "its threads and its GPU; start processes by multiprocessing's method 'spawn', and make "
                                "an LLM in each")
-        if self.owner == thread:
+        if self.owner == threading.get_ident():
             raise RuntimeError("the engine was called from within one of its steps (by a logits processor?); call it "
                                "when the step is done, or use another LLM")
-        waiter = _Waiter(thread, is_done)
-        with self.mutex:
-            is_free = self.owner is None
-            if is_free:
-                self.owner = thread
-            else:
-                self.waiters.append(waiter)
-        if not is_free:
-            self._wait(waiter)
-        if self.is_closed:
-            self.release()
-            raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
-
-    def _wait(self, waiter: _Waiter) -> None:
-        try:
-            with self.interrupts.let_through():
-                waiter.gate.acquire()
-        except BaseException:  # Ctrl-C
-            with self.mutex:
-                if self.owner != waiter.thread:
-                    self.waiters.remove(waiter)
-            if self.owner == waiter.thread:
-                self.release()
-            raise
-
-    def release(self) -> None:
-        try:
-            while self.deferred:
-                self.deferred.popleft()()
-        finally:
-            with self.mutex:
-                waiter = next((waiter for waiter in self.waiters if waiter.needs_no_step), None)
-                if waiter is None and self.waiters:
-                    waiter = self.waiters[0]  # the oldest waiter computes the next step
-                if waiter is not None:
-                    self.waiters.remove(waiter)
-                self.owner = waiter.thread if waiter else None
-            if waiter is not None:
-                waiter.gate.release()
-            elif self.deferred:  # the garbage collector has just added one
-                self.carry_out()
-
-    def __enter__(self) -> None:
         self.interrupts.hold()
         try:
-            self.acquire()
+            if not self.lock.acquire(blocking=False):
+                self._wait(is_done)
+            if self.is_closed:
+                self._pass()
+                raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
+            self.owner = threading.get_ident()
         except BaseException:
             self.interrupts.release()
             raise
 
-    def __exit__(self, *error: object) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        self.waiters[gate] = is_done
         try:
-            self.release()
+            self._serve()
+            with self.interrupts.let_through():
+                gate.acquire()
+        except BaseException:  # Ctrl-C
+            if not self.waiters.pop(gate, None):  # this thread has got the lock
+                self._pass()
+            raise
+
+    def release(self, *error: object) -> None:
+        try:
+            self._pass()
         finally:
             self.interrupts.release()
+
+    __enter__, __exit__ = acquire, release
+
+    def _serve(self) -> None:
+        """For a waiter or a deferred function that has just come: pass the lock if no thread holds it."""
+        with self.interrupts.held():
+            if (self.waiters or self.deferred) and self.lock.acquire(blocking=False):
+                self.owner = threading.get_ident()
+                self._pass()
+
+    def _pass(self) -> None:
+        """Call the deferred functions. Then pass the lock to the first thread that needs no step, or else to the first
+        one, which computes the next step."""
+        try:
+            while self.deferred:
+                self.deferred.popleft()()
+        finally:
+            self.owner, waiters = None, self.waiters.copy()
+            ready = (gate for gate, is_done in waiters.items() if is_done())
+            gate = next((gate for gate in chain(ready, waiters) if self.waiters.pop(gate, None)), None)
+            if gate:
+                gate.release()
+            else:
+                self.lock.release()
+                self._serve()  # those that have come since `waiters` was copied
 
     @contextmanager
     def turn(self, is_done: Callable[[], bool]) -> Iterator[None]:
         """Hold the lock to compute steps until is_done(). Between two steps the caller calls `pass_on`."""
-        with self.interrupts.held():
-            self.acquire(is_done)
-            try:
-                yield
-            finally:
-                if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `pass_on` waited
-                    self.release()
+        self.acquire(is_done)
+        try:
+            yield
+        finally:
+            if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `pass_on` waited
+                self.release()
 
     def pass_on(self, is_done: Callable[[], bool]) -> None:
         """Between two steps: deliver Ctrl-C, and pass the lock to the waiting threads that need no step."""
         self.interrupts.deliver()
-        if not (self.waiters or self.deferred):
-            return
-        with self.mutex:
-            others_go_first = bool(self.deferred) or any(waiter.needs_no_step for waiter in self.waiters)
-        if others_go_first:
+        if self.deferred or any(is_done() for is_done in self.waiters.copy().values()):
             self.release()
             self.acquire(is_done)
 
@@ -140,18 +123,7 @@ class StepLock:
         """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This
         method never waits, so the garbage collector may call it at any point, even inside this class."""
         self.deferred.append(function)
-        self.carry_out()
-
-    def carry_out(self) -> None:
-        """Call the deferred functions if no thread holds the lock."""
-        with self.interrupts.held():
-            if self.mutex.acquire(blocking=False):
-                is_free = self.owner is None
-                if is_free:
-                    self.owner = threading.get_ident()
-                self.mutex.release()
-                if is_free:
-                    self.release()
+        self._serve()
 
     def change(self, function: Callable[[], object]) -> None:
         """Call `function` between two steps and wait for it; from within a step, defer it."""
@@ -162,56 +134,45 @@ class StepLock:
                 function()
 
 
-class Interrupts:
-    """Delays Ctrl-C in the main thread, the only thread that receives signals."""
-
-    def __init__(self) -> None:
-        self.depth = 0  # nested calls of `hold`
-        self.handler: Callable | None = None  # the program's own; None: the program ignores Ctrl-C or is killed by it
-        self.pending: tuple[Any, ...] | None = None  # the arguments of a delayed signal
-        self.passes = False  # in a section of `let_through`, which delays nothing
+class Interrupts(threading.local):
+    """Delays Ctrl-C in the main thread, the only thread that receives signals. Each thread has its own values."""
+    depth = 0  # nested calls of `hold`
+    handler: Any = None  # the program's own; not callable: the program ignores Ctrl-C, or is killed by it
+    pending: tuple[Any, ...] | None = None  # the arguments of a delayed signal
+    passes = False  # in a section of `let_through`, which delays nothing
 
     def hold(self) -> None:
         """Delay signals until `release`. (The garbage collector may call both in the middle of either, see
-        `StepLock.defer`. Then `depth` is above 0, and they do nothing.)"""
-        if threading.current_thread() is threading.main_thread():
-            self.depth += 1
-            try:
-                if self.depth == 1:
-                    self.pending, self.passes = None, False
-                    handler = signal.getsignal(signal.SIGINT)
-                    self.handler = handler if callable(handler) else None
-                    if self.handler:
-                        signal.signal(signal.SIGINT, self._take)
-            except BaseException:  # Ctrl-C
-                self.depth -= 1
-                raise
-
-    def release(self) -> None:
-        """Deliver the delayed signal, if there is one."""
-        if threading.current_thread() is threading.main_thread():
-            try:
-                if self.depth == 1 and self.handler:
-                    signal.signal(signal.SIGINT, self.handler)
-            finally:
-                self.depth -= 1
-            if not self.depth:
-                self.deliver()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self.hold()
+        `StepLock.defer`. What it calls is not interrupted.)"""
+        self.depth += 1
         try:
-            yield
-        finally:
-            self.release()
+            if threading.current_thread() is threading.main_thread():
+                handler = signal.getsignal(signal.SIGINT)
+                if self.depth == 1 and handler != self._take:
+                    self.handler, self.pending, self.passes = handler, None, False
+                if handler == self.handler and callable(handler):
+                    signal.signal(signal.SIGINT, self._take)
+        except BaseException:  # Ctrl-C
+            self.depth -= 1
+            raise
+
+    def release(self, *error: object) -> None:
+        """Deliver the delayed signal, if there is one."""
+        self.depth -= 1
+        if not self.depth:
+            if callable(self.handler):
+                signal.signal(signal.SIGINT, self.handler)
+            self.deliver()
+
+    __enter__, __exit__ = hold, release
+
+    def held(self) -> "Interrupts":
+        """`with interrupts.held():` delays signals until its end."""
+        return self
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
         """For a section that an exception may end at any point."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         try:
             self.passes = True
             self.deliver()
@@ -227,6 +188,6 @@ class Interrupts:
 
     def deliver(self) -> None:
         """Call the program's handler for the delayed signal. Python's default handler raises KeyboardInterrupt."""
-        if self.pending and self.handler and threading.current_thread() is threading.main_thread():
+        if self.pending:
             pending, self.pending = self.pending, None
             self.handler(*pending)
