@@ -32,7 +32,7 @@ VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
     runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
     limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
     enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
-    max_logprobs=None, compilation_config=None, served_model_name=None, async_scheduling=None,
+    compilation_config=None, served_model_name=None, async_scheduling=None,
     distributed_executor_backend=None, max_seq_len_to_capture=None)
 
 
@@ -76,6 +76,7 @@ OPTIONS = dict(
     hf_overrides=Option(dict, None, "a dict of entries of config.json"),
     generation_config=_choice("auto", "vllm"),
     override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
+    max_logprobs=Option(int, 20, "an integer of at least 0, or -1 for any number", lambda x: x >= -1),
     load_format=_choice("auto", "dummy"),
     dtype=Option(str, "auto"),
     device=Option(str, "auto"),

@@ -1,11 +1,7 @@
 """The results for a caller: a RequestOutput per request, with a CompletionOutput per sample. The names are vLLM's."""
-from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
+from weakref import WeakKeyDictionary
 
 
 @dataclass
@@ -24,7 +20,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while the sample runs
     stop_reason: int | str | None = None  # the stop token of stop_token_ids, the stop string, or the error's sentence
-    logprobs: list[Mapping[int, Logprob]] | None = None  # for each token: its own Logprob and those of the best tokens
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: its own Logprob and those of the best tokens
     cumulative_logprob: float | None = None  # the sum of the tokens' log probabilities, if the request asked for them
     score: float | None = None  # the score by which a beam search ranks the samples
 
@@ -67,7 +63,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the cache
     # For each prompt token; None for the first token, which no other token predicts.
-    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     sequences: list[BeamSearchSequence] | None = None  # of a beam search: the outputs again, in vLLM's form
     metrics: RequestMetrics | None = None  # None: without drafts
 
@@ -84,56 +80,25 @@ class RequestError(RuntimeError):
         self.output = output
 
 
-def token_logprobs(token: int, found: tuple[float, int, Any, Any], count: int,
-                   tokenizer: Any) -> Mapping[int, Logprob]:
-    """Token id -> Logprob, of the token itself first and then of the `count` best tokens (-1: of all tokens).
+def token_logprobs(token: int, found: tuple[float, int, list[int], list[float]], tokenizer: Any) -> dict[int, Logprob]:
+    """Token id -> Logprob, of the token itself first and then of the best tokens.
 
     found: (the token's log probability, its rank, the ids of the best tokens, their log probabilities), from the runner
     """
     own, rank, ids, logprobs = found
-    count = len(ids) if count < 0 else count
-    if not isinstance(ids, list):
-        return _ManyLogprobs(token, own, rank, ids[:count], logprobs[:count], tokenizer)
-    result = {token: _logprob(token, own, rank, tokenizer)}
-    for place, (best, logprob) in enumerate(zip(ids[:count], logprobs), 1):
+    texts = _TEXTS.setdefault(tokenizer, {}) if tokenizer else {}
+
+    def text(token: int) -> str | None:
+        if token not in texts and tokenizer:
+            texts[token] = tokenizer.decode([token], skip_special_tokens=False)
+        return texts.get(token)
+
+    result = {token: Logprob(own, rank, text(token))}
+    for place, (best, logprob) in enumerate(zip(ids, logprobs), 1):
         if best not in result:
-            result[best] = _logprob(best, logprob, place, tokenizer)
+            result[best] = Logprob(logprob, place, text(best))
     return result
 
 
-def _logprob(token: int, logprob: float, rank: int, tokenizer: Any) -> Logprob:
-    return Logprob(logprob, rank, tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None)
-
-
-class _ManyLogprobs(Mapping):
-    """The result of `token_logprobs` for the whole vocabulary, on the runner's tensors.
-
-    An entry is made when it is looked up: all entries of a vocabulary of 152,000 would take two seconds and 50 MB.
-    """
-
-    def __init__(self, token: int, own: float, rank: int, ids: "Tensor", logprobs: "Tensor", tokenizer: Any):
-        self._token = token
-        self._own = own
-        self._rank = rank
-        self._tokenizer = tokenizer
-        self._ids = ids  # [count], best token first
-        self._logprobs = logprobs  # [count]
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """Token id -> its place in the tensors, with the token itself first."""
-        ids = self._ids.tolist()
-        own_place = ids.index(self._token) if self._token in ids else len(ids)
-        return {self._token: own_place} | {id: place for place, id in enumerate(ids)}
-
-    def __getitem__(self, token: int) -> Logprob:
-        place = self._places[token]
-        if token == self._token:
-            return _logprob(token, self._own, self._rank, self._tokenizer)
-        return _logprob(token, self._logprobs[place].item(), place + 1, self._tokenizer)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+# Tokenizer -> the texts of its tokens. With the log probabilities of all tokens, each is needed at every position.
+_TEXTS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()

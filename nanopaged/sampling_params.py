@@ -52,7 +52,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             check_kind(name, getattr(self, name), (str, NoneType), "a string")
         if self.choice is not None:
-            check_number("choice", self.choice, (list, tuple), lambda x: x and all(isinstance(y, str) and y for y in x),
+            check_number("choice", self.choice, (list, tuple), lambda x: x and _are_texts(x),
                          "a list of strings that are not empty")
 
     @property
@@ -114,8 +114,8 @@ class SamplingParams:
     max_tokens: the largest number of new tokens; None: limited by the model's positions only
     min_tokens: the number of new tokens before an end-of-sequence token, a stop token or a stop string can end the text
     logprobs, prompt_logprobs: return the log probability of each generated token, or of each prompt token, and of this
-        number of best tokens at its position (0: none, -1: all). These are the model's log probabilities, before
-        penalties, biases, filters and temperature
+        number of best tokens at its position (0: none, -1: all; up to LLM's max_logprobs). These are the model's log
+        probabilities, before penalties, biases, filters and temperature
     detokenize: return texts; False returns token ids only
     skip_special_tokens: leave special tokens out of the text
     include_stop_str_in_output: cut the text after the stop string instead of before it
@@ -157,24 +157,18 @@ class SamplingParams:
     guided_decoding: None = None  # vLLM's old name; any value is refused
 
     def __post_init__(self) -> None:
-        _read_number(self, "n", Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _read_number(self, name, Real, lambda x: -2 <= x <= 2, "a number from -2 to 2")
-        _read_number(self, "repetition_penalty", Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
-        _read_number(self, "temperature", Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
-        _read_number(self, "top_p", Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        _read_number(self, "top_k", Integral, lambda x: -1 <= x < 2**63,
-                     "an integer of at least 1, or 0 for all tokens")
-        _read_number(self, "min_p", Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-        if self.seed is not None:
-            _read_number(self, "seed", Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
-        self._check_lengths()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _read_number(self, name, Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens")
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            check_kind(name, getattr(self, name), bool, "True or False")
-        self._check_lists()
+        for name, check in SETTINGS.items():
+            _read(self, name, *check)
+        if self.max_tokens is not None:
+            check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
+                         f"at most max_tokens {self.max_tokens}")
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = _read_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _read_token_ids("allowed_token_ids", self.allowed_token_ids,
+                                                     "a list of at least one token id", smallest=1)
+        if self.logit_bias is not None:
+            self.logit_bias = _read_bias(self.logit_bias)
         if self.guided_decoding is not None:
             raise ValueError("guided_decoding is given, which vLLM has replaced; use structured_outputs")
         if isinstance(self.structured_outputs, dict):
@@ -188,41 +182,19 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
 
-    def _check_lengths(self) -> None:
-        if self.max_tokens is not None:
-            _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1, or None")
-        _read_number(self, "min_tokens", Integral, lambda x: 0 <= x <= MOST_TOKENS,
-                     f"an integer from 0 to {MOST_TOKENS}")
-        if self.max_tokens is not None:
-            check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
-                         f"at most max_tokens {self.max_tokens}")
-
-    def _check_lists(self) -> None:
-        def are_texts(texts: Iterable[Any]) -> bool:
-            return all(isinstance(text, str) and text for text in texts)
-
-        if self.stop is not None:
-            check_number("stop", self.stop, (str, list, tuple), lambda x: x if isinstance(x, str) else are_texts(x),
-                         "a string that is not empty, or a list of them")
-        if self.bad_words is not None:
-            check_number("bad_words", self.bad_words, (list, tuple), are_texts, "a list of strings that are not empty")
-        if self.stop_token_ids is not None:
-            self.stop_token_ids = _read_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _read_token_ids("allowed_token_ids", self.allowed_token_ids,
-                                                     "a list of at least one token id", smallest=1)
-        if self.logit_bias is not None:
-            self.logit_bias = _read_bias(self.logit_bias)
-        if self.logits_processors is not None:
-            check_number("logits_processors", self.logits_processors, (list, tuple), lambda x: all(map(callable, x)),
-                         "a list of functions (token_ids, logits) -> logits")
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if logit_bias or allowed_token_ids names a token outside of the model's vocabulary."""
         for name in ("logit_bias", "allowed_token_ids"):
             token: int = max(getattr(self, name) or (), default=0)
             if token >= vocab_size:
                 raise ValueError(f"{name} has token id {token}; the model's ids are 0 to {vocab_size - 1}")
+
+    def check_logprobs(self, most: int) -> None:
+        """Raise ValueError for more log probabilities of a token than LLM's max_logprobs, `most`, allows (-1: any)."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None and count > most >= 0:
+                raise ValueError(f"{name} must be at most max_logprobs {most}, or -1 for all tokens, not {count}; make "
+                                 "the LLM with a larger max_logprobs")
 
     @classmethod
     def from_generation_config(cls, config: dict[str, Any], **given: Any) -> "SamplingParams":
@@ -286,13 +258,19 @@ def wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _read_number(settings: Any, name: str, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
-    """Check a number among the settings, and convert it to a number of Python's own."""
-    given = getattr(settings, name)
-    check_kind(name, given, kind, expected)
-    number = _as_python(given)
-    check_number(name, number, kind, in_range, expected)
-    setattr(settings, name, number)
+def _are_texts(texts: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) and text for text in texts)
+
+
+def _read(settings: Any, name: str, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
+    """Check one of the settings, and convert a number to one of Python's own."""
+    value = getattr(settings, name)
+    check_kind(name, value, kind, expected)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        value = _as_python(value)
+        setattr(settings, name, value)
+    if value is not None and not in_range(value):
+        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
 def _as_python(number: Any) -> Any:
@@ -324,6 +302,34 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     return result
 
 
+# What each setting must be: its type, whether a value of this type is in range (None is), and the words for both.
+FLAG = bool, lambda x: True, "True or False"
+PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
+COUNT = (Integral, NoneType), lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
+SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
+    n=(Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"),
+    presence_penalty=PENALTY, frequency_penalty=PENALTY,
+    repetition_penalty=(Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6"),
+    temperature=(Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6"),
+    top_p=(Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    top_k=(Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens"),
+    min_p=(Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    seed=((Integral, NoneType), lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"),
+    max_tokens=((Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None"),
+    min_tokens=(Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}"),
+    logprobs=COUNT, prompt_logprobs=COUNT,
+    ignore_eos=FLAG, detokenize=FLAG, skip_special_tokens=FLAG, include_stop_str_in_output=FLAG,
+    stop=((str, list, tuple, NoneType), lambda x: x if isinstance(x, str) else _are_texts(x),
+          "a string that is not empty, or a list of them"),
+    bad_words=((list, tuple, NoneType), _are_texts, "a list of strings that are not empty"),
+    logits_processors=((list, tuple, NoneType), lambda x: all(map(callable, x)),
+                       "a list of functions (token_ids, logits) -> logits"))
+BEAM_SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
+    beam_width=SETTINGS["n"], max_tokens=(Integral, lambda x: x >= 1, "an integer of at least 1"),
+    length_penalty=(Real, lambda x: -30 <= x <= 30, "a number from -30 to 30"), ignore_eos=FLAG,
+    temperature=(Real, lambda x: x == 0, "0 in a beam search, which does not sample"))
+
+
 @dataclass
 class BeamSearchParams:
     """Settings of a beam search, which nanopaged/api/beam.py explains. The names are vLLM's; early_stopping is that of
@@ -349,12 +355,8 @@ class BeamSearchParams:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        _read_number(self, "beam_width", Integral, lambda x: 1 <= x <= MOST_SEQUENCES,
-                     f"an integer from 1 to {MOST_SEQUENCES}")
-        _read_number(self, "max_tokens", Integral, lambda x: x >= 1, "an integer of at least 1")
-        _read_number(self, "length_penalty", Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
-        check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
-        _read_number(self, "temperature", Real, lambda x: x == 0, "0 in a beam search, which does not sample")
+        for name, check in BEAM_SETTINGS.items():
+            _read(self, name, *check)
         if not is_one_of(self.early_stopping, ("never",)):
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 

@@ -72,6 +72,8 @@ class LLM:
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
+    max_logprobs: the most log probabilities of a token that a request may ask for; -1: any number. All
+        tokens (logprobs=-1) are always possible
     override_generation_config: a dict of what goes before entries of that file, {"temperature": 0.6} for example
     hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
     tokenizer, tokenizer_revision, skip_tokenizer_init: the directory or name of another tokenizer; its revision on the
@@ -110,7 +112,7 @@ class LLM:
                  tokenizer: str | None = None, tokenizer_revision: str | None = None, skip_tokenizer_init: bool = False,
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
-                 override_generation_config: dict | None = None, **vllm_options: Any):
+                 override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
         check_options(locals(), vllm_options)
         override = read_override(override_generation_config)
         find = partial(find_checkpoint, token=hf_token, cache=download_dir)
@@ -140,7 +142,7 @@ class LLM:
         managers = [_make_block_manager(runner, size, enable_prefix_caching, window, swap_space)
                     for runner, size in zip(self.runners, pools)]
         self._make_engine(managers, max_num_seqs, max_num_batched_tokens)
-        self.use_priority = scheduling_policy == "priority"
+        self.use_priority, self.max_logprobs = scheduling_policy == "priority", max_logprobs
         self.default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
         self.requests: dict[str, Request] = {}  # those under way
         self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
@@ -309,6 +311,7 @@ class LLM:
                      "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
         text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
         params.check_vocabulary(self.config.vocab_size)
+        params.check_logprobs(self.max_logprobs)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words

@@ -110,12 +110,11 @@ class Request:
         return sum((drafter.metrics for drafter in drafters), RequestMetrics()) if drafters else None
 
     def _convert_prompt_logprobs(self) -> list | None:
-        count = self.params.prompt_logprobs
-        if count is None:
+        if self.params.prompt_logprobs is None:
             return None
         for position, found in self.new_prompt_logprobs.items():
             token = self.prompt_token_ids[position]
-            self.prompt_logprobs[position] = token_logprobs(token, found, count, self.tokenizer)
+            self.prompt_logprobs[position] = token_logprobs(token, found, self.tokenizer)
         self.new_prompt_logprobs.clear()
         return list(self.prompt_logprobs)
 
@@ -172,7 +171,7 @@ class _Sample:
         if self.logprobs is not None and self.params.logprobs is not None:
             new, self.new_logprobs = self.new_logprobs, []
             for token, found in zip(result.token_ids[len(self.logprobs):], new):
-                self.logprobs.append(token_logprobs(token, found, self.params.logprobs, self.tokenizer))
+                self.logprobs.append(token_logprobs(token, found, self.tokenizer))
                 self.cumulative_logprob += found[0]
             result.logprobs, result.cumulative_logprob = list(self.logprobs), self.cumulative_logprob
         return result

@@ -75,6 +75,7 @@ ENGINE
   --gpu-memory-utilization X, --swap-space GIB   of the card [0.9]; host memory for preempted [0]
   --max-model-len N            longest sequence, prompt included [the model's limit]
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
+  --max-logprobs N             best tokens of --logprobs, or of the API's, at most [20]
   --no-enable-prefix-caching   compute common beginnings every time
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]

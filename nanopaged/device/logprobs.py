@@ -1,6 +1,6 @@
 """The log probabilities of a step, which few requests want: of sampled tokens, and of tokens of a prompt."""
 from itertools import islice
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.scheduling.additions import Sequence
 
-MANY_LOGPROBS = 1024  # of one token: with more they stay in tensors
 LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
 
 
@@ -51,7 +50,8 @@ def logprob_tensors(send: Callable, seqs: list[Sequence], parts: list[PromptPart
     return tensors
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int,
+                 at_once: int = LOGPROBS_AT_ONCE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log probabilities of the chosen tokens and of the k likeliest: logits [R, vocab_size], chosen [R].
 
     The logits are the model's, unedited, as in vLLM's default (logprobs_mode="raw_logprobs"). If k is -1 or larger than
@@ -62,7 +62,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     vocab_size = logits.shape[1]
     k = min(k, vocab_size) if k >= 0 else vocab_size
-    num_rows = max(1, LOGPROBS_AT_ONCE // vocab_size)  # R may be the tokens of a prompt: a few rows at a time
+    num_rows = max(1, at_once // vocab_size)  # R may be the tokens of a prompt: a few rows at a time
     parts = []
     for some_logits, tokens in zip(logits.split(num_rows), chosen.long()[:, None].split(num_rows)):
         logprobs = some_logits.float().log_softmax(-1)
@@ -82,30 +82,26 @@ def best_tokens(logprobs: Tensor, k: int) -> Tensor:
     return -keys.topk(k).values % 2**32
 
 
-def as_list(tensor: Tensor) -> list:
-    """As Python's numbers, row by row; very long rows stay tensors until their numbers are looked at."""
-    return list(tensor.clone()) if tensor.dim() == 2 and tensor.shape[1] > MANY_LOGPROBS else tensor.tolist()
-
-
 def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[Sequence], order: list[int],
                  parts: list[PromptPart]) -> engine.Sampled:
     """The step's tokens and their log probabilities, from the tensors of `logprob_tensors`: (own, rank, ids of the best
     tokens, theirs) for each token. The tensors' order is that of `seqs`, and the i-th token belongs to row order[i]."""
-    lists = [as_list(tensor) for tensor in tensors]
     wanting = [row for row, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
-    logprobs = {row: only(seqs[row].sampling.num_logprobs, *found) for row, found in zip(wanting, zip(*lists[:4]))}
-    of_prompts, prompts = zip(*lists[-4:]), []
-    for part in parts:
-        count = part.seq.sampling.num_prompt_logprobs
-        prompts.append((part.seq, part.first, [only(count, *found) for found in islice(of_prompts, part.num_tokens)]))
+    logprobs = dict(zip(wanting, as_lists(tensors[:4], [seqs[row].sampling.num_logprobs for row in wanting])))
+    counts = [part.seq.sampling.num_prompt_logprobs for part in parts for _ in part.rows]
+    of_prompts = iter(as_lists(tensors[-4:], counts))
+    prompts = [(part.seq, part.first, list(islice(of_prompts, part.num_tokens))) for part in parts]
     return engine.Sampled(tokens, [logprobs.get(row) for row in order] if wanting else None, prompts)
 
 
-def only(count: int, own: float, rank: int, ids: Any, logprobs: Any) -> tuple:
-    """A token's log probabilities with those of the `count` best only (-1: all): another sequence of the step may
-    want more."""
-    if 0 <= count < len(ids):
-        ids, logprobs = ids[:count], logprobs[:count]
-        if isinstance(ids, Tensor):  # as lists, because a slice would keep the whole tensor in memory
-            ids, logprobs = ids.tolist(), logprobs.tolist()
-    return own, rank, ids, logprobs
+def as_lists(tensors: list[Tensor], counts: list[int]) -> list[tuple]:
+    """(own, rank, ids of the best tokens, theirs) for each row, with the i-th row's counts[i] best tokens (-1: all).
+    Rows of one count are converted together. No row is converted further than it wants, because beside one that wants
+    the whole vocabulary that would take a hundred times longer."""
+    found: list[tuple] = [()] * len(counts)
+    for count in set(counts):
+        rows = [row for row, wanted in enumerate(counts) if wanted == count]
+        lists = [tensor[rows, :count if count >= 0 else None] for tensor in tensors[2:]]
+        for row, *values in zip(rows, *(tensor.tolist() for tensor in (tensors[0][rows], tensors[1][rows], *lists))):
+            found[row] = tuple(values)
+    return found

@@ -3,98 +3,114 @@ import gc
 import weakref
 
 import pytest
-import torch
 
-from nanopaged import SamplingParams, outputs
+from nanopaged import LLM, SamplingParams
 from nanopaged.api.beam import BeamGroup
 from nanopaged.api.request import _Sample
-from nanopaged.device import logprobs
-from nanopaged.outputs import token_logprobs
+from nanopaged.outputs import Logprob, token_logprobs
 from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.tests.helpers import load
 
 
-@pytest.fixture
-def converted(monkeypatch):
-    """The tokens whose log probabilities are made into objects."""
-    made, original = [], outputs._logprob
-    monkeypatch.setattr(outputs, "_logprob", lambda token, *args: made.append(token) or original(token, *args))
-    return made
-
-
-def run(llm, *request):
+def steps(llm, *request):
+    """The outputs of a request, step by step."""
     llm.add_request(*request)
     while llm.has_unfinished_requests():
-        for output in llm.step():
-            pass
-    return output
+        yield from llm.step()
 
 
-def test_log_probabilities_are_converted_once(converted):
+def test_log_probabilities_are_converted_once():
+    """Each output has the objects of the output before it."""
     llm = load(num_blocks=64, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, prompt_logprobs=2)
-    output = run(llm, "ROMEO: " * 20, params)
-    entries = [entry for entry in output.prompt_logprobs[1:] + output.outputs[0].logprobs]
-    assert len(converted) == sum(map(len, entries))
+    outputs = list(steps(llm, "ROMEO: " * 20, params))
+    assert len(outputs) >= 20
+    for earlier, later in zip(outputs, outputs[1:]):
+        assert all(a is b for a, b in zip(earlier.outputs[0].logprobs, later.outputs[0].logprobs))
+        assert all(a is b for a, b in zip(earlier.prompt_logprobs, later.prompt_logprobs) if a)
+    assert [len(output.outputs[0].logprobs) for output in outputs[-20:]] == list(range(1, 21))
 
 
-def test_a_stream_converts_log_probabilities_once_and_at_its_end(converted):
+def test_a_stream_converts_log_probabilities_at_its_end():
     llm = load(num_blocks=64)
     stream = llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True))
     next(stream)
-    assert not converted
-    assert "".join(stream) and 20 <= len(converted) <= 40
+    [request] = llm.requests.values()
+    assert not request.samples[0].logprobs and len(request.samples[0].new_logprobs) >= 1
+    assert "".join(stream) and len(request.samples[0].logprobs) == 20
+
+
+def test_a_token_is_decoded_once_for_all_positions():
+    class Tokenizer:
+        decoded: list = []
+
+        def decode(self, ids, skip_special_tokens):
+            self.decoded += ids
+            return "" if skip_special_tokens else f"<{ids[0]}>"
+
+    tokenizer, order = Tokenizer(), [3, 1, 0, 2]
+    for token in (1, 2):
+        found = token_logprobs(token, (-order.index(token) / 8, order.index(token) + 1, order, [0, -1/8, -2/8, -3/8]),
+                               tokenizer)
+        assert list(found) == [token, *(best for best in order if best != token)]
+        assert found == {best: Logprob(-i / 8, i + 1, f"<{best}>") for i, best in enumerate(order)}
+    assert sorted(tokenizer.decoded) == [0, 1, 2, 3]
+    assert token_logprobs(7, (-1.0, 9, [], []), None) == {7: Logprob(-1.0, 9, None)}
 
 
 def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
     made, original = [], _Sample.output
     monkeypatch.setattr(_Sample, "output", lambda self: made.append(self.index) or original(self))
     llm = load(num_blocks=256, max_num_seqs=4)
-    output = run(llm, "ROMEO:", SamplingParams(n=40, seed=1, max_tokens=5, ignore_eos=True))
+    *_, output = steps(llm, "ROMEO:", SamplingParams(n=40, seed=1, max_tokens=5, ignore_eos=True))
     assert len(made) == 40 + 40 * 5 - 4  # all at first, four of them with a token; then one for each token
     assert [sample.index for sample in output.outputs] == list(range(40))
     assert all(sample.finish_reason for sample in output.outputs)
 
 
 def test_an_earlier_output_does_not_change():
-    llm = load(num_blocks=64)
-    llm.add_request("ROMEO:", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0))
-    seen = []
-    while llm.has_unfinished_requests():
-        seen += llm.step()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    seen = list(steps(load(num_blocks=64), "ROMEO:", params))
     assert [len(output.outputs[0].token_ids) for output in seen] == [1, 2, 3]
     assert [len(output.outputs[0].logprobs) for output in seen] == [1, 2, 3]
 
 
-def test_a_request_keeps_the_log_probabilities_that_it_wants(monkeypatch):
-    """The request gets no more beside one that wants all of them, whether rows stay tensors or not."""
-    kept = {}
-    for many in (1024, 2):
-        monkeypatch.setattr(logprobs, "MANY_LOGPROBS", many)
-        llm = load(num_blocks=64)
-        params = [SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n) for n in (1, -1, 0)]
-        ids = [llm.add_request("ROMEO:", p) for p in params]
-        requests = [llm.requests[request_id] for request_id in ids]
-        with llm._steps_until(lambda: not llm.requests):
-            llm.unreported.clear()
-        raw = [request.samples[0].new_logprobs + [*request.new_prompt_logprobs.values()] for request in requests]
-        assert [{len(found[2]) for found in of_request} for of_request in raw] == [{1}, {llm.config.vocab_size}, {0}]
-        outputs_of = [request.output() for request in requests]
-        kept[many] = [[{token: (e.logprob, e.rank, e.decoded_token) for token, e in entry.items()}
-                       for entry in output.prompt_logprobs[1:] + output.outputs[0].logprobs] for output in outputs_of]
-    assert kept[2] == kept[1024]
+def test_a_request_keeps_the_log_probabilities_that_it_wants():
+    """The request gets no more beside one that wants all of them."""
+    llm = load(num_blocks=64)
+    params = [SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n) for n in (1, -1, 0, 5)]
+    ids = [llm.add_request("ROMEO:", p) for p in params]
+    requests = [llm.requests[request_id] for request_id in ids]
+    with llm._steps_until(lambda: not llm.requests):
+        llm.unreported.clear()
+    for request, count in zip(requests, (1, llm.config.vocab_size, 0, 5)):
+        raw = request.samples[0].new_logprobs + [*request.new_prompt_logprobs.values()]
+        assert {len(found[2]) for found in raw} == {len(found[3]) for found in raw} == {count}
+    entries = [output.prompt_logprobs[1:] + output.outputs[0].logprobs
+               for output in (request.output() for request in requests)]
+    for some, every in zip(entries[0] + entries[2] + entries[3], entries[1] * 3):
+        assert some.items() <= every.items() and set(list(every)[:len(some) - 1]) <= set(some)
 
 
-def test_very_many_log_probabilities_are_made_when_they_are_looked_up(converted):
-    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
-    values = -torch.arange(5000) / 100.0
-    place = ids.tolist().index(17)
-    lazy = token_logprobs(17, (-place / 100, place + 1, ids, values), -1, None)
-    plain = token_logprobs(17, (-place / 100, place + 1, ids.tolist(), values.tolist()), -1, None)
-    converted.clear()
-    assert lazy[17] == plain[17] and lazy[int(ids[3])] == plain[int(ids[3])]
-    assert len(lazy) == 5000 and len(converted) == 2
-    assert list(lazy) == list(plain) and lazy == plain and 5000 not in lazy
+@pytest.mark.parametrize("most", [0, 3, 20, -1])
+def test_max_logprobs_bounds_what_a_request_may_ask_for(most):
+    llm = load(num_blocks=64, max_logprobs=most)
+    for name in ("logprobs", "prompt_logprobs"):
+        for count in (-1, 0, most, 60 if most < 0 else 0):
+            [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=1, **{name: count}))
+            [entry] = output.outputs[0].logprobs or output.prompt_logprobs[1:]
+            assert len(entry) in ({llm.config.vocab_size} if count < 0 else {count, count + 1})
+        if most >= 0:
+            with pytest.raises(ValueError, match=f"^{name} must be at most max_logprobs {most}, or -1 for all tokens, "
+                                                 f"not {most + 1}; make the LLM with a larger max_logprobs$"):
+                llm.generate([[1, 2]], SamplingParams(max_tokens=1, **{name: most + 1}))
+    assert not llm.requests
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, "5", None, True])
+def test_max_logprobs_is_a_number(value):
+    with pytest.raises(ValueError, match="^max_logprobs must be an integer of at least 0, or -1 for any number, not "):
+        LLM(max_logprobs=value)
 
 
 def test_the_engine_forgets_what_has_finished():
