@@ -125,13 +125,6 @@ def test_greedy_takes_the_best_token():
     assert tokens.dtype == torch.int64 and tokens.device == logits.device and tokens.shape == (64,)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(top_k=3), dict(top_p=0.5), dict(min_p=0.5), dict(top_k=2, top_p=0.1, min_p=1.0)], ids=str)
-def test_greedy_ignores_filters_and_numbers(settings):
-    logits = normal(1000).tolist()
-    assert set(draws(logits, 50, temperature=0, **settings)) == {logits.index(max(logits))}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_greedy_rows_among_others_tell_neighbouring_numbers_apart(dtype):
     """The best logit is the next number after all others, wherever it stands; of equal logits the first is taken."""
@@ -147,12 +140,11 @@ def test_greedy_rows_among_others_tell_neighbouring_numbers_apart(dtype):
     assert tokens == places + [0] * 7
 
 
-def test_greedy_rows_among_others_stay_greedy():
+def test_greedy_rows_ignore_filters_and_numbers():
     logits = normal(40, 100)
-    rows = [dict(temperature=0 if i % 2 else 5.0, top_k=i % 3) for i in range(40)]
-    tokens = sample(logits, settings_batch(rows, range(40), range(40))).tolist()
-    assert tokens[1::2] == logits.argmax(-1)[1::2].tolist()
-    assert tokens[::2] != logits.argmax(-1)[::2].tolist()
+    rows = [dict(temperature=0 if i % 2 else 5.0, top_k=i % 3, top_p=1 - i % 4 / 5, min_p=i % 5 / 4) for i in range(40)]
+    tokens, best = sample(logits, settings_batch(rows, range(40), range(40))).tolist(), logits.argmax(-1).tolist()
+    assert tokens[1::2] == best[1::2] and tokens[::2] != best[::2]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-5, 1e-3])
@@ -162,33 +154,19 @@ def test_a_tiny_temperature_is_greedy(temperature):
     assert set(draws(logits, 20, temperature=temperature)) == {2}
 
 
-def test_a_small_temperature_still_draws():
-    assert_distribution(draws([0.0, -1e-4, -1.0], 4000, temperature=1e-4), softmax([0.0, -1e-4, -1.0], 1e-4))
-
-
-def test_a_huge_temperature_is_uniform():
-    assert_distribution(draws(normal(20), 20_000, temperature=1e30), [1 / 20] * 20)
-
-
-@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 2.5])
+@pytest.mark.parametrize("settings", [
+    *(dict(temperature=temperature) for temperature in (1e-4, 0.3, 0.8, 1.0, 2.5, 1e30)), dict(top_k=5),
+    dict(temperature=0.9, top_p=0.7), dict(temperature=0.9, min_p=0.2), dict(top_k=9, top_p=0.8, min_p=0.05)], ids=str)
 @pytest.mark.parametrize("vary", ["position", "seed"])
-def test_tokens_come_as_often_as_their_probability(temperature, vary):
-    logits, count = normal(30, scale=2.0), 40_000
+def test_tokens_come_as_often_as_their_probability(settings, vary):
+    """Where a filter leaves some tokens, that is their probability among them."""
+    logits, count = normal(30, scale=2 * min(1, settings.get("temperature", 1))), 40_000
     counting, fixed = range(count), [7] * count
     seeds, positions = (counting, fixed) if vary == "seed" else (fixed, counting)
-    batch = settings_batch([dict(temperature=temperature)] * count, seeds, positions)
-    assert_distribution(sample(logits.repeat(count, 1), batch).tolist(), softmax(logits.tolist(), temperature))
-
-
-@pytest.mark.parametrize("settings", [
-    dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.8, min_p=0.05)], ids=str)
-def test_filtered_tokens_come_as_often_as_their_renormalised_probability(settings):
-    logits = normal(30, scale=1.5)
-    where = stretches(logits.tolist(), temperature=0.9, **settings)
-    probs = [where[token][1] - where[token][0] if token in where else 0.0 for token in range(30)]
-    tokens = draws(logits, 40_000, temperature=0.9, **settings)
-    assert set(tokens) == set(where)
-    assert_distribution(tokens, probs)
+    where = stretches(logits.tolist(), **settings)
+    tokens = sample(logits.repeat(count, 1), settings_batch([settings] * count, seeds, positions)).tolist()
+    assert set(tokens) == set(where) or not settings.keys() & {"top_k", "top_p", "min_p"}
+    assert_distribution(tokens, [where[token][1] - where[token][0] if token in where else 0.0 for token in range(30)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,24 +211,37 @@ def test_every_draw_is_the_references(vocab_size, ties):
         assert_inverse_transform(tokens[i], numbers[i], stretches(logits[i].tolist(), **row))
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (dict(top_k=1), {1, 3, 5}), (dict(top_k=2), {1, 3, 5}), (dict(top_k=3), {1, 3, 5}), (dict(top_k=4), set(range(8))),
-    (dict(top_k=8), set(range(8))), (dict(top_k=9), set(range(8))), (dict(top_k=INT64_MAX), set(range(8))),
-    (dict(top_k=0), set(range(8))), (dict(top_k=-1), set(range(8))),
-    (dict(top_p=1e-300), {1}), (dict(top_p=1e-30), {1}), (dict(top_p=0.24), {1}), (dict(top_p=0.249), {1}),
-    (dict(top_p=0.26), {1, 3}),
-    (dict(top_p=0.499), {1, 3}), (dict(top_p=0.749), {1, 3, 5}), (dict(top_p=0.76), {0, 1, 3, 5}),
-    (dict(top_p=1.0), set(range(8))),
-    (dict(min_p=1.0), {1, 3, 5}), (dict(min_p=0.21), {1, 3, 5}), (dict(min_p=0.19), set(range(8))),
-    (dict(min_p=1.0, top_k=2), {1, 3, 5}), (dict(min_p=0.19, top_p=0.499, top_k=4), {1, 3}),
-    (dict(top_k=1, top_p=0.3), {1}), (dict(top_k=1, top_p=0.34), {1, 3}), (dict(min_p=0.21, top_p=0.67), {1, 3, 5}),
-    (dict(top_k=1, top_p=1e-30, min_p=1.0), {1}),
+# Three tokens weigh 1/4 and five weigh 1/20, up to each device's rounding. Every token that equals the k-th stays with
+# it; top_p keeps the equal tokens with the lower ids, and no more of them than it was told to.
+TIES = [math.log(p) for p in (0.05, 0.25, 0.05, 0.25, 0.05, 0.25, 0.05, 0.05)]
+SHARES = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]  # the first two have 4/7 and 3/7 of what they have together
+ALL = set(range(8))
+
+
+@pytest.mark.parametrize("logits, settings, expected", [
+    *((TIES, *case) for case in [
+        (dict(top_k=1), {1, 3, 5}), (dict(top_k=3), {1, 3, 5}), (dict(top_k=4), ALL), (dict(top_k=9), ALL),
+        (dict(top_k=INT64_MAX), ALL), (dict(top_k=0), ALL), (dict(top_k=-1), ALL), (dict(top_p=1e-300), {1}),
+        (dict(top_p=0.249), {1}), (dict(top_p=0.26), {1, 3}), (dict(top_p=0.749), {1, 3, 5}),
+        (dict(top_p=0.76), {0, 1, 3, 5}), (dict(top_p=1.0), ALL), (dict(min_p=1.0), {1, 3, 5}),
+        (dict(min_p=0.21), {1, 3, 5}), (dict(min_p=0.19), ALL), (dict(min_p=1.0, top_k=2), {1, 3, 5}),
+        (dict(min_p=0.19, top_p=0.499, top_k=4), {1, 3}), (dict(top_k=1, top_p=0.3), {1}),
+        (dict(top_k=1, top_p=0.34), {1, 3}), (dict(min_p=0.21, top_p=0.67), {1, 3, 5})]),
+    # top_p takes its share of what top_k and min_p leave.
+    *((SHARES, *case) for case in [
+        (dict(top_p=0.5), {0, 1}), (dict(top_k=2, top_p=0.5), {0}), (dict(min_p=0.7, top_p=0.5), {0}),
+        (dict(top_p=0.75), {0, 1, 2}), (dict(top_k=3, top_p=0.75), {0, 1})]),
+    # The sum of equal quarters is exact: a top_p that is met keeps no more.
+    *(([3.0] * 4, dict(top_p=top_p), set(range(n))) for top_p, n in [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4)]),
+    # A filter sees the probabilities after temperature.
+    *(([0.0, -1.0, -2.0, -3.0], *case) for case in [
+        (dict(temperature=0.5, min_p=0.1), {0, 1}), (dict(temperature=2.0, min_p=0.1), {0, 1, 2, 3}),
+        (dict(temperature=0.1, top_p=0.99), {0}), (dict(temperature=5.0, top_p=0.99), {0, 1, 2, 3})]),
+    # top_k compares logits: the probabilities of the first three are the same number in float32.
+    *(([1e-8, 3e-8, 2e-8, -50.0], dict(temperature=temperature, top_k=1), {1}) for temperature in (0, 1)),
 ], ids=str)
-def test_equal_tokens_at_the_edge_of_a_filter(settings, expected):
-    """Three tokens weigh 1/4 and five weigh 1/20, up to each device's rounding. Every token that equals the k-th stays
-    with it; top_p keeps the equal tokens with the lower ids, and no more of them than it was told to."""
-    probs = [0.05, 0.25, 0.05, 0.25, 0.05, 0.25, 0.05, 0.05]
-    assert set(draws([math.log(p) for p in probs], 2000, **settings)) == expected
+def test_the_tokens_that_a_filter_keeps(logits, settings, expected):
+    assert set(draws(logits, 2000, **settings)) == expected
 
 
 def test_filters_after_one_another_keep_what_transformers_keeps():
@@ -258,35 +249,6 @@ def test_filters_after_one_another_keep_what_transformers_keeps():
     cases = json.loads((GOLDEN / "filters" / "expected.json").read_text())["cases"]
     wrong = [case for case in cases if set(draws(case["logits"], 2000, **case["settings"])) != set(case["kept"])]
     assert len(cases) == 72 and not wrong
-
-
-def test_top_p_takes_its_share_of_what_top_k_and_min_p_leave():
-    """The first two tokens of four have 4/7 and 3/7 of what they have together, the first three 4/9, 3/9 and 2/9."""
-    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
-    for settings, expected in ((dict(top_p=0.5), {0, 1}), (dict(top_k=2, top_p=0.5), {0}),
-                               (dict(min_p=0.7, top_p=0.5), {0}), (dict(top_p=0.75), {0, 1, 2}),
-                               (dict(top_k=3, top_p=0.75), {0, 1})):
-        assert set(draws(logits, 2000, **settings)) == expected
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_top_k_compares_logits(temperature):
-    """The probabilities of these three logits are the same number in float32."""
-    assert set(draws([1e-8, 3e-8, 2e-8, -50.0], 100, temperature=temperature, top_k=1)) == {1}
-
-
-def test_a_top_p_that_is_met_exactly_keeps_no_more():
-    """Four equal tokens are 1/4 each, without rounding."""
-    for top_p, size in [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4)]:
-        assert set(draws([3.0] * 4, 500, top_p=top_p)) == set(range(size))
-
-
-def test_a_filter_sees_the_probabilities_after_temperature():
-    logits = [0.0, -1.0, -2.0, -3.0]
-    assert set(draws(logits, 2000, temperature=0.5, min_p=0.1)) == {0, 1}
-    assert set(draws(logits, 2000, temperature=2.0, min_p=0.1)) == {0, 1, 2, 3}
-    assert set(draws(logits, 2000, temperature=0.1, top_p=0.99)) == {0}
-    assert set(draws(logits, 2000, temperature=5.0, top_p=0.99)) == {0, 1, 2, 3}
 
 
 def test_top_p_of_one_keeps_the_tail():
@@ -309,65 +271,34 @@ MIXED = [dict(), dict(temperature=0), dict(top_k=3), dict(top_p=0.8), dict(min_p
 
 
 @pytest.mark.parametrize("vocab_size", [13, 1024, 50_257])
-def test_a_row_in_a_batch_equals_the_row_alone(vocab_size):
-    logits = normal(45, vocab_size, scale=2.0)
-    rows = [MIXED[i % len(MIXED)] for i in range(45)]
-    seeds, positions = [i * i - 50 for i in range(45)], [1000 - i for i in range(45)]
-    together = sample(logits, settings_batch(rows, seeds, positions)).tolist()
-    alone = [sample(logits[i:i + 1], settings_batch([rows[i]], [seeds[i]], [positions[i]])).item() for i in range(45)]
-    assert together == alone
+def test_a_row_draws_the_same_in_any_batch(vocab_size):
+    """Alone, at any place, and beside any others, with a filter or without; and the logits stay as they were."""
+    rng, logits, rows = random.Random(vocab_size), normal(45, vocab_size, scale=2.0), MIXED * 5
+    seeds, positions, before = [i * i - 50 for i in range(45)], [1000 - i for i in range(45)], logits.clone()
+    expected = sample(logits, settings_batch(rows, seeds, positions)).tolist()
+    for some in [[i] for i in range(45)] + [rng.sample(range(45), rng.randint(2, 45)) for _ in range(5)]:
+        batch = settings_batch(*([values[i] for i in some] for values in (rows, seeds, positions)))
+        assert sample(logits[some], batch).tolist() == [expected[i] for i in some]
+    assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("settings, count", [
-    ({}, 200), (dict(top_k=100_000), 200 if DEVICE == "cuda" else 10)], ids=str)
-def test_a_draw_among_very_many_equals_the_draw_alone(settings, count):
-    """150,000 tokens of much the same probability. A float sum that is rounded in another order for one row than for
-    several (torch.cumsum on a GPU) moves one number in a hundred to the token beside it."""
-    logits, row = normal(10, 150_000, scale=0.1), [settings]
-    for first in range(0, count, 10):
-        together = sample(logits, settings_batch(row * 10, [3] * 10, range(first, first + 10))).tolist()
-        pairs, alone = [], []
-        for i in range(10):
-            alone += sample(logits[i:i + 1], settings_batch(row, [3], [first + i])).tolist()
-        for i in range(0, 10, 2):
-            pairs += sample(logits[i:i + 2], settings_batch(row * 2, [3] * 2, [first + i, first + i + 1])).tolist()
-        assert alone == pairs == together
-
-
-@pytest.mark.parametrize("vocab_size", [1024, 30_000])
-@pytest.mark.parametrize("settings", [{}, dict(top_p=0.99)], ids=str)
-def test_a_draw_does_not_depend_on_the_number_of_rows(vocab_size, settings):
-    """A GPU's scan also cuts a row differently as the rows become more."""
-    count = 2000 if DEVICE == "cuda" else 60
+@pytest.mark.parametrize("vocab_size, settings, count, sizes", [
+    (1024, {}, 2000, (7, 50, 500)), (1024, dict(top_p=0.99), 2000, (7, 50, 500)), (30_000, {}, 2000, (7, 50, 500)),
+    (30_000, dict(top_p=0.99), 2000, (7, 50, 500)), (150_000, {}, 200, (1, 2)),
+    (150_000, dict(top_k=100_000), 200, (1, 2))], ids=str)
+def test_a_draw_does_not_depend_on_the_number_of_rows(vocab_size, settings, count, sizes):
+    """Tokens of much the same probability. A float sum that is rounded in another order for one row than for several
+    (torch.cumsum on a GPU) moves one number in a hundred to the token beside it; a GPU's scan also cuts a row
+    differently as the rows become more."""
+    count = count if DEVICE == "cuda" else 60 if vocab_size < 100_000 else 20
     logits = normal(count, vocab_size, scale=0.1)
     together = sample(logits, settings_batch([settings] * count, range(count), [9] * count)).tolist()
-    for size in (7, 50, 500):
+    for size in sizes:
         parts = []
         for rows in torch.arange(count).split(size):
             batch = settings_batch([settings] * len(rows), rows.tolist(), [9] * len(rows))
             parts += sample(logits[rows.to(DEVICE)], batch).tolist()
         assert parts == together
-
-
-@pytest.mark.parametrize("neighbour", MIXED[1:], ids=str)
-@pytest.mark.parametrize("vocab_size", [13, 32_000])
-def test_a_neighbours_settings_change_nothing(vocab_size, neighbour):
-    """One row differs; the other rows, without a filter, draw as if it were like them."""
-    logits = normal(24, vocab_size, scale=2.0)
-    plain = [dict(temperature=0.9)] * 24
-    expected = sample(logits, settings_batch(plain, range(24), range(24))).tolist()
-    for place in (0, 12, 23):
-        rows = [*plain]
-        rows[place] = neighbour
-        tokens = sample(logits, settings_batch(rows, range(24), range(24))).tolist()
-        assert tokens[:place] + tokens[place + 1:] == expected[:place] + expected[place + 1:]
-
-
-def test_a_draw_does_not_depend_on_the_rows_place():
-    logits = normal(1, 5000).repeat(64, 1)
-    for settings in MIXED:
-        batch = settings_batch([settings] * 64, [5] * 64, [9] * 64)
-        assert len(set(sample(logits, batch).tolist())) == 1
 
 
 @pytest.mark.parametrize("flags", [
@@ -379,19 +310,6 @@ def test_the_flags_save_work_and_decide_nothing(flags, settings):
     usual = sample(logits, settings_batch([settings] * 30, range(30), range(30)))
     cautious = sample(logits, settings_batch([settings] * 30, range(30), range(30), **flags))
     assert cautious.tolist() == usual.tolist()
-
-
-def test_the_logits_are_left_as_they_were():
-    logits = normal(len(MIXED), 100)
-    before = logits.clone()
-    sample(logits, settings_batch(MIXED, range(len(MIXED)), range(len(MIXED))))
-    assert torch.equal(logits, before)
-
-
-def test_the_same_request_draws_the_same_again():
-    logits = normal(1000)
-    assert draws(logits, 200, seed=3) == draws(logits, 200, seed=3)
-    assert draws(logits, 200, seed=3) != draws(logits, 200, seed=4)
 
 
 @pytest.mark.parametrize("settings", [
