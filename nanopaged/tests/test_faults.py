@@ -15,16 +15,42 @@ from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten
 # Requests that fail
 # --------------------------------------------------------------------------------------------------
 
-def test_broken_logits_end_that_request_and_not_the_batch():
+def nan(logits):
+    return logits * math.nan
+
+
+def oops(logits):
+    raise KeyError("oops")
+
+
+def finished(llm):
+    """Request id -> the last output of its sample, from llm.step()."""
+    results = {}
+    while llm.has_unfinished_requests():
+        results |= {output.request_id: output.outputs[0] for output in llm.step()}
+    return results
+
+
+@pytest.mark.parametrize("process, words", [(nan, "not a number"), (oops, "KeyError('oops')")])
+def test_broken_logits_end_that_request_and_not_the_batch(process, words):
+    """A token that was not drawn has no log probability either."""
+    llm, broken = load(), [lambda ids, logits: process(logits) if len(ids) == 3 else logits]
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, logits_processors=processors)
+              for processors in (None, broken, None)]
+    well, failed, other = (output.outputs[0] for output in llm.generate([PROMPT] * 3, params))
+    assert well.finish_reason == "length" and well.token_ids == other.token_ids and len(well.token_ids) == 8
+    assert failed.finish_reason == "error" and words in failed.stop_reason
+    assert failed.token_ids == well.token_ids[:3] and failed.logprobs == well.logprobs[:3]
+    total = sum(entry[token].logprob for entry, token in zip(failed.logprobs, failed.token_ids))
+    assert failed.cumulative_logprob == pytest.approx(total)
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_broken_weights_end_every_request_and_the_engine_goes_on():
     llm = load()
-    broken = dict(logits_processors=[lambda ids, logits: logits * math.nan if len(ids) == 3 else logits])
-    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **settings) for settings in ({}, broken, {})]
-    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 3, params)]
-    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
-    assert outputs[1].token_ids == outputs[0].token_ids[:3] and "not a number" in outputs[1].stop_reason
-    assert outputs[0].token_ids == outputs[2].token_ids
-    llm.runner.model.norm.weight.fill_(math.nan)  # bad weights: every request ends so, and the engine goes on
-    assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, params[0])] == ["error"] * 3
+    llm.runner.model.norm.weight.fill_(math.nan)
+    for _ in range(2):
+        assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, GREEDY)] == ["error"] * 3
     beam = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
     assert beam.finish_reason == "error" and "not a number" in beam.stop_reason
     with pytest.raises(RuntimeError, match="not a number"):
@@ -32,35 +58,10 @@ def test_broken_logits_end_that_request_and_not_the_batch():
     llm.scheduler.block_manager.check_idle()
 
 
-def test_a_logits_processor_that_raises_ends_its_request_and_no_other():
-    llm = load()
-    def process(token_ids, logits):
-        if len(token_ids) == 3:
-            raise KeyError("oops")
-        return logits
-    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=hooks)
-              for hooks in (None, [process])]
-    well, failed = (output.outputs[0] for output in llm.generate([PROMPT] * 2, params))
-    assert well.finish_reason == "length" and failed.finish_reason == "error"
-    assert "KeyError('oops')" in failed.stop_reason and failed.token_ids == well.token_ids[:3]
-    llm.scheduler.block_manager.check_idle()
-
-
 def test_broken_weights_do_not_keep_an_fp8_engine_from_starting(tmp_path):
     path = rewritten(tmp_path, "qwen3", lambda tensors: {name: tensor * math.nan for name, tensor in tensors.items()})
     llm = load(path, kv_cache_dtype="fp8")
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "error"
-
-
-def test_a_token_that_was_not_drawn_has_no_probability():
-    def process(token_ids, logits):
-        return logits * math.nan if len(token_ids) == 2 else logits
-
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, logits_processors=[process], ignore_eos=True)
-    failed = shared().generate(PROMPT, params)[0].outputs[0]
-    assert failed.finish_reason == "error" and len(failed.token_ids) == len(failed.logprobs) == 2
-    total = sum(entry[token].logprob for entry, token in zip(failed.logprobs, failed.token_ids))
-    assert failed.cumulative_logprob == pytest.approx(total)
 
 
 class Panic(BaseException):
@@ -84,10 +85,9 @@ def with_a_broken_tokenizer(prompt):
 def test_a_detokenizer_that_fails_ends_its_request_and_no_other(settings):
     params = [SamplingParams(temperature=0, max_tokens=8, **settings), SamplingParams(temperature=0, max_tokens=2)]
     expected = shared().generate(["ROMEO:", "JULIET:"], params[::-1])
-    llm, results = with_a_broken_tokenizer("JULIET:"), {}
+    llm = with_a_broken_tokenizer("JULIET:")
     ids = [llm.add_request(prompt, p) for prompt, p in zip(("JULIET:", "ROMEO:"), params)]
-    while llm.has_unfinished_requests():
-        results |= {output.request_id: output.outputs[0] for output in llm.step()}
+    results = finished(llm)
     again = [output.outputs[0] for output in llm.generate(["JULIET:", "ROMEO:"], params)]
     for failed, well in ([results[i] for i in ids], again):
         assert failed.finish_reason == "error" and "a broken vocabulary" in failed.stop_reason
@@ -127,7 +127,7 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
 
 @pytest.mark.parametrize("method", ["on_token", "fill_mask"])
 def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
-    llm, results = load(), {}
+    llm = load()
     ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
 
     def panic(*_):
@@ -137,8 +137,7 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     seq = llm.requests[ids[0]].sequences[0]
     seq.listener = llm.requests[ids[0]].samples[0]
     seq.sampling = seq.sampling._replace(grammar=SimpleNamespace(**grammar))
-    while llm.has_unfinished_requests():
-        results |= {output.request_id: output.outputs[0] for output in llm.step()}
+    results = finished(llm)
     assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
     assert tokens_of(shared().generate("ROMEO:", GREEDY)) == [results[ids[1]].token_ids]
 
@@ -147,13 +146,11 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
 def test_settings_that_were_changed_after_their_check(name, value):
     """They are checked again when a request is made of them, and a later change has no effect on it."""
     llm, params = load("llama2"), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    rid, outputs = llm.add_request([5, 6, 7], params), []
+    rid = llm.add_request([5, 6, 7], params)
     setattr(params, name, value)
     with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
         llm.add_request([5, 6, 7], params)
-    while llm.has_unfinished_requests():
-        outputs += llm.step()
-    assert outputs[-1].request_id == rid and len(outputs[-1].outputs[0].token_ids) == 4
+    assert len(finished(llm)[rid].token_ids) == 4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,40 +177,26 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
-def test_a_step_that_fails_after_sampling_leaves_no_trace_in_the_settings():
-    """The failed step's token, which no output has, must not count for the penalties."""
-    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0, frequency_penalty=1.0, ignore_eos=True)
-    expected = shared().generate(PROMPT, params)[0].outputs[0].token_ids
-    llm = load()
-    launch, fails = llm.runner.launch, [3, 7]
-
-    def fail(step):
-        read = launch(step)
-        if fails and len(step.seqs[0].token_ids) >= len(PROMPT) + fails[0]:
-            fails.pop(0)
-            raise torch.OutOfMemoryError("after everything was computed")
-        return read
-
-    llm.runner.launch = fail
-    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected and not fails
-
-
+@pytest.mark.parametrize("is_computed", [False, True])
 @pytest.mark.parametrize("fails_at", [5, 7, 9])
-def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
+def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
     """A sequence that waits out the failed step has a token that the host has not seen, and penalties count this token
-    all the same."""
+    all the same. They do not count the failed step's own token, which no output has."""
     def run(fails_at, lookahead):
-        llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75)
-        launch, numbers, llm.engine.lookahead = llm.runner.launch, count(1), lookahead
+        llm = load("llama3", block_size=4, max_num_batched_tokens=8, scheduling_policy="priority", num_blocks=75,
+                   lookahead=lookahead)
+        launch, numbers = llm.runner.launch, count(1)
 
         def fail(step):
-            if next(numbers) == fails_at:
+            fails = next(numbers) == fails_at
+            read = launch(step) if is_computed or not fails else None
+            if fails:
                 raise torch.OutOfMemoryError("for once")
-            return launch(step)
+            return read
 
         llm.runner.launch = fail
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=2.0,
-                                allowed_token_ids=list(range(20, 26)))
+                                presence_penalty=1.0, allowed_token_ids=list(range(20, 26)))
         rid = llm.add_request([5, 6, 7], params)
         for i in count():
             if i == 4:  # a request that takes whole steps for itself
@@ -222,7 +205,7 @@ def test_a_step_that_fails_leaves_the_settings_of_others_alone(fails_at):
                 if output.request_id == rid and output.finished:
                     return output.outputs[0].token_ids
 
-    assert run(fails_at, lookahead=1) == run(0, lookahead=0)
+    assert run(fails_at, lookahead=1) == run(fails_at, lookahead=0) == run(0, lookahead=0)
 
 
 # --------------------------------------------------------------------------------------------------
