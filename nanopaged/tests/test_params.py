@@ -104,15 +104,10 @@ def test_a_wrong_token_in_a_list_is_refused(name, before, value):
 @pytest.mark.parametrize("token, value, wrong", [
     ("x", 1, "x"), ("", 1, ""), ("-1", 1, "-1"), ("1.0", 1, "1.0"), ("\u0663", 1, "\u0663"), (1.0, 1, 1.0),
     (True, 1, True), (None, 1, None), (-1, 1, -1), (1, "1", "1"), (1, None, None), (1, True, True), (1, 1j, 1j),
-    (1, [1], [1]),
-], ids=repr)
+    (1, [1], [1]), (1, math.nan, math.nan)], ids=repr)
 def test_a_wrong_entry_of_logit_bias_is_refused(token, value, wrong):
     message = refusal(logit_bias={0: 0.5, token: value})
     assert message == f"logit_bias must be a dict from token ids to numbers, not {wrong!r}"
-
-
-def test_a_bias_that_is_no_number_is_refused():
-    assert refusal(logit_bias={0: math.nan}).endswith("not nan")
 
 
 def test_logit_bias_is_clamped_and_takes_the_ids_of_json():
@@ -122,9 +117,13 @@ def test_logit_bias_is_clamped_and_takes_the_ids_of_json():
     assert given["2"] == -1.5 and given[3] == 1000  # the caller's dict stays as it is
 
 
-def test_min_tokens_may_be_max_tokens_and_anything_without_one():
-    SamplingParams(max_tokens=40, min_tokens=40), SamplingParams(max_tokens=None, min_tokens=10**9)
+def test_min_tokens_may_be_max_tokens_and_fits_the_device():
+    for max_tokens, min_tokens in ((40, 40), (None, 10**9), (None, 2**31 - 1)):
+        assert SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens).min_tokens == min_tokens
     assert refusal(max_tokens=40, min_tokens=41) == "min_tokens must be at most max_tokens 40, not 41"
+    for max_tokens in (None, 2**40):
+        expected = "min_tokens must be an integer from 0 to 2147483647, not 2147483648"
+        assert refusal(max_tokens=max_tokens, min_tokens=2**31) == expected
 
 
 @pytest.mark.parametrize("name, value", [("logit_bias", {5: 1.0, 99: 1.0, 7: 1.0}), ("allowed_token_ids", [5, 99, 7])])
@@ -184,29 +183,24 @@ QWEN3 = dict(bos_token_id=151643, do_sample=True, eos_token_id=[151645, 151643],
              top_k=20, top_p=0.95, transformers_version="4.51.0")
 
 
-def test_a_generation_config_gives_defaults():
-    assert SamplingParams.from_generation_config({}) == SamplingParams()
-    assert SamplingParams.from_generation_config(QWEN3) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
-    every = dict(repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1, max_new_tokens=200)
-    assert SamplingParams.from_generation_config(every | dict(num_beams=4, typical_p=0.5)) == SamplingParams(
-        repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1, max_tokens=200)
+EVERY = dict(repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1)
+NOT_SAMPLED = dict(do_sample=False, temperature=0.6, top_k=20)
 
 
-def test_null_in_a_generation_config_is_nothing():
-    assert SamplingParams.from_generation_config(dict(temperature=None, top_k=None, do_sample=None)) == SamplingParams()
-
-
-def test_what_is_given_goes_before_the_generation_config():
-    config = QWEN3 | dict(max_new_tokens=9)
-    params = SamplingParams.from_generation_config(config, temperature=0, max_tokens=None, n=3, top_k=0)
-    assert params == SamplingParams(n=3, temperature=0, top_p=0.95, max_tokens=None)
-
-
-@pytest.mark.parametrize("config", [dict(do_sample=False), dict(do_sample=False, temperature=0.6, top_k=20)], ids=str)
-def test_a_model_that_is_not_to_be_sampled_is_decoded_greedily(config):
-    assert SamplingParams.from_generation_config(config).is_greedy
-    assert SamplingParams.from_generation_config(config, temperature=0.9).temperature == 0.9
-    assert not SamplingParams.from_generation_config(config | dict(do_sample=True)).is_greedy
+@pytest.mark.parametrize("config, given, expected", [
+    ({}, {}, {}), (QWEN3, {}, dict(temperature=0.6, top_k=20, top_p=0.95)),
+    (EVERY | dict(max_new_tokens=200, num_beams=4, typical_p=0.5), {}, EVERY | dict(max_tokens=200)),
+    (dict(temperature=None, top_k=None, do_sample=None), {}, {}),
+    # What is given goes before the file.
+    (QWEN3 | dict(max_new_tokens=9), dict(temperature=0, max_tokens=None, n=3, top_k=0),
+     dict(n=3, temperature=0, top_p=0.95, max_tokens=None)),
+    # A model that is not to be sampled is decoded greedily, unless a temperature is given.
+    (dict(do_sample=False), {}, dict(temperature=0)), (NOT_SAMPLED, {}, dict(temperature=0, top_k=20)),
+    (NOT_SAMPLED, dict(temperature=0.9), dict(temperature=0.9, top_k=20)),
+    (NOT_SAMPLED | dict(do_sample=True), {}, dict(temperature=0.6, top_k=20))], ids=str)
+def test_a_generation_config_gives_defaults(config, given, expected):
+    params = SamplingParams.from_generation_config(config, **given)
+    assert params == SamplingParams(**expected) and params.is_greedy == (params.temperature == 0)
 
 
 @pytest.mark.parametrize("config", [dict(top_p=1.5), dict(temperature="hot"), dict(max_new_tokens=0)], ids=str)
@@ -258,13 +252,6 @@ def test_floats_of_numpy_become_those_of_python(kind):
     assert refusal(temperature=half * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
 
 
-def test_min_tokens_fits_the_device():
-    assert SamplingParams(max_tokens=None, min_tokens=2**31 - 1).min_tokens == 2**31 - 1
-    for max_tokens in (None, 2**40):
-        expected = "min_tokens must be an integer from 0 to 2147483647, not 2147483648"
-        assert refusal(max_tokens=max_tokens, min_tokens=2**31) == expected
-
-
 def test_stop_token_ids_that_can_be_read_only_once_are_refused():
     """The check would use a generator up, and the engine would then see none."""
     assert refusal(stop_token_ids=iter([1, 2])).startswith("stop_token_ids must be ")
@@ -277,10 +264,6 @@ def test_the_defaults_are_valid_and_those_of_the_design():
         logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
         include_stop_str_in_output=False, logit_bias=None, allowed_token_ids=None, bad_words=None,
         logits_processors=None)
-
-
-def test_settings_are_checked_together():
-    assert refusal(temperature=0.8, top_p=0.9, top_k=40, min_p=2.0).startswith("min_p")
 
 
 def test_an_unknown_setting_is_not_dropped_in_silence():
