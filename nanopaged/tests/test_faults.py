@@ -11,9 +11,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.scheduling.recovery import STEPS_UNTIL_REGROWTH
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten, shared, tokens_of
 
-# --------------------------------------------------------------------------------------------------
-# Requests that fail
-# --------------------------------------------------------------------------------------------------
+# ---- Requests that fail
 
 def nan(logits):
     return logits * math.nan
@@ -153,9 +151,7 @@ def test_settings_that_were_changed_after_their_check(name, value):
     assert len(finished(llm)[rid].token_ids) == 4
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps that fail
-# --------------------------------------------------------------------------------------------------
+# ---- Steps that fail
 
 def test_an_error_inside_a_step_leaves_a_usable_engine():
     llm = load("llama2")
@@ -208,9 +204,7 @@ def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
     assert run(fails_at, lookahead=1) == run(fails_at, lookahead=0) == run(0, lookahead=0)
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory and blocks
-# --------------------------------------------------------------------------------------------------
+# ---- Memory and blocks
 
 def on_a_small_card(llm):
     """Let steps of more than 20 tokens run out of memory from now on. Returns the runner's own `launch`."""

@@ -82,9 +82,7 @@ def finish(llm, request_id):
     return output
 
 
-# --------------------------------------------------------------------------------------------------
-# Threads: nobody waits while others compute
-# --------------------------------------------------------------------------------------------------
+# ---- Threads: nobody waits while others compute
 
 def test_a_short_request_returns_with_its_last_token(busy):
     for _ in range(10):
@@ -178,9 +176,7 @@ def test_requests_come_from_many_threads():
     assert texts == {i: expected if i % 3 < 2 else None for i in range(12)}
 
 
-# --------------------------------------------------------------------------------------------------
-# From within a step: nothing changes beneath it
-# --------------------------------------------------------------------------------------------------
+# ---- From within a step: nothing changes beneath it
 
 @pytest.mark.parametrize("call", [
     lambda llm: llm.generate([[9]], tokens(2)), lambda llm: next(llm.stream([9], tokens(2))), lambda llm: llm.step(),
@@ -243,9 +239,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(wh
     llm.scheduler.block_manager.check_idle()
 
 
-# --------------------------------------------------------------------------------------------------
-# Ctrl-C
-# --------------------------------------------------------------------------------------------------
+# ---- Ctrl-C
 
 def test_an_interrupt_comes_to_who_waits_for_another_thread():
     llm, held, done = load("llama2"), threading.Event(), threading.Event()

@@ -48,9 +48,7 @@ def bits(tensor: torch.Tensor) -> list:
     return tensor.view(torch.int32).tolist()
 
 
-# --------------------------------------------------------------------------------------------------
-# The reference: one sequence, Python's lists
-# --------------------------------------------------------------------------------------------------
+# ---- The reference: one sequence, Python's lists
 
 def edit(logits: list[float], start: Start) -> list[float]:
     """The logits of the token after start.output_ids."""
@@ -84,9 +82,7 @@ def rank_and_best(logits: list[float], chosen: int, k: int) -> tuple[float, int,
     return logits[chosen] - norm, rank, best, [logits[token] - norm for token in best]
 
 
-# --------------------------------------------------------------------------------------------------
-# Sequences that come and go
-# --------------------------------------------------------------------------------------------------
+# ---- Sequences that come and go
 
 def keep_even(token_ids, logits):
     """A processor that changes its argument in place: no odd token comes after an odd number of tokens."""
@@ -96,6 +92,11 @@ def keep_even(token_ids, logits):
 
 def halve(token_ids, logits):
     return logits / 2
+
+
+def plain(row: int) -> Start:
+    """A row that runs without the editor's knowledge, or has run."""
+    return Start(row, SamplingParams(), [1], [], frozenset(), [])
 
 
 def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Start:
@@ -126,7 +127,8 @@ class Engine:
 
     def __init__(self, device, num_rows, seed, processors=False):
         self.device, self.num_rows, self.processors = device, num_rows, processors
-        self.rng, self.editor, self.sequences = random.Random(seed), editor_for(device, num_rows), {}
+        self.rng, self.editor = random.Random(seed), editor_for(device, num_rows)
+        self.sequences = {row: plain(row) for row in range(num_rows)}
 
     def start(self, rows, free_rows=(), **settings):
         starts = [random_sequence(row, self.rng, self.processors, **settings) for row in rows]
@@ -162,13 +164,14 @@ class Engine:
 @pytest.mark.parametrize("processors", [False, True], ids=["", "processors"])
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_batches_equal_the_reference(device, seed, processors):
-    """Rows end, start and start over, with tokens generated already or without, and sample in any order; the tables
-    grow and shrink meanwhile. Logits of half precision are edited as their float32 values."""
+    """Rows end, start and start over, with tokens generated already or without, and sample in any order beside rows
+    that run without the editor's knowledge; its tables grow and shrink meanwhile. Logits of half precision are edited
+    as their float32 values."""
     engine, num_edited = Engine(device, 17, seed, processors), 0
     for step in range(50):
-        free = engine.rng.sample(range(17), engine.rng.choice([0, 1, 3, 17]))
-        engine.sequences = {row: sequence for row, sequence in engine.sequences.items() if row not in free}
-        new = engine.rng.sample(range(17), engine.rng.randint(1, 4))
+        free = engine.rng.sample(range(17), engine.rng.choice([0, 0, 0, 0, 1, 1, 3, 17]))
+        engine.sequences |= {row: plain(row) for row in free}
+        new = engine.rng.sample(range(17), engine.rng.randint(1, 5))
         engine.start(new, free, num_output=engine.rng.choice([0, 0, 7]))
         rows = engine.some_rows()
         logits = normal(len(rows), VOCAB, seed=step).to(engine.rng.choice([torch.float32, torch.bfloat16])).to(device)
@@ -180,7 +183,7 @@ def test_mixed_batches_equal_the_reference(device, seed, processors):
             assert engine.editor.edits([row]) == engine.sequences[row].params.edits_logits
             num_edited += result != given
         engine.note(rows)
-    assert num_edited > 80 and not engine.editor.edits(set(range(17)) - engine.sequences.keys())
+    assert num_edited > 90
 
 
 def test_a_row_in_a_batch_equals_the_row_alone(device):
@@ -222,25 +225,12 @@ def test_rows_that_edit_nothing_need_no_tables(device):
     assert sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t)) < 2000
 
 
-def test_an_editor_made_while_other_rows_run_leaves_them_as_they_are(device):
-    """The runner makes the editor for the first sequence that needs one, and tells it nothing of the sequences that run
-    already."""
-    editor, logits = editor_for(device, num_rows=4), normal(3, VOCAB).to(device)
-    params = SamplingParams(presence_penalty=1.0, logit_bias={7: 2.0}, min_tokens=4)
-    sampling = SequenceSampling(params, bad_words=[[4, 6]])
+def test_a_start_is_read_from_a_sequence():
+    sampling = SequenceSampling(SamplingParams(presence_penalty=1.0, min_tokens=4), bad_words=[[4, 6]])
     seq = engine.Sequence([1, 2, 3], (0, 0, 0), 20, frozenset({5}), sampling=sampling)
     seq.append(9)
     seq.row = 3
-    start = Start.of(seq)
-    assert start == Start(3, params, [1, 2, 3], [9], {5}, [[4, 6]])
-    editor.start([start])
-    assert editor.edits([3]) and not editor.edits([0, 1])
-    rows, positions = torch.tensor([0, 3, 1], device=device), torch.tensor([6, 4, 9], device=device)
-    for _ in range(2):
-        edited = editor(logits, rows, positions)
-        assert bits(edited[[0, 2]].cpu()) == bits(logits[[0, 2]].cpu())
-        assert edited[1].tolist() == pytest.approx(edit(logits[1].tolist(), start))
-        editor.add(rows, torch.tensor([8, 9, 8], device=device))  # once more 9, for which there is a penalty already
+    assert Start.of(seq) == Start(3, sampling.params, [1, 2, 3], [9], {5}, [[4, 6]])
 
 
 def test_without_an_editor_no_sequence_edits():
@@ -265,23 +255,16 @@ def test_tables_hold_the_rows_that_need_them(device):
 
 def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
     """Bans become as few and as short as those of the rows that are left, and tables that no row needs go."""
-    engine, words = Engine(device, 10, seed=0), [[token % VOCAB] * 5 for token in range(1000)]
+    editor, words = editor_for(device, 10), [[token % VOCAB] * 5 for token in range(1000)]
     others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
               Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
     everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
-    large = [Start(row, everything, [1], [], (), words) for row in (2, 3)]
-    engine.sequences = dict(enumerate(others))
-    engine.editor.start([*others, *large])
-    assert num_entries(engine.editor) > 2 * 1000 * 6
-    engine.editor.start([Start(4, SamplingParams(), [1], [], (), [])], free_rows=[2, 3, 5])
-    assert num_entries(engine.editor) < 200 and not engine.editor.edits([2, 3, 4])
-    for step in range(3):
-        logits = normal(2, VOCAB, seed=step)
-        for row, result in enumerate(engine.sample([0, 1], logits).tolist()):
-            assert result == pytest.approx(edit(logits[row].tolist(), engine.sequences[row]))
-        engine.note([0, 1])
-    engine.editor.start([Start(5, SamplingParams(), [1], [], (), [])], free_rows=range(5))
-    assert num_entries(engine.editor) < 20 and not engine.editor.edits(range(10))
+    editor.start([*others, *(Start(row, everything, [1], [], (), words) for row in (2, 3))])
+    assert num_entries(editor) > 2 * 1000 * 6
+    editor.start([plain(4)], free_rows=[2, 3, 5])
+    assert num_entries(editor) < 200 and not editor.edits([2, 3, 4])
+    editor.start([plain(5)], free_rows=range(5))
+    assert num_entries(editor) < 20 and not editor.edits(range(10))
 
 
 def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
@@ -292,14 +275,12 @@ def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
     with pytest.raises(ZeroDivisionError):
         engine.editor.start([Start(2, biased, [1], [], (), [])], free_rows=[0])
     engine.editor.send = send
-    engine.sequences = {0: Start(0, SamplingParams(), [1], [], (), []), 1: Start(1, biased, [1], [], (), [])}
+    engine.sequences[1] = Start(1, biased, [1], [], (), [])
     engine.editor.start([engine.sequences[0]], free_rows=[2])
     assert engine.sample([0, 1], torch.zeros(2, VOCAB))[:, 1].tolist() == [0, 5]
 
 
-# --------------------------------------------------------------------------------------------------
-# Each setting
-# --------------------------------------------------------------------------------------------------
+# ---- Each setting
 
 def edit_one(device, logits, prompt=(1,), output=(), stop=(), bad_words=(), **settings) -> list[float]:
     """The logits of one row, noted token by token."""
@@ -365,9 +346,7 @@ def test_many_generated_tokens_are_counted_exactly(device):
     assert result[0, 0] == -35_000
 
 
-# --------------------------------------------------------------------------------------------------
-# Logits processors
-# --------------------------------------------------------------------------------------------------
+# ---- Logits processors
 
 def test_processors_run_one_after_another_between_bias_and_penalties(device):
     seen = []
@@ -394,9 +373,7 @@ def test_a_processor_that_returns_no_logits_spoils_its_row_alone(device, result,
     assert failures == [f"a logits processor failed: ValueError('it must return a tensor of shape [40], not {given}')"]
 
 
-# --------------------------------------------------------------------------------------------------
-# On a GPU's path
-# --------------------------------------------------------------------------------------------------
+# ---- On a GPU's path
 
 class CountOperations(TorchDispatchMode):
     count = 0
@@ -453,9 +430,7 @@ def test_compiled_arithmetic_gives_the_same():
         torch.testing.assert_close(fused(logits, index, index * 0 + 30), expected, rtol=1e-6, atol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------
-# Log probabilities
-# --------------------------------------------------------------------------------------------------
+# ---- Log probabilities
 
 @pytest.mark.parametrize("k", [0, 1, 5, VOCAB, 10**12, -1])
 def test_logprobs_equal_the_reference(device, k):
@@ -494,9 +469,7 @@ def test_logprobs_of_broken_logits_have_ids_of_the_vocabulary(device):
     assert ids.sort().values.tolist() == [list(range(VOCAB))] * 3
 
 
-# --------------------------------------------------------------------------------------------------
-# Bad words as texts
-# --------------------------------------------------------------------------------------------------
+# ---- Bad words as texts
 
 class WordTokenizer:
     """A tokenizer of known pieces of text, the longest first, with a token of its own for every other character."""
@@ -536,9 +509,7 @@ def test_a_bad_word_of_no_tokens_is_refused():
         encode_bad_words(["bad", " "], WordTokenizer())
 
 
-# --------------------------------------------------------------------------------------------------
-# In an engine
-# --------------------------------------------------------------------------------------------------
+# ---- In an engine
 
 def test_an_engine_that_is_deleted_is_freed_at_once():
     """The garbage collector is not needed, since nothing in an engine refers to the whole of it."""
@@ -571,12 +542,9 @@ def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
     outputs, penalised = {}, llm.add_request([20, 21, 22, 23], penalties, priority=5)
     sequence, rows = llm.requests[penalised].sequences[0], []
     llm.step()
-    rows.append(sequence.row)
-    run(4, 16)  # takes its blocks as it grows
-    rows.append(sequence.row)
-    run(25, 2)  # leaves too few blocks for it
-    rows.append(sequence.row)
-    run(2, 3)
+    for given in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few for it; neither
+        rows.append(sequence.row)
+        run(*given)
     rows.append(sequence.row)
     while llm.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in llm.step())

@@ -11,6 +11,11 @@ import pytest
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
+FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+COUNTS = ("logprobs", "prompt_logprobs")
+PENALTIES = ("presence_penalty", "frequency_penalty")
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", *COUNTS)
+FLOATS = (*PENALTIES, "repetition_penalty", "temperature", "top_p", "min_p")
 NO_INTEGER = ["1", "", b"1", 1.0, 1.5, math.nan, math.inf, -math.inf, 1j, True, False, [1], (1,), {}, object]
 NO_NUMBER = ["0.5", "", b"1", math.nan, math.inf, -math.inf, 0.5j, True, False, [0.5], (), {}, object, None]
 NO_IDS = [5, 0, 1.5, True, False, "", "12", b"12", {1: 2}]  # the elements are tested apart
@@ -19,8 +24,6 @@ NO_PENALTY = [*NO_NUMBER, Fraction(10**400), -2.0001, 2.0001, -3, 10**400, -10**
 NO_COUNT = [*NO_INTEGER, -2, -2**70]  # of log probabilities
 BAD = {
     "n": [*NO_INTEGER, None, 0, -1, -2**70, 16_385, 2**70],
-    "presence_penalty": NO_PENALTY,
-    "frequency_penalty": NO_PENALTY,
     "repetition_penalty": [*NO_NUMBER, 0, 0.0, -0.0, -1, 1e-300, 1.1e6, 1e39, 10**400],
     "temperature": [*NO_NUMBER, -1, -0.1, -1e-300, 1.1e6, 1e39, 10**400, -10**400],
     "top_p": [*NO_NUMBER, 0, 0.0, -0.0, -0.1, 1.0000001, 2, 100],
@@ -29,23 +32,15 @@ BAD = {
     "seed": [*NO_INTEGER, 2**63, -2**63 - 1, 2**64],
     "stop": ["", b"x", 5, True, [""], ["x", ""], [5], [b"x"], [None], [["x"]], {"x"}, {"x": 1}, object],
     "stop_token_ids": NO_IDS,
-    "ignore_eos": NO_BOOL,
     "max_tokens": [*NO_INTEGER, 0, -1, -2**70],
     "min_tokens": [*NO_INTEGER, None, -1, -2**70, 17, 2**70],  # max_tokens is 16, and 2^31 - 1 the most
-    "logprobs": NO_COUNT,
-    "prompt_logprobs": NO_COUNT,
-    "skip_special_tokens": NO_BOOL,
-    "detokenize": NO_BOOL,
-    "include_stop_str_in_output": NO_BOOL,
     "logit_bias": [5, True, "", "12", [], [(1, 2.0)], {1, 2}, object],  # what is in it is tested apart
     "allowed_token_ids": [*NO_IDS, [], (), set()],
     "bad_words": ["", "x", b"x", 5, True, [""], ["x", ""], [5], [b"x"], [None], {"x"}, object],
     "logits_processors": [5, True, "", len, [5], [len, None], ["x"], {len}, object],
-}
+} | dict.fromkeys(FLAGS, NO_BOOL) | dict.fromkeys(PENALTIES, NO_PENALTY) | dict.fromkeys(COUNTS, NO_COUNT)
 GOOD = {
     "n": [1, 2, 1000, 16_384],
-    "presence_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
-    "frequency_penalty": [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)],
     "repetition_penalty": [1, 1.0, 1.1, 0.5, 1e-6, 10**6, Fraction(11, 10)],
     "temperature": [0, 0.0, -0.0, 1, 2, 1e-300, 1e-6, 100.0, 10**6, Fraction(1, 2)],
     "top_p": [1, 1.0, 0.5, 1e-300, math.nextafter(1, 0)],
@@ -54,19 +49,14 @@ GOOD = {
     "seed": [None, 0, 1, -1, 2**63 - 1, -2**63],
     "stop": [None, "x", " ", "\n\n", [], ["x"], ("x", "yz"), ["\u4e16", "x"]],
     "stop_token_ids": [None, [], [0], [1, 2, 3], (4, 5), {6}, frozenset({7})],
-    "ignore_eos": [True, False],
     "max_tokens": [None, 1, 16, 10**9],
     "min_tokens": [0, 1, 16],
-    "logprobs": [None, -1, 0, 1, 20, 10**9],
-    "prompt_logprobs": [None, -1, 0, 1, 20, 10**9],
-    "skip_special_tokens": [True, False],
-    "detokenize": [True, False],
-    "include_stop_str_in_output": [True, False],
     "logit_bias": [None, {}, {0: 1}, {5: -100, 6: 100.0, 7: 0.5, 8: Fraction(1, 2)}],
     "allowed_token_ids": [None, [0], [1, 2, 3], (4, 5), {6}, frozenset({7})],
     "bad_words": [None, [], ["x"], ("x", " y z")],
     "logits_processors": [None, [], [max], (max, lambda token_ids, logits: logits)],
-}
+} | dict.fromkeys(FLAGS, [True, False]) | dict.fromkeys(COUNTS, [None, -1, 0, 1, 20, 10**9]) | dict.fromkeys(
+    PENALTIES, [0, 0.0, -2, 2, -2.0, 0.5, 1e-300, Fraction(1, 2)])
 
 
 def cases(table):
@@ -175,9 +165,7 @@ def test_an_array_among_structured_outputs_is_refused(name):
     assert refusal(structured_outputs={name: torch.ones(2)}).startswith(f"{name} must be ")
 
 
-# --------------------------------------------------------------------------------------------------
-# generation_config.json
-# --------------------------------------------------------------------------------------------------
+# ---- generation_config.json
 
 QWEN3 = dict(bos_token_id=151643, do_sample=True, eos_token_id=[151645, 151643], pad_token_id=151643, temperature=0.6,
              top_k=20, top_p=0.95, transformers_version="4.51.0")
@@ -227,11 +215,9 @@ def test_integers_of_numpy_become_those_of_python(kind):
     """Sums of numpy's integers wrap around: the length of a text would be uint8(200) + 57 = 1."""
     numpy = pytest.importorskip("numpy")
     one = getattr(numpy, kind)(1)
-    integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
-    floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-    params = SamplingParams(**{name: one for name in (*integers, *floats)}, stop_token_ids=[one],
+    params = SamplingParams(**{name: one for name in (*INTEGERS, *FLOATS)}, stop_token_ids=[one],
                             allowed_token_ids={one}, logit_bias={one: one})
-    numbers = [getattr(params, name) for name in (*integers, *floats)]
+    numbers = [getattr(params, name) for name in (*INTEGERS, *FLOATS)]
     numbers += [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, *params.logit_bias.values()]
     assert set(map(type, numbers)) == {int} and set(numbers) == {1}
     beams = BeamSearchParams(one, max_tokens=one, length_penalty=one, temperature=one - one)
@@ -244,9 +230,8 @@ def test_integers_of_numpy_become_those_of_python(kind):
 def test_floats_of_numpy_become_those_of_python(kind):
     """A numpy float16 cannot even be compared with 1e6."""
     half = getattr(pytest.importorskip("numpy"), kind)(0.5)
-    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-    params = SamplingParams(**{name: half for name in names}, logit_bias={1: half})
-    numbers = [*(getattr(params, name) for name in names), params.logit_bias[1]]
+    params = SamplingParams(**{name: half for name in FLOATS}, logit_bias={1: half})
+    numbers = [*(getattr(params, name) for name in FLOATS), params.logit_bias[1]]
     assert [(type(x), x) for x in numbers] == [(float, 0.5)] * 7
     assert type(BeamSearchParams(2, length_penalty=half).length_penalty) is float
     assert refusal(temperature=half * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
