@@ -66,31 +66,30 @@ class Panic(BaseException):
     """As the package pyo3 makes one of a panic in Rust."""
 
 
-class Failing:
-    def add(self, ids):
-        raise Panic("a broken vocabulary")
+def panic(*_):
+    raise Panic("in Rust")
 
 
-def with_a_broken_tokenizer(prompt):
-    """An engine whose detokenizer fails for this prompt."""
-    llm = load()
-    make, broken = llm.tokenizer.detokenizer, llm.tokenizer.encode(prompt)
-    llm.tokenizer.detokenizer = lambda skip=True, ids=(): Failing() if ids == broken else make(skip, ids)
-    return llm
+def break_detokenizer(llm, prompt, add):
+    """Give the text of this prompt, as token ids, a detokenizer with this `add`."""
+    make = llm.tokenizer.detokenizer
+    llm.tokenizer.detokenizer = lambda skip=True, ids=(): (
+        SimpleNamespace(add=add) if ids == prompt else make(skip, ids))
 
 
 @pytest.mark.parametrize("settings", [{}, dict(stop="zzz")], ids=["at the end", "at each token"])
 def test_a_detokenizer_that_fails_ends_its_request_and_no_other(settings):
     params = [SamplingParams(temperature=0, max_tokens=8, **settings), SamplingParams(temperature=0, max_tokens=2)]
     expected = shared().generate(["ROMEO:", "JULIET:"], params[::-1])
-    llm = with_a_broken_tokenizer("JULIET:")
+    llm = load()
+    break_detokenizer(llm, llm.tokenizer.encode("JULIET:"), panic)
     ids = [llm.add_request(prompt, p) for prompt, p in zip(("JULIET:", "ROMEO:"), params)]
     results = finished(llm)
     again = [output.outputs[0] for output in llm.generate(["JULIET:", "ROMEO:"], params)]
     for failed, well in ([results[i] for i in ids], again):
-        assert failed.finish_reason == "error" and "a broken vocabulary" in failed.stop_reason
+        assert failed.finish_reason == "error" and "in Rust" in failed.stop_reason
         assert well.text == expected[0].outputs[0].text and well.finish_reason == "length"
-    with pytest.raises(RuntimeError, match="a broken vocabulary"):
+    with pytest.raises(RuntimeError, match="in Rust"):
         list(llm.stream("JULIET:", params[0]))
     assert not llm.requests
     llm.scheduler.block_manager.check_idle()
@@ -105,21 +104,19 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
     thread = threading.Thread(target=lambda: others.extend(llm.generate([long], GREEDY)))
     run = llm.scheduler._run
 
-    class FailingNow:
-        def add(self, ids):
-            llm.scheduler._run = lambda seq: planning.set() or has_failed.wait(30) and run(seq)
-            thread.start()
-            assert planning.wait(30)
-            raise Panic("a broken vocabulary")
+    def fail(ids):
+        llm.scheduler._run = lambda seq: planning.set() or has_failed.wait(30) and run(seq)
+        thread.start()
+        assert planning.wait(30)
+        panic()
 
-    make = llm.tokenizer.detokenizer
-    llm.tokenizer.detokenizer = lambda skip=True, ids=(): FailingNow() if ids == PROMPT else make(skip, ids)
+    break_detokenizer(llm, PROMPT, fail)
     try:
         failed = llm.generate([PROMPT], GREEDY)[0].outputs[0]
     finally:
         has_failed.set()
         thread.join(30)
-    assert failed.finish_reason == "error" and "a broken vocabulary" in failed.stop_reason
+    assert failed.finish_reason == "error" and "in Rust" in failed.stop_reason
     assert tokens_of(others) == tokens_of(expected)
 
 
@@ -127,10 +124,6 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
 def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     llm = load()
     ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
-
-    def panic(*_):
-        raise Panic("in Rust")
-
     grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
     seq = llm.requests[ids[0]].sequences[0]
     seq.listener = llm.requests[ids[0]].samples[0]

@@ -218,13 +218,6 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
         engine.note(range(20))
 
 
-def test_rows_that_edit_nothing_need_no_tables(device):
-    editor = editor_for(device, num_rows=1000, vocab_size=1000)
-    editor.start([Start(row, SamplingParams(temperature=0.5, top_p=0.9), [1, 2], [], {0}, []) for row in range(1000)])
-    assert not editor.edits(range(1000))
-    assert sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t)) < 2000
-
-
 def test_a_start_is_read_from_a_sequence():
     sampling = SequenceSampling(SamplingParams(presence_penalty=1.0, min_tokens=4), bad_words=[[4, 6]])
     seq = engine.Sequence([1, 2, 3], (0, 0, 0), 20, frozenset({5}), sampling=sampling)
@@ -254,10 +247,13 @@ def test_tables_hold_the_rows_that_need_them(device):
 
 
 def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
-    """Bans become as few and as short as those of the rows that are left, and tables that no row needs go."""
+    """Bans become as few and as short as those of the rows that are left, and tables that no row needs go. Rows that
+    edit nothing need none."""
     editor, words = editor_for(device, 10), [[token % VOCAB] * 5 for token in range(1000)]
     others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
               Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
+    editor.start([plain(row) for row in range(10)])
+    assert num_entries(editor) < 20 and not editor.edits(range(10))
     everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
     editor.start([*others, *(Start(row, everything, [1], [], (), words) for row in (2, 3))])
     assert num_entries(editor) > 2 * 1000 * 6
