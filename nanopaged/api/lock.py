@@ -59,6 +59,7 @@ class StepLock:
             raise
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait until another thread passes the lock to this one. Ctrl-C ends the wait."""
         gate = threading.Lock()
         gate.acquire()
         self.waiters[gate] = is_done
@@ -115,7 +116,7 @@ class StepLock:
     def pass_on(self, is_done: Callable[[], bool]) -> None:
         """Between two steps: deliver Ctrl-C, and pass the lock to the waiting threads that need no step."""
         self.interrupts.deliver()
-        if self.deferred or any(is_done() for is_done in self.waiters.copy().values()):
+        if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
             self.release()
             self.acquire(is_done)
 

@@ -210,31 +210,23 @@ def test_edge_values_pass_unchanged(name, value):
     assert kept == value and type(kept) is type(value)
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int64", "uint64"])
-def test_integers_of_numpy_become_those_of_python(kind):
-    """Sums of numpy's integers wrap around: the length of a text would be uint8(200) + 57 = 1."""
-    numpy = pytest.importorskip("numpy")
-    one = getattr(numpy, kind)(1)
-    params = SamplingParams(**{name: one for name in (*INTEGERS, *FLOATS)}, stop_token_ids=[one],
-                            allowed_token_ids={one}, logit_bias={one: one})
-    numbers = [getattr(params, name) for name in (*INTEGERS, *FLOATS)]
-    numbers += [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, *params.logit_bias.values()]
-    assert set(map(type, numbers)) == {int} and set(numbers) == {1}
-    beams = BeamSearchParams(one, max_tokens=one, length_penalty=one, temperature=one - one)
-    numbers = beams.beam_width, beams.max_tokens, beams.length_penalty, beams.temperature
-    assert set(map(type, numbers)) == {int}
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
-def test_floats_of_numpy_become_those_of_python(kind):
-    """A numpy float16 cannot even be compared with 1e6."""
-    half = getattr(pytest.importorskip("numpy"), kind)(0.5)
-    params = SamplingParams(**{name: half for name in FLOATS}, logit_bias={1: half})
-    numbers = [*(getattr(params, name) for name in FLOATS), params.logit_bias[1]]
-    assert [(type(x), x) for x in numbers] == [(float, 0.5)] * 7
-    assert type(BeamSearchParams(2, length_penalty=half).length_penalty) is float
-    assert refusal(temperature=half * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
+@pytest.mark.parametrize("kind", "int8 uint8 int64 uint64 float16 float32 float64 longdouble".split())
+def test_numbers_of_numpy_become_those_of_python(kind):
+    """Sums of numpy's integers wrap around: the length of a text would be uint8(200) + 57 = 1. A float16 cannot even be
+    compared with 1e6."""
+    one, is_integer = getattr(pytest.importorskip("numpy"), kind)(1), "int" in kind
+    names = (*INTEGERS, *FLOATS) if is_integer else FLOATS
+    ids = dict(stop_token_ids=[one], allowed_token_ids={one}, logit_bias={one: one}) if is_integer else {}
+    params = SamplingParams(**{"logit_bias": {1: one}} | {name: one for name in names} | ids)
+    numbers = [*(getattr(params, name) for name in names), *params.logit_bias.values()]
+    beams = BeamSearchParams(one if is_integer else 2, length_penalty=one, temperature=one - one)
+    assert {(type(x), x) for x in [*numbers, beams.length_penalty]} == {(int if is_integer else float, 1)}
+    if is_integer:
+        numbers = [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, beams.beam_width]
+        assert {(type(x), x) for x in numbers} == {(int, 1)}
+    else:
+        assert refusal(temperature=one * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
 
 
 def test_stop_token_ids_that_can_be_read_only_once_are_refused():
