@@ -162,11 +162,11 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
-        if self.stop_token_ids is not None:
-            self.stop_token_ids = _read_token_ids("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _read_token_ids("allowed_token_ids", self.allowed_token_ids,
-                                                     "a list of at least one token id", smallest=1)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if (tokens := getattr(self, name)) is not None:
+                for token in tokens:
+                    check_number(name, token, Integral, lambda x: x >= 0, SETTINGS[name][2])
+                setattr(self, name, list(map(int, tokens)))
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.guided_decoding is not None:
@@ -281,14 +281,6 @@ def _as_python(number: Any) -> Any:
         return number
 
 
-def _read_token_ids(name: str, tokens: Any, expected: str, smallest: int = 0) -> list[int]:
-    """The token ids of a collection. Raises ValueError for fewer than `smallest` ids."""
-    check_number(name, tokens, (list, tuple, set, frozenset), lambda x: len(x) >= smallest, expected)
-    for token in tokens:
-        check_number(name, token, Integral, lambda x: x >= 0, expected)
-    return list(map(int, tokens))
-
-
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
     expected = "a dict from token ids to numbers"
@@ -306,6 +298,7 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
 FLAG = bool, lambda x: True, "True or False"
 PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
 COUNT = (Integral, NoneType), lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
+TOKENS = list, tuple, set, frozenset, NoneType
 SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
     n=(Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"),
     presence_penalty=PENALTY, frequency_penalty=PENALTY,
@@ -322,6 +315,8 @@ SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
     stop=((str, list, tuple, NoneType), lambda x: x if isinstance(x, str) else _are_texts(x),
           "a string that is not empty, or a list of them"),
     bad_words=((list, tuple, NoneType), _are_texts, "a list of strings that are not empty"),
+    stop_token_ids=(TOKENS, lambda x: True, "a list of token ids"),
+    allowed_token_ids=(TOKENS, lambda x: len(x) > 0, "a list of at least one token id"),
     logits_processors=((list, tuple, NoneType), lambda x: all(map(callable, x)),
                        "a list of functions (token_ids, logits) -> logits"))
 BEAM_SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
