@@ -82,10 +82,11 @@ class StepLock:
 
     def _serve(self) -> None:
         """For a waiter or a deferred function that has just come: pass the lock if no thread holds it."""
-        with self.interrupts.held():
-            if (self.waiters or self.deferred) and self.lock.acquire(blocking=False):
-                self.owner = threading.get_ident()
-                self._pass()
+        if self.waiters or self.deferred:
+            with self.interrupts.held():
+                if self.lock.acquire(blocking=False):
+                    self.owner = threading.get_ident()
+                    self._pass()
 
     def _pass(self) -> None:
         """Call the deferred functions. Then pass the lock to the first thread that needs no step, or else to the first
