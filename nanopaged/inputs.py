@@ -218,8 +218,11 @@ def _are_integers(kinds: set[type]) -> bool:
     return all(issubclass(kind, Integral) and kind is not bool for kind in kinds)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file. Raises FileNotFoundError or ValueError, in one sentence."""
+def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file, or the default, if one is given, in place of a file that does not exist.
+    Raises FileNotFoundError or ValueError, in one sentence."""
+    if default is not None and not file.exists():
+        return default
     if not file.is_file():
         raise FileNotFoundError(f"no {file.name} in {file.parent}")
     refuse_git_lfs_pointer(file)

@@ -237,8 +237,8 @@ class LLM:
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, for scripts: it does what one of transformers does for them
-        (nanopaged/text/scripts.py). ValueError if the checkpoint has none that can be read."""
+        """The checkpoint's tokenizer, for scripts, with the calls of one of transformers (nanopaged/text/scripts.py).
+        ValueError if the checkpoint has none that can be read."""
         if self.script_tokenizer is None:
             from nanopaged.text.scripts import ScriptTokenizer
             self.script_tokenizer = ScriptTokenizer(self._check_tokenizer(), self.tokenizer_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nanopaged.text import chat
+from nanopaged.text import chat, sandbox
 from nanopaged.text.chat import ChatTemplate, load_chat_template
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chat"
@@ -32,7 +32,7 @@ class StandingClock(datetime):
 
 @pytest.fixture(autouse=True)
 def standing_clock(monkeypatch):
-    monkeypatch.setattr(chat, "datetime", StandingClock)
+    monkeypatch.setattr(sandbox, "datetime", StandingClock)
 
 
 def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=True, continue_final_message=False,
@@ -275,16 +275,18 @@ def test_a_product_too_large_to_wait_for(source):
 
 
 def test_a_template_compiles_once():
-    compiled = chat._compiler()
-    assert compiled(SHOW) is compiled(SHOW)
+    assert sandbox.compile_template(SHOW) is sandbox.compile_template(SHOW)
     assert render(SHOW) == render(SHOW) == f"user: {QUESTION[0]['content']}\n"
 
 
 @pytest.fixture
-def fresh_jinja():
-    chat._compiler.cache_clear()
+def fresh_jinja(monkeypatch):
+    """The sandbox is not imported yet, as in a new process."""
+    monkeypatch.delitem(sys.modules, "nanopaged.text.sandbox")
+    monkeypatch.delattr("nanopaged.text.sandbox")
+    chat._sandbox.cache_clear()
     yield
-    chat._compiler.cache_clear()
+    chat._sandbox.cache_clear()
 
 
 def test_without_jinja2(monkeypatch, fresh_jinja):

@@ -12,18 +12,16 @@ The template has these variables: `messages`, `tools` (JSON schemas of functions
 and the variables that the caller adds (`enable_thinking`). The rendered text contains its special tokens, so encode it
 with `add_special_tokens=False`.
 
-A template is untrusted code. It runs in jinja2's sandbox, on a copy of the messages. It can neither reach Python's
-objects nor change the caller's, and a range has at most 100,000 items. Each pass of a loop and each call of a macro
-checks the time, so an endless template ends after a few seconds. Products and powers have a largest size. A single
-operation on a very long text, such as a filter, is not interrupted, and the memory that texts take is not limited.
+A template is untrusted code. It runs in jinja2's sandbox (nanopaged/text/sandbox.py), on a copy of the messages. It
+can neither reach Python's objects nor change the caller's, and a range has at most 100,000 items. Each pass of a loop
+and each call of a macro checks the time, so an endless template ends after a few seconds. Products and powers have a
+largest size. A single operation on a very long text, such as a filter, is not interrupted, and the memory that texts
+take is not limited.
 """
 import json
 import re
-import threading
 import time
-from collections.abc import Callable
-from datetime import datetime
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its c
                     "template as chat_template=, in Jinja, or give the prompt as text")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
-MOST_IN_PRODUCT = 1_000_000  # characters, items or bits
 MOST_IN_TEXT = 50_000_000  # characters of a prompt
 MARK = "THE_MODEL_GOES_ON_HERE "  # if a template strips the message, the space at the mark's end disappears
 
@@ -47,12 +44,12 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     tokenizer_config.json, and last the older chat_template.json. Raises ValueError if one of these cannot be read.
     """
     path = Path(path)
-    config = _read_json(path / "tokenizer_config.json")
+    config = read_json(path / "tokenizer_config.json", {})
     files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     if (path / "chat_template.jinja").exists():
         files["default"] = path / "chat_template.jinja"
     for found in (source, {name: file.read_text("utf-8") for name, file in files.items()} or None,
-                  config.get("chat_template"), _read_json(path / "chat_template.json").get("chat_template")):
+                  config.get("chat_template"), read_json(path / "chat_template.json", {}).get("chat_template")):
         if found is not None:
             return ChatTemplate(found, read_special_tokens(path))
     return None
@@ -99,11 +96,7 @@ class ChatTemplate:
                              f"not {messages!r:.80}")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ValueError(f"tools must be a list of dicts, each the JSON schema of a function, not {tools!r:.80}")
-        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
-                             "'default'; pass a template as chat_template=")
-        source = self.templates[name]
+        source = self._choose(tools)
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
@@ -112,6 +105,13 @@ class ChatTemplate:
             return _run(source, self.special_tokens | given, self.seconds)
         text = _mark_end(messages[-1])
         return _cut_at_mark(_run(source, self.special_tokens | given, self.seconds), text)
+
+    def _choose(self, tools: list[dict] | None) -> str:
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
+                             "'default'; pass a template as chat_template=")
+        return self.templates[name]
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
@@ -173,17 +173,13 @@ def _plain(name: str, value: Any) -> Any:
         raise ValueError(f"{name} must be made of dicts, lists, strings, numbers, booleans and None: {error}") from None
 
 
-class _Refusal(Exception):
-    """A template called raise_exception."""
-
-
 def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
     """Render the template. ValueError in one sentence if the template refuses the conversation or fails, or computes
     for more than these seconds."""
-    compiled = _compiler()
+    sandbox = _sandbox()
     try:
-        template = compiled(source)
-        template.environment.clock.end = time.thread_time() + seconds
+        template = sandbox.compile_template(source)
+        sandbox.environment.clock.end = time.thread_time() + seconds
         pieces, size = [], 0
         for piece in template.generate(variables):
             pieces.append(piece)
@@ -193,7 +189,7 @@ def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
         return "".join(pieces)
     except Exception as error:  # a template is a program and can raise any exception
         reason = f"{' '.join(str(error).split()):.400}"
-        if isinstance(error, _Refusal):
+        if isinstance(error, sandbox.Refusal):
             raise ValueError(f"the chat template refuses the conversation: {reason}") from None
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         reason = f"{type(error).__name__}: {reason.rstrip('.').replace('. ', '; ')}"
@@ -201,86 +197,18 @@ def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
                          "chat_template=") from None
 
 
-@lru_cache
-def _compiler() -> Callable[[str], Any]:
-    """A function that compiles templates in jinja2's sandbox, with the extensions of transformers to the language."""
+@cache
+def _sandbox() -> Any:
+    """The file that needs jinja2, if a safe version is installed."""
     try:
-        import jinja2.ext
-        import jinja2.sandbox
+        found = version("jinja2")
+        if tuple(map(int, re.findall(r"\d+", found)[:3])) < (3, 1, 6):
+            raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {found} has known escapes; "
+                             "`pip install --upgrade jinja2` gets 3.1.6 or newer")
+        from nanopaged.text import sandbox
+        return sandbox
     except ImportError:
         raise ValueError("chat templates need the package jinja2, which is missing; `pip install jinja2`") from None
-    if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < (3, 1, 6):
-        raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {version('jinja2')} has known "
-                         "escapes; `pip install --upgrade jinja2` gets 3.1.6 or newer")
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks the model's own text for training. Here it is a scope like any other."""
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    class Namespace(jinja2.utils.Namespace):
-        """A namespace that refuses names with a leading underscore, which Python itself may look up."""
-        def __init__(self, /, *args: Any, **attributes: Any):
-            super().__init__()
-            for name, value in dict(*args, **attributes).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if str(name).startswith("_"):
-                raise jinja2.sandbox.SecurityError(f"namespace attribute {name!r} begins with an underscore")
-            super().__setitem__(name, value)
-
-    def raise_exception(message: str) -> None:
-        raise _Refusal(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        """JSON as transformers writes it; jinja2's own filter escapes characters for HTML."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """A sandbox whose loops and macros check the time, and whose products have a largest size."""
-        intercepted_binops = frozenset(["*", "**"])
-        clock = threading.local()  # .end: the thread's time at which its rendering ends
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-            tree, nodes = super()._parse(source, name, filename), jinja2.nodes
-            found: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.Block)))
-            for node in found:
-                given: dict[str, Any] = dict(lineno=node.lineno, environment=self)
-                check = nodes.Call(nodes.EnvironmentAttribute("check_time", **given), [], [], None, None, **given)
-                node.body.insert(0, nodes.ExprStmt(check, **given))
-                if getattr(node, "test", None) is not None:  # a loop that skips all passes
-                    node.test = nodes.And(check, node.test, **given)
-            return tree
-
-        def check_time(self) -> bool:
-            if time.thread_time() > self.clock.end:
-                raise TimeoutError("it computes for too long")
-            return True
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            size = 0
-            if isinstance(left, int) and isinstance(right, int):
-                size = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
-            elif isinstance(left, int) and isinstance(right, (str, list, tuple)):
-                size = left * len(right)
-            elif isinstance(right, int) and isinstance(left, (str, list, tuple)):
-                size = len(left) * right
-            if size > MOST_IN_PRODUCT:
-                raise OverflowError(f"the result of {operator} is too large")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception, "strftime_now": lambda format: datetime.now().strftime(format),
-        "namespace": Namespace, "dict": lambda *args, **items: dict(*args, **items)}  # hides the type and its methods
-    return lru_cache(maxsize=16)(environment.from_string)
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
@@ -288,13 +216,8 @@ def read_special_tokens(path: Path) -> dict[str, str]:
 
     As in transformers, a tokenizer_config.json with added_tokens_decoder is complete without special_tokens_map.json.
     """
-    config = _read_json(path / "tokenizer_config.json")
+    config = read_json(path / "tokenizer_config.json", {})
     if "added_tokens_decoder" not in config:
-        config = config | _read_json(path / "special_tokens_map.json")
+        config = config | read_json(path / "special_tokens_map.json", {})
     tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
     return {name: token for name, token in tokens.items() if name.endswith("_token") and isinstance(token, str)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if the file does not exist."""
-    return read_json(path) if path.exists() else {}

@@ -1,120 +1,89 @@
-"""The tokenizer that `LLM.get_tokenizer` gives to scripts, with the methods of a tokenizer of `transformers` 5.
+"""The tokenizer that `LLM.get_tokenizer` gives to scripts, with methods of a tokenizer of `transformers` 5.
 
-The engine itself needs `encode`, `decode` and a detokenizer (nanopaged/text/byte_level.py). Scripts for Hugging Face
-models also call the tokenizer, apply its chat template, and look up tokens by id and special tokens by name.
+`encode`, `decode`, `apply_chat_template` and the special tokens need the checkpoint's files only. What goes beyond
+them, such as a call that pads, is handed to transformers' own tokenizer of the checkpoint.
 """
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanopaged.inputs import as_python, check_choice
+from nanopaged.inputs import as_python
 from nanopaged.text.byte_level import Tokenizer
 from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template, read_special_tokens
 
-
-class Encoding(dict[str, Any]):
-    """What a call of the tokenizer returns: input_ids and attention_mask, as keys and as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the encoding has {', '.join(self)}, and no {name!r}")
-        return self[name]
-
-    def to(self, device: Any) -> "Encoding":
-        return Encoding((name, tensor.to(device)) for name, tensor in self.items())
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # options of transformers
 
 
 def _token_id(name: str) -> Any:
     """The id of the special token in the attribute `name`. Setting the id sets the token."""
-    def get(tokenizer: "ScriptTokenizer") -> int | None:
-        return tokenizer.get_vocab().get(getattr(tokenizer, name))
-
     def put(tokenizer: "ScriptTokenizer", token_id: int | None) -> None:
-        setattr(tokenizer, name, None if token_id is None else tokenizer.convert_ids_to_tokens(token_id))
+        setattr(tokenizer, name, tokenizer._token(token_id))
 
-    return property(get, put)
+    return property(lambda tokenizer: tokenizer.get_vocab().get(getattr(tokenizer, name)), put)
 
 
 class ScriptTokenizer:
-    """The tokenizer of a checkpoint, for scripts. What is not here, `detokenizer` for example, is that of `tokenizer`.
+    """The tokenizer of a checkpoint, for scripts, which may set the special tokens and chat_template.
 
     path: the checkpoint's directory, for its chat template and the names of its special tokens
     """
-    bos_token_id, eos_token_id, unk_token_id, pad_token_id = map(
-        _token_id, ("bos_token", "eos_token", "unk_token", "pad_token"))
+    bos_token_id, eos_token_id, unk_token_id, pad_token_id = map(_token_id, SPECIAL_TOKENS)
 
     def __init__(self, tokenizer: Tokenizer, path: Path):
-        self.tokenizer = tokenizer
-        self._path = path
+        self.tokenizer, self._path = tokenizer, path
         special = read_special_tokens(path)
-        self.bos_token: str | None = self._name(tokenizer.bos_token_id)  # GPT-2's has a default
-        self.eos_token: str | None = self._name(tokenizer.eos_token_id)
-        self.unk_token: str | None = special.get("unk_token")
-        self.pad_token: str | None = special.get("pad_token")
+        self.bos_token = self._token(tokenizer.bos_token_id)  # GPT-2's has a default
+        self.eos_token = self._token(tokenizer.eos_token_id)
+        self.unk_token, self.pad_token = special.get("unk_token"), special.get("pad_token")
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "tokenizer":  # while this object is copied
-            raise AttributeError(name)
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.get_vocab())
+    def _token(self, token_id: int | None) -> str | None:
+        return next((token for token, i in self.get_vocab().items() if i == token_id), None)
 
     def get_vocab(self) -> dict[str, int]:
         return self.tokenizer.tokens
 
-    # ---- text to ids
+    def __len__(self) -> int:
+        return len(self.get_vocab())
 
-    def __call__(self, text: str | list[str], add_special_tokens: bool = True, padding: bool | str = False,
-                 truncation: bool = False, max_length: int | None = None,
-                 return_tensors: str | None = None) -> Encoding:
-        """The ids of a text, or of each text in a list.
-
-        padding: True or "longest" fills up to the longest text, "max_length" to max_length
-        truncation: cut after max_length ids
-        return_tensors: "pt" returns torch's tensors, also for a single text
-        """
-        check_choice("return_tensors", return_tensors, (None, "pt"))
-        check_choice("padding", padding, (False, True, "longest", "max_length"))
-        if max_length is None and (truncation or padding == "max_length"):
-            raise ValueError("truncation and padding='max_length' need a length; give max_length, a number of tokens")
-        texts = [text] if isinstance(text, str) else text
-        if not isinstance(texts, (list, tuple)) or not all(isinstance(one, str) for one in texts):
-            raise ValueError(f"text must be a string or a list of strings, not {text!r:.80}")
-        rows = [self.tokenizer.encode(text, add_special_tokens)[:max_length if truncation else None] for text in texts]
-        masks = [[1] * len(row) for row in rows]
-        if padding:
-            length = max_length if padding == "max_length" else max(map(len, rows), default=0)
-            rows, masks = self._pad(rows, length or 0), self._pad(masks, length or 0, 0)
-        columns: dict[str, Any] = {"input_ids": rows, "attention_mask": masks}
-        if return_tensors:
-            if len(set(map(len, rows))) > 1:
-                raise ValueError("the texts have different numbers of tokens, which no tensor has; give padding=True")
-            import torch
-            return Encoding((name, torch.tensor(values)) for name, values in columns.items())
-        return Encoding(columns if texts is text else {name: values[0] for name, values in columns.items()})
-
-    def _pad(self, rows: list[list[int]], length: int, filler: int | None = None) -> list[list[int]]:
-        filler = self.pad_token_id if filler is None else filler
-        if filler is None:
-            raise ValueError("padding needs a token to fill with, and the tokenizer has no pad_token; set pad_token = "
-                             "eos_token")
-        return [row + [filler] * (length - len(row)) for row in rows]
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """The id of a token, or of each in a list; that of unk_token, or None, for text that is no token."""
+        if isinstance(tokens, str):
+            return self.get_vocab().get(tokens, self.unk_token_id)
+        return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
-        """The ids of a text. options: of __call__"""
-        if not options:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return self(text, add_special_tokens, **options)["input_ids"]
+        """The ids of a text."""
+        if options or not isinstance(text, str):
+            return self._beyond().encode(text, add_special_tokens=add_special_tokens, **options)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> Any:
+        """The text of ids, also of a single one, of an array or a tensor; of several rows of ids a text each."""
+        ids = as_python(ids)
+        ids = [as_python(token_id) for token_id in ids] if isinstance(ids, Iterable) else [ids]
+        if ids and isinstance(ids[0], (list, tuple)):
+            return [self.tokenizer.decode(row, skip_special_tokens) for row in ids]
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    @cached_property
+    def chat_template(self) -> Any:
+        """The checkpoint's chat template in Jinja, or a dict of several by name; None without one."""
+        template = load_chat_template(self._path)
+        templates = template.templates if template else {"default": None}
+        return templates if len(templates) > 1 else next(iter(templates.values()))
 
     def apply_chat_template(self, conversation: list, tools: list[dict] | None = None, *,
                             chat_template: str | None = None, add_generation_prompt: bool = False,
                             continue_final_message: bool = False, tokenize: bool = True, return_dict: bool = True,
-                            padding: bool | str = False, truncation: bool = False, max_length: int | None = None,
-                            return_tensors: str | None = None, **variables: Any) -> Any:
-        """The prompt for a conversation, or for each in a list of them: an Encoding, with return_dict=False its ids,
-        with tokenize=False text. variables: further variables of the template (enable_thinking)"""
+                            **variables: Any) -> Any:
+        """The prompt for a conversation, or for each in a list of them, as {"input_ids": .., "attention_mask": ..},
+        with return_dict=False as ids, with tokenize=False as text.
+
+        variables: further variables of the template (enable_thinking), and the options in PADDING
+        """
+        options = {name: variables.pop(name) for name in PADDING & variables.keys()}
         source = self.chat_template if chat_template is None else chat_template
         template = None if source is None else load_chat_template(self._path, source)
         if template is None:
@@ -124,49 +93,40 @@ class ScriptTokenizer:
                  for messages in (conversation if is_batch else [conversation])]
         if not tokenize:
             return texts if is_batch else texts[0]
-        encoding = self(texts if is_batch else texts[0], False, padding, truncation, max_length, return_tensors)
+        if options:
+            encoding = self(texts if is_batch else texts[0], add_special_tokens=False, **options)
+        else:
+            rows = [self.encode(text, add_special_tokens=False) for text in texts]
+            encoding = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+            encoding = encoding if is_batch else {name: values[0] for name, values in encoding.items()}
         return encoding if return_dict else encoding["input_ids"]
 
-    @cached_property
-    def chat_template(self) -> Any:
-        """The checkpoint's chat template in Jinja, or a dict of several by name; None without one. May be set."""
-        template = load_chat_template(self._path)
-        if template is None:
-            return None
-        return template.templates if len(template.templates) > 1 else next(iter(template.templates.values()))
+    # ---- what is transformers'
 
-    # ---- ids to text
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._beyond()(*args, **options)
 
-    def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> Any:
-        """The text of ids, also of a single one, of an array or a tensor; of several rows of ids a text each."""
-        ids = as_python(ids)
-        if isinstance(ids, Iterable):
-            ids = [as_python(token_id) for token_id in ids]
-            if ids and isinstance(ids[0], (list, tuple)):
-                return [self.tokenizer.decode(row, skip_special_tokens) for row in ids]
-        return self.tokenizer.decode(ids if isinstance(ids, list) else [ids], skip_special_tokens)
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is that of the engine's tokenizer (`detokenizer`), else that of transformers'."""
+        if name == "tokenizer" or name.startswith("_"):  # while this object is copied, and what Python looks up
+            raise AttributeError(name)
+        try:
+            return getattr(self.tokenizer if hasattr(self.tokenizer, name) else self._beyond(), name)
+        except ValueError as error:
+            raise AttributeError(f"{name}: {error}") from None
 
-    def batch_decode(self, rows: Any, skip_special_tokens: bool = False, **_: Any) -> list[str]:
-        return [self.decode(row, skip_special_tokens) for row in as_python(rows)]
-
-    # ---- tokens by id
-
-    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """The id of a token, or of each in a list; that of unk_token, or None, for text that is no token."""
-        if isinstance(tokens, str):
-            return self.get_vocab().get(tokens, self.unk_token_id)
-        return [self.convert_tokens_to_ids(token) for token in tokens]
-
-    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        ids = as_python(ids)
-        if isinstance(ids, int):
-            return self._name(ids)
-        skipped = self.tokenizer.special_token_ids() if skip_special_tokens else set()
-        return [self._name(token_id) for token_id in map(as_python, ids) if token_id not in skipped]
+    def _beyond(self) -> Any:
+        """transformers' tokenizer of the checkpoint, with the special tokens and the template of this one."""
+        for name in (*SPECIAL_TOKENS, "chat_template"):
+            if vars(self).get(name) is not None:
+                setattr(self._transformers, name, vars(self)[name])
+        return self._transformers
 
     @cached_property
-    def _names(self) -> dict[int, str]:
-        return {token_id: token for token, token_id in self.get_vocab().items()}
-
-    def _name(self, token_id: int | None) -> str | None:
-        return None if token_id is None else self._names.get(token_id)
+    def _transformers(self) -> Any:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ValueError("what a tokenizer does beyond encode, decode and apply_chat_template needs the package "
+                             "transformers: pip install transformers") from None
+        return AutoTokenizer.from_pretrained(self._path)

@@ -66,7 +66,7 @@ def _load(path: Path) -> Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if the file does not exist."""
     try:
-        return read_json(path) if path.exists() else {}
+        return read_json(path, {})
     except ValueError as error:
         raise _Unreadable(f"{error}, or pass prompts as token ids") from None
 

@@ -108,10 +108,8 @@ def eos_token_ids(path: Path) -> set[int]:
     Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
-    for file in (Path(path) / "config.json", Path(path) / "generation_config.json"):
-        if file.name == "generation_config.json" and not file.exists():
-            continue  # this file is optional
-        value = read_json(file).get("eos_token_id")
+    for file, default in ((Path(path) / "config.json", None), (Path(path) / "generation_config.json", {})):
+        value = read_json(file, default).get("eos_token_id")
         if value is None:
             continue
         found = value if isinstance(value, list) else [value]
@@ -123,7 +121,7 @@ def eos_token_ids(path: Path) -> set[int]:
 
 def read_generation_config(path: Path) -> dict:
     """generation_config.json of the checkpoint directory `path`; {} if the file does not exist."""
-    return read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    return read_json(path / "generation_config.json", {})
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
