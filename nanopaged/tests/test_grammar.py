@@ -13,7 +13,6 @@ import torch
 
 from nanopaged import LLM, SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
-from nanopaged.cli.trace import Trace
 from nanopaged.tests.helpers import BUNDLED, check_books, compiles, freed_at_once, load
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text import grammar as grammars
@@ -60,22 +59,16 @@ def test_objects_with_properties_are_closed_as_in_xgrammar(schema, names):
     assert json.dumps(schema) == given
 
 
-def test_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match="pip install llguidance"):
+@pytest.mark.parametrize("package, words", [
+    (None, "pip install llguidance"),
+    (SimpleNamespace(TokenizerWrapper=lambda vocabulary: vocabulary, LLTokenizer=lambda _: 0),  # knows no eos_token
+     "pip install -U llguidance")])
+def test_a_missing_or_old_package_is_named(monkeypatch, capsys, package, words):
+    monkeypatch.setitem(sys.modules, "llguidance", package)
+    with pytest.raises(ValueError, match=words):
         load().generate([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     assert main(["--prompt", "A", "--device", "cpu", "--regex", "a"]) == 2
-    assert "pip install llguidance" in capsys.readouterr().err
-
-
-def test_an_old_package_is_named(monkeypatch):
-    def old_tokenizer(_, eos_token):
-        raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
-
-    package = SimpleNamespace(TokenizerWrapper=lambda vocabulary: vocabulary, LLTokenizer=old_tokenizer)
-    monkeypatch.setitem(sys.modules, "llguidance", package)
-    with pytest.raises(ValueError, match="pip install -U llguidance"):
-        load().generate([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    assert words in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,22 +214,27 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
     assert mixed(load(str(BUNDLED), **dict(device="cpu") | options)) == expected
 
 
-@pytest.mark.parametrize("options", [dict(), dict(num_blocks=30, block_size=4)], ids=str)
-def test_a_step_that_fails_while_a_void_token_is_under_way(options, expected):
-    llm = load(str(BUNDLED), device="cpu", lookahead=1, **options)
-    launch, calls = llm.runner.launch, count(1)
+@pytest.mark.parametrize("method, options, is_bad", [
+    ("launch", {}, lambda call: call % 3 == 2),
+    ("launch", dict(num_blocks=30, block_size=4), lambda call: call % 3 == 2),
+    ("_draw", {}, lambda call: call % 6 < 3)], ids=str)
+def test_steps_that_fail_are_undone(method, options, is_bad, expected):
+    """Also while a void token is under way, and several times."""
+    llm, calls = load(str(BUNDLED), device="cpu", lookahead=1, **options), count()
+    works, step = getattr(llm.runner, method), llm.step
 
-    def fails_often(step):
-        if next(calls) % 3 == 0:
+    def fails_often(*args):
+        if is_bad(next(calls)):
             raise ConnectionError
-        return launch(step)
+        return works(*args)
 
-    def step(step=llm.step):
+    def step_or_nothing():
         with contextlib.suppress(ConnectionError):
             return step()
         return []
 
-    llm.runner.launch, llm.step = fails_often, step
+    setattr(llm.runner, method, fails_often)
+    llm.step = step_or_nothing
     assert mixed(llm) == expected
 
 
@@ -246,24 +244,6 @@ def test_an_engine_that_is_deleted_is_freed_at_once(llguidance, lookahead):
     llm.generate("A", SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[a-c]{1,20}")))
     with freed_at_once(llm.runner, llm.runner.model, llm.runner.pool):
         del llm
-
-
-def test_sampling_that_fails_several_times_undoes_the_step(expected):
-    llm = load(str(BUNDLED), device="cpu", lookahead=1)
-    draw, calls = llm.runner._draw, count()
-
-    def fails_thrice(*args):
-        if next(calls) % 6 < 3:
-            raise ConnectionError
-        return draw(*args)
-
-    def step(step=llm.step):
-        with contextlib.suppress(ConnectionError):
-            return step()
-        return []
-
-    llm.runner._draw, llm.step = fails_thrice, step
-    assert mixed(llm) == expected
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -361,26 +341,19 @@ def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
     assert re.fullmatch("[xy]{9}", second.text)
 
 
-def test_compiled_grammars_are_kept_in_bounds(llm, monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_COMPILED", 4)
-    for i in range(10):
-        llm.generate("A", params(regex=f"a{{{i % 6 + 1}}}"), use_tqdm=False)
-    assert len(llm.grammars.compiled) <= 4
-
-
-def test_failures_are_remembered(llm, monkeypatch):
+def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
     compiled, compile_one = [], llm.grammars._compile
     monkeypatch.setattr(llm.grammars, "_compile", lambda *source: (compiled.append(source), compile_one(*source))[1])
-    for _ in range(3):
+    monkeypatch.setattr(llm.grammars, "most_compiled", 4)
+    for i in range(10):
+        llm.generate("A", params(regex=f"a{{{i % 6 + 1}}}"), use_tqdm=False)
+        llm.generate("A", params(regex="a{1}"), use_tqdm=False)  # the one used last is kept
         with pytest.raises(ValueError, match="unclosed group"):
             llm.add_request("A", params(regex="(unclosed"))
-    assert len(compiled) == 1
-
-
-def test_a_grammar_that_was_compiled_does_not_wait_for_one_that_takes_long(llm):
-    llm.generate("A", params(choice=["b"]), use_tqdm=False)
-    with llm.grammars.lock:  # as a compilation has it
-        assert llm.generate("A", params(choice=["b"]), use_tqdm=False)[0].outputs[0].text == "b"
+    assert len(llm.grammars.compiled) == 4
+    assert compiled.count(("regex", "(unclosed")) == compiled.count(("regex", "a{1}")) == 1
+    with llm.grammars.lock:  # as another compilation has it
+        llm.generate("A", params(regex="a{1}"), use_tqdm=False)
 
 
 def takes_hours(index):
@@ -388,9 +361,9 @@ def takes_hours(index):
     return StructuredOutputsParams(json={"allOf": parts})
 
 
-def test_a_grammar_that_takes_hours_is_given_up(llguidance, monkeypatch):
-    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.3)
+def test_a_grammar_that_takes_hours_is_given_up(llguidance):
     compiler = load(device="cpu")._grammar_compiler()
+    compiler.compile_seconds = 0.3
     good = StructuredOutputsParams(regex="[ab]")
 
     async def run():
@@ -417,29 +390,12 @@ def test_a_grammar_that_takes_hours_is_given_up(llguidance, monkeypatch):
     compiler.compile(good)
 
 
-def test_an_ambiguous_grammar_ends_before_its_masks_take_long(llm):
-    grammar = 'start: e\ne: e e | "a" | e "a" | "a" e | e e e'
-    output = llm.generate("A", params(grammar=grammar, max_tokens=120), use_tqdm=False)[0].outputs[0]
-    assert output.finish_reason == "error" and "items" in output.stop_reason
-
-
 def test_thousands_of_choices_and_hundreds_of_optional_properties(llm):
     names = [f"the {i}th" for i in range(3000)]
     schema = {"type": "object", "properties": {f"field {i}": {"type": "integer"} for i in range(300)}}
     settings = [params(choice=names), params(json=schema | {"additionalProperties": False})]
     first, second = (output.outputs[0] for output in llm.generate(["A"] * 2, settings, use_tqdm=False))
     assert first.text in names and second.finish_reason != "error" and second.text.startswith("{")
-
-
-def test_the_bytes_of_a_sentencepiece_vocabulary(llguidance, tmp_path):
-    pytest.importorskip("tokenizers", reason="reads Llama 2's tokenizer; .ci/run installs it for its last part")
-    tokenizer = load_tokenizer(BUNDLED.parent / "golden" / "tokenizers" / "llama2")
-    compiler = grammars.GrammarCompiler(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
-    text = '{"first name":"Jo 日","age":3}'
-    ids, token_bytes = tokenizer.encode(text, add_special_tokens=False), tokenizer.token_bytes()
-    assert b"".join(token_bytes[token] for token in ids).decode() == " " + text  # Llama 2 begins every text so
-    matcher = compiler.compile(StructuredOutputsParams(regex=r" \{[^}]*\}")).matcher
-    assert matcher.validate_tokens(ids) == len(ids)
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen", "smollm2", "flags", "opt"])
@@ -459,12 +415,15 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
 
 
-def test_a_grammar_that_reaches_a_limit_ends_with_an_error(llm, capfd):
-    output = llm.generate("A", params(regex="((a{1,1000}b?){1,1000}c?){1,1000}", max_tokens=200, logit_bias={
-        token: -100 for token, text in enumerate(llm.tokenizer.token_bytes()) if text not in (b"a", b"aa")}))
-    output = output[0].outputs[0]
+@pytest.mark.parametrize("limited, reason", [
+    (dict(grammar='start: e\ne: e e | "a" | e "a" | "a" e | e e e'), "items"),
+    (dict(regex="((a{1,1000}b?){1,1000}c?){1,1000}"), "")], ids=["ambiguous", "many states"])
+def test_a_grammar_that_reaches_a_limit_ends_before_its_masks_take_long(llm, capfd, limited, reason):
+    only_a = {token: -100 for token, text in enumerate(llm.tokenizer.token_bytes()) if text not in (b"a", b"aa")}
+    output = llm.generate("A", params(**limited, max_tokens=200, logit_bias=only_a))[0].outputs[0]
     assert output.finish_reason == "error" and output.stop_reason.startswith("the grammar failed: ")
-    assert "<state>" not in output.stop_reason and "Warning" not in capfd.readouterr().err
+    assert reason in output.stop_reason and "<state>" not in output.stop_reason
+    assert "Warning" not in capfd.readouterr().err
 
 
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
@@ -514,12 +473,3 @@ def test_the_readmes_trace(llguidance, capsys):
     printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())
     for line in filter(None, excerpt.splitlines()):
         assert line in printed, line
-
-
-def test_the_trace_shows_masks_and_forced_tokens(llm):
-    lines = []
-    trace = Trace(llm, lines.append)
-    llm.generate("A", params(choice=["yes, indeed", "no, never"], temperature=0), use_tqdm=False)
-    trace.close()
-    shown = r"sampled +A '.*' \(one of \d+ that its grammar allows\), forced '.*'"
-    assert any(re.search(shown, line) for line in lines)

@@ -28,11 +28,9 @@ import torch
 from nanopaged import engine
 from nanopaged.sampling_params import StructuredOutputsParams
 
-MOST_COMPILED = 128  # grammars that are kept for later requests
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
 MOST_ITEMS, MOST_ITEMS_IN_ROW, MOST_ITEMS_IN_ROW_OF_JSON = 5000, 300, 2000
-COMPILE_SECONDS = 5
 TRIAL = """
 import faulthandler, json, os, sys
 import llguidance
@@ -55,6 +53,8 @@ class GrammarCompiler:
     eos_token_ids: tokens that end a complete text
     vocab_size: of the model; tokens from there on have no logits
     """
+    most_compiled = 128  # grammars that are kept for later requests
+    compile_seconds: float = 5  # that `compile_safely` waits
 
     def __init__(self, tokenizer: Any, eos_token_ids: Collection[int], vocab_size: int):
         try:
@@ -83,14 +83,14 @@ class GrammarCompiler:
             with self.lock:
                 found = self.compiled.get(source) or self._compile(*source)
                 self._keep(source, found)
-        if isinstance(found, str):
-            raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
         with suppress(KeyError):  # another thread has removed it
             self.compiled.move_to_end(source)
+        if isinstance(found, str):
+            raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
         return Grammar(found.deep_copy(), self)
 
     async def compile_safely(self, params: StructuredOutputsParams) -> None:
-        """`compile`, for clients that nobody knows: it can be cancelled, and gives up after COMPILE_SECONDS.
+        """`compile`, for clients that nobody knows: it can be cancelled, and gives up after compile_seconds.
 
         llguidance takes hours for some schemas of 900 bytes, and a thread cannot be ended. So a process compiles the
         grammar first, which ends itself when the time is over.
@@ -102,7 +102,7 @@ class GrammarCompiler:
             process, self.process = self.process, None
             if process is None or process.returncode is not None:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", TRIAL, str(COMPILE_SECONDS), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+                    sys.executable, "-c", TRIAL, str(self.compile_seconds), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             assert process.stdin and process.stdout
             try:
                 process.stdin.write(json.dumps(source).encode() + b"\n")
@@ -112,7 +112,7 @@ class GrammarCompiler:
                 if self.process is None and process.returncode is None:
                     process.kill()
             if self.process is None:
-                self._keep(source, f"it takes more than {COMPILE_SECONDS} seconds to compile; give a simpler one")
+                self._keep(source, f"it takes more than {self.compile_seconds} seconds to compile; give a simpler one")
             await asyncio.to_thread(self.compile, params)
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class GrammarCompiler:
 
     def _keep(self, source: tuple[str, str], found: Any) -> None:
         self.compiled[source] = found
-        while len(self.compiled) > MOST_COMPILED:
+        while len(self.compiled) > self.most_compiled:
             self.compiled.popitem(last=False)
 
     def _compile(self, kind: str, source: str) -> Any:
