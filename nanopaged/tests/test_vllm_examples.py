@@ -19,14 +19,11 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanopaged.api import llm as api
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, expectations
 from nanopaged.weights import hub
 from nanopaged.weights.checkpoint import read_safetensors
 
-torch.set_num_threads(1)
-PACKAGE = Path(__file__).parents[1]
-GOLDEN = PACKAGE / "golden"
-OPT, LLAMA = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct"
-LONGCHAT, QWEN = "lmsys/longchat-13b-16k", "Qwen/Qwen3-0.6B"
+OPT, LLAMA, QWEN = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-0.6B"
 MAX_POSITIONS = 2048  # the goldens have 72 or 128; positions behind those change nothing before them
 
 
@@ -46,12 +43,14 @@ class Vocabulary:
     right one.
     """
 
-    def __init__(self, special: dict[int, str], hidden: set[int] | None = None):
+    def __init__(self, special: dict[int, str], hidden: set[int]):
         others = iter(CHARACTERS + list(map("".join, MERGES)))
         self.tokens = [special.get(i) or next(others) for i in range(200)]
-        self.special, self.hidden = special, set(special) if hidden is None else hidden
+        self.special, self.hidden = special, hidden
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         self.pattern = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))))
+        self.vocab = {BYTES.get(token, token): i for token, i in self.ids.items()}
+        self.merges = [pair for pair in MERGES if "".join(pair) in self.ids]
 
     def encode(self, text: str) -> list[int]:
         return [self.ids[token] for token in self.pattern.findall(text)]
@@ -59,25 +58,19 @@ class Vocabulary:
     def decode(self, ids: list[int]) -> str:
         return "".join(self.tokens[i] for i in ids if i not in self.hidden)
 
-    def model(self) -> dict:
-        """Of a tokenizer.json."""
-        merges = [pair for pair in MERGES if "".join(pair) in self.ids]
-        return {"type": "BPE", "vocab": {BYTES.get(token, token): i for token, i in self.ids.items()}, "merges": merges}
-
     def write_pair(self, folder: Path) -> None:
         """vocab.json and merges.txt, as OPT has them."""
-        model = self.model()
-        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"]), ""]))
+        (folder / "vocab.json").write_text(json.dumps(self.vocab))
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, self.merges), ""]))
         config = GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json"
         (folder / "tokenizer_config.json").write_text(config.read_text())
 
     def write(self, folder: Path, bos: str, **config) -> None:
         """tokenizer.json and tokenizer_config.json."""
         flags = dict(special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
-        added_tokens = [{"id": i, "content": token} | flags for i, token in self.special.items()]
-        spec = {"model": self.model(), "added_tokens": added_tokens,
-                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "decoder": {"type": "ByteLevel"},
+        spec = {"model": {"type": "BPE", "vocab": self.vocab, "merges": self.merges}, "decoder": {"type": "ByteLevel"},
+                "added_tokens": [{"id": i, "content": token} | flags for i, token in self.special.items()],
+                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
                 "post_processor": {"type": "TemplateProcessing", "special_tokens": {bos: {"ids": [self.ids[bos]]}},
                                    "single": [{"SpecialToken": {"id": bos}}, {"Sequence": {"id": "A"}}]}}
         (folder / "tokenizer.json").write_text(json.dumps(spec))
@@ -87,8 +80,8 @@ class Vocabulary:
 # OPT's files do not call <s> special.
 OPT_TOKENS = Vocabulary({0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}, hidden={1, 2, 3})
 LLAMA_TOKENS = Vocabulary({i: f"<|{name}|>" for i, name in enumerate(
-    "finetune_right_pad_id begin_of_text end_of_text start_header_id end_header_id eot_id python_tag eom_id".split())})
-LONGCHAT_TOKENS = Vocabulary({0: "<unk>", 1: "<s>", 2: "</s>"})
+    "finetune_right_pad_id begin_of_text end_of_text start_header_id end_header_id eot_id python_tag eom_id".split())},
+    hidden=set(range(8)))
 LLAMA_TEMPLATE = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -131,13 +124,9 @@ def cache(tmp_path_factory):
         (files / name).symlink_to(GOLDEN / "llama3" / name)
     LLAMA_TOKENS.write(files, "<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=LLAMA_TEMPLATE)
 
-    files = snapshot(cache, LONGCHAT, "llama2")
-    (files / "model.safetensors").symlink_to(GOLDEN / "llama2" / "model.safetensors")
-    LONGCHAT_TOKENS.write(files, "<s>", eos_token="</s>")
-
     files = snapshot(cache, QWEN, "qwen3")
     (files / "config.json").unlink()
-    for file in (PACKAGE / "shakespeare").iterdir():
+    for file in BUNDLED.iterdir():
         (files / file.name).symlink_to(file)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,11 +135,10 @@ def cache(tmp_path_factory):
         yield cache
 
 
-def expected(folder: Path) -> list[tuple[list[int], list[int], torch.Tensor]]:
+def expected(variant: str) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """(prompt, greedy continuation, logits of the prompt), as transformers has them."""
-    tensors = dict(read_safetensors(folder / "expected.safetensors"))
-    return [(tensors[f"prompt.{i}"].tolist(), tensors[f"continuation.{i}"].tolist(), tensors[f"logits.{i}"])
-            for i in range(3)]
+    prompts, continuations, logits = expectations(variant)
+    return [(prompt.tolist(), ids.tolist(), rows) for prompt, ids, rows in zip(prompts, continuations, logits)]
 
 
 def first(outputs: list[RequestOutput]) -> list[str]:
@@ -180,28 +168,18 @@ def check(outputs: list[RequestOutput], prompts: list[str], tokens: Vocabulary, 
 
 
 def test_basic():
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model="facebook/opt-125m")
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     outputs = llm.generate(PROMPTS, sampling_params)
     check(outputs, PROMPTS, OPT_TOKENS, bos=2)
-
-
-def test_opt_125m_with_blocks_of_16_and_20_tokens():
-    llm = LLM(model="facebook/opt-125m", max_model_len=512, block_size=16)
-    outputs = llm.generate("Hello, my name is", SamplingParams(max_tokens=20))
-    check(outputs, PROMPTS[:1], OPT_TOKENS, bos=2, max_tokens=20)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    for prompt, continuation, _ in expected(GOLDEN / "opt"):
-        (output,) = llm.generate({"prompt_token_ids": prompt}, params)
-        assert output.outputs[0].token_ids == continuation[:20]
-        assert output.outputs[0].text == OPT_TOKENS.decode(continuation[:20])
+    check(llm.generate("Hello, my name is"), PROMPTS[:1], OPT_TOKENS, bos=2)
 
 
 def test_text_to_text():
     """The weights of the bundled model give transformers' text, and not only its tokens."""
     llm = LLM(model="Qwen/Qwen3-0.6B", max_model_len=256)
     tokenizer = llm.get_tokenizer()
-    cases = expected(PACKAGE / "shakespeare")
+    cases = expected("shakespeare")
     prompts = [tokenizer.decode(prompt) for prompt, _, _ in cases]
     assert "To be, or not to be" in prompts
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
@@ -209,22 +187,32 @@ def test_text_to_text():
     assert first(outputs) == [tokenizer.decode(continuation[:40]) for _, continuation, _ in cases]
 
 
-def test_generate_with_the_checkpoints_defaults():
-    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
+def test_the_checkpoints_defaults():
+    """The default is generation_config="auto", as in vLLM. Settings that are given are taken as they are."""
+    llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
     sampling_params = llm.get_default_sampling_params()
-    assert (sampling_params.temperature, sampling_params.top_p) == (0.6, 0.9)  # of generation_config.json, as in vLLM
+    assert sampling_params == SamplingParams(temperature=0.6, top_p=0.9)  # of generation_config.json
     sampling_params.max_tokens = 20
     sampling_params.temperature = 0.5
     sampling_params.top_k = 30
-    outputs = llm.generate(PROMPTS, sampling_params)
-    check(outputs, PROMPTS, LLAMA_TOKENS, bos=1, max_tokens=20)
-    assert LLM(model=LLAMA, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    check(llm.generate(PROMPTS, sampling_params), PROMPTS, LLAMA_TOKENS, bos=1, max_tokens=20)
+    add = llm.scheduler.add
+    llm.scheduler.add = lambda seq: asked.append(seq.sampling.params) or add(seq)
+    llm.generate(PROMPTS[0])
+    llm.chat(CONVERSATION)
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))
+    next(llm.stream(PROMPTS[0]), None)
+    recommended = SamplingParams(temperature=0.6, top_p=0.9)
+    assert asked == [recommended, recommended, SamplingParams(max_tokens=1), recommended]
 
 
-def test_one_prompt_without_parameters():
-    llm = LLM(model="facebook/opt-125m")
-    outputs = llm.generate("Hello, my name is")
-    check(outputs, PROMPTS[:1], OPT_TOKENS, bos=2)
+@pytest.mark.parametrize("options, settings", [
+    (dict(generation_config="auto"), dict(temperature=0.6, top_p=0.9)), (dict(generation_config="vllm"), {}),
+    (dict(override_generation_config={"temperature": 0.3, "max_new_tokens": 7}),
+     dict(temperature=0.3, top_p=0.9, max_tokens=7)),
+    (dict(generation_config="vllm", override_generation_config={"temperature": 0.3}), dict(temperature=0.3))])
+def test_options_change_the_checkpoints_defaults(options, settings):
+    assert LLM(model=LLAMA, **options).get_default_sampling_params() == SamplingParams(**settings)
 
 
 def test_a_second_run_gives_the_same_texts():
@@ -280,18 +268,14 @@ def test_chat():
     assert output.outputs[0].text == LLAMA_TOKENS.decode(output.outputs[0].token_ids) != ""
     assert first(llm.chat(CONVERSATION, sampling_params=sampling_params)) == first([output])
     assert first(llm.generate({"prompt_token_ids": output.prompt_token_ids}, sampling_params)) == first([output])
-
-
-def test_chat_with_a_batch_of_conversations():
-    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
-    sampling_params = SamplingParams(temperature=0, max_tokens=16)
     conversations = [CONVERSATION for _ in range(10)]
-    outputs = llm.chat(conversations, sampling_params, use_tqdm=True)
-    alone = LLM(model="meta-llama/Llama-3.2-1B-Instruct").chat(CONVERSATION, sampling_params, use_tqdm=False)
-    assert [output.prompt for output in outputs] == [CONVERSATION_TEXT] * 10 and first(outputs) == first(alone) * 10
+    outputs = llm.chat(conversations, sampling_params, use_tqdm=True, chat_template_content_format="auto")
+    assert [output.prompt for output in outputs] == [CONVERSATION_TEXT] * 10 and first(outputs) == first([output]) * 10
     conversations = [CONVERSATION[:2], CONVERSATION]
     outputs = llm.chat(messages=conversations, sampling_params=[sampling_params, sampling_params], use_tqdm=False)
-    assert [output.prompt.count("<|eot_id|>") for output in outputs] == [2, 4] and first(outputs)[1:] == first(alone)
+    assert [one.prompt.count("<|eot_id|>") for one in outputs] == [2, 4] and first(outputs)[1:] == first([output])
+    with pytest.raises(ValueError, match="chat_template_content_format must be 'auto', not 'openai'"):
+        llm.chat(CONVERSATION, sampling_params, chat_template_content_format="openai")
 
 
 def test_chat_with_another_template(tmp_path):
@@ -363,17 +347,15 @@ def beam_case(model: str, beam_width: int) -> dict:
 
 def test_beam_search():
     """vLLM's beams are sequences, whose tokens and text begin with the prompt."""
-    llm = LLM(model="facebook/opt-125m")
-    case = beam_case("opt", 4)
+    llm, case = LLM(model="facebook/opt-125m"), beam_case("opt", 4)
     prompt = case["prompt_token_ids"]
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
     outputs = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, use_tqdm=False)
     assert len(outputs) == 2
     for output in outputs:
-        assert [sequence.tokens for sequence in output.sequences] == [
-            prompt + beam["token_ids"] for beam in case["expected"]]
-        for sequence, beam in zip(output.sequences, case["expected"]):
-            assert sequence.text == OPT_TOKENS.decode(prompt + beam["token_ids"])
+        for sequence, beam in zip(output.sequences, case["expected"], strict=True):
+            assert sequence.tokens == prompt + beam["token_ids"]
+            assert sequence.text == OPT_TOKENS.decode(sequence.tokens)
             assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
             assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
 
@@ -382,8 +364,7 @@ def test_beam_search_from_text():
     llm = LLM(model="Qwen/Qwen3-0.6B")
     tokenizer, case = llm.get_tokenizer(), beam_case("shakespeare", 4)
     prompt = tokenizer.decode(case["prompt_token_ids"])
-    params = BeamSearchParams(beam_width=4, max_tokens=24, ignore_eos=True)
-    (output,) = llm.beam_search([{"prompt": prompt}], params)
+    (output,) = llm.beam_search([{"prompt": prompt}], BeamSearchParams(beam_width=4, max_tokens=24, ignore_eos=True))
     generated_text = output.sequences[0].text
     assert generated_text == prompt + tokenizer.decode(case["expected"][0]["token_ids"])
     # The same beams as any other request's outputs, without the prompt.
@@ -399,9 +380,6 @@ PREFIX = ("You are an expert school principal, skilled in managing faculty and s
           "grade Head Teacher for my independent school that emphasizes community, joyful discovery, and life-long "
           "learning. The candidate is coming in for a first-round panel interview and has 5 years of previous teaching "
           "experience. Based on this information, fulfill the following paragraph: ")
-TABLE = "You recognize the content of tables in markdown format. Here is one.\n" + "".join(
-    f"| {i} | {name} Doe | {20 + 3 * i} | {name.lower()}.d@example.com | 555-{1234 + 111 * i} |\n"
-    for i, name in enumerate(["John", "Jane", "Alice", "Bob", "Carol", "Dave", "Emma", "Frank", "Zack"]))
 
 
 def test_prefix_caching():
@@ -424,19 +402,6 @@ def test_prefix_caching():
         assert output.num_cached_tokens % 16 == 0
 
 
-def test_automatic_prefix_caching():
-    llm = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=True)
-    sampling_params = SamplingParams(temperature=0, max_tokens=30)
-    outputs = [llm.generate(TABLE + f"Question: what is the age of {name} Doe? Your answer: The age of {name} Doe is ",
-                            sampling_params=sampling_params) for name in ("John", "Zack")]
-    shared = 1 + len(LONGCHAT_TOKENS.encode(TABLE))
-    assert outputs[0][0].num_cached_tokens == 0
-    assert shared // 16 * 16 <= outputs[1][0].num_cached_tokens < len(outputs[1][0].prompt_token_ids)
-    uncached = LLM(model="lmsys/longchat-13b-16k", enable_prefix_caching=False)
-    plain = uncached.generate(outputs[1][0].prompt, sampling_params)
-    assert first(plain) == first(outputs[1])
-
-
 # --------------------------------------------------------------------------------------------------
 # Token ids, log probabilities
 # --------------------------------------------------------------------------------------------------
@@ -445,7 +410,7 @@ def test_prompts_of_token_ids():
     from nanopaged import TextPrompt, TokensPrompt
     llm = LLM(model="facebook/opt-125m")
     sampling_params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    cases = expected(GOLDEN / "opt")
+    cases = expected("opt")
     continuations = [continuation for _, continuation, _ in cases]
     for prompts in ([TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in cases],
                     [{"prompt_token_ids": prompt} for prompt, _, _ in cases], [prompt for prompt, _, _ in cases]):
@@ -463,7 +428,7 @@ def test_prompts_of_token_ids():
 def test_logprobs():
     llm = LLM(model="facebook/opt-125m")
     sampling_params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, prompt_logprobs=2)
-    for prompt, continuation, logits in expected(GOLDEN / "opt"):
+    for prompt, continuation, logits in expected("opt"):
         (output,) = llm.generate({"prompt_token_ids": prompt}, sampling_params)
         completion, expected_logprobs = output.outputs[0], logits.log_softmax(-1)
         assert completion.token_ids == continuation[:5] and len(completion.logprobs) == 5
@@ -489,7 +454,8 @@ def test_logprobs():
 @pytest.mark.parametrize("options", [
     dict(tensor_parallel_size=1), dict(trust_remote_code=True), dict(disable_log_stats=False),
     dict(enable_chunked_prefill=True),
-    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64), dict(dtype="half"), dict(dtype=torch.float32),
+    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64, block_size=16), dict(dtype="half"),
+    dict(dtype=torch.float32),
     dict(tokenizer="facebook/opt-125m", tokenizer_mode="auto", revision=None, tokenizer_revision=None),
     dict(num_gpu_blocks_override=100, max_model_len=256),
     dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
@@ -550,39 +516,6 @@ def test_structured_outputs():
         assert llm.generate(PROMPTS[0], sampling_params)[0].outputs[0].text in ("Positive", "Negative")
     with pytest.raises(ValueError, match="guided_decoding .* use structured_outputs"):
         SamplingParams(guided_decoding={"choice": ["Positive", "Negative"]})
-
-
-def test_the_content_format_of_chat():
-    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
-    sampling_params = SamplingParams(temperature=0, max_tokens=1)
-    (output,) = llm.chat(CONVERSATION, sampling_params, chat_template_content_format="auto")
-    assert output.prompt == CONVERSATION_TEXT
-    with pytest.raises(ValueError, match="chat_template_content_format must be 'auto', not 'openai'"):
-        llm.chat(CONVERSATION, sampling_params, chat_template_content_format="openai")
-
-
-def test_requests_without_settings_follow_the_checkpoint():
-    """The default is generation_config="auto", as in vLLM. Settings that are given are taken as they are."""
-    llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
-    add = llm.scheduler.add
-    llm.scheduler.add = lambda seq: asked.append(seq.sampling.params) or add(seq)
-    llm.generate(PROMPTS[0])
-    llm.chat(CONVERSATION)
-    llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))
-    next(llm.stream(PROMPTS[0]), None)
-    recommended = SamplingParams(temperature=0.6, top_p=0.9)
-    assert asked == [recommended, recommended, SamplingParams(max_tokens=1), recommended]
-    assert LLM(model=LLAMA, generation_config="auto").get_default_sampling_params() == recommended
-
-
-def test_an_override_goes_before_the_checkpoints_settings():
-    llama, override = "meta-llama/Llama-3.2-1B-Instruct", {"temperature": 0.3, "max_new_tokens": 7}
-    llm = LLM(model=llama, override_generation_config=override)
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7)
-    llm = LLM(model=llama, generation_config="vllm", override_generation_config=override)
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, max_tokens=7)
-    with pytest.raises(ValueError, match="temperature must be a number from 0 to 1e6, not 'hot'"):
-        LLM(model=llama, override_generation_config={"temperature": "hot"})
 
 
 class Terminal(io.StringIO):
@@ -667,15 +600,15 @@ def test_tokenizers(cache, tmp_path):
     assert ids == [2] + OPT_TOKENS.encode(PROMPTS[0]) and tokenizer.decode(ids[1:]) == PROMPTS[0]
     assert tokenizer.eos_token_id == 2
 
-    OPT_TOKENS.write_pair(tmp_path)  # one that lies somewhere else, as save_pretrained writes it: without a config.json
+    # A tokenizer that lies somewhere else, as save_pretrained writes it: without a config.json.
+    OPT_TOKENS.write_pair(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (copy,) = (cache / "models--facebook--opt-125m" / "snapshots").iterdir()
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "pytorch_model.bin"):
-        (bare / name).symlink_to(copy / name)
+    (tmp_path / "bare").mkdir()
+    for file in llm.path.iterdir():
+        if file.name in ("config.json", "pytorch_model.bin"):
+            (tmp_path / "bare" / file.name).symlink_to(file)
     params = SamplingParams(temperature=0)
-    other = LLM(model=str(bare), tokenizer=str(tmp_path))
+    other = LLM(model=str(tmp_path / "bare"), tokenizer=str(tmp_path))
     outputs = other.generate(PROMPTS, params)
     check(outputs, PROMPTS, OPT_TOKENS, bos=2)
     assert first(outputs) == first(llm.generate(PROMPTS, params))
@@ -683,16 +616,14 @@ def test_tokenizers(cache, tmp_path):
 
 
 def test_tokens_alone():
-    prompt, continuation, _ = expected(GOLDEN / "opt")[1]
+    prompt, continuation, _ = expected("opt")[1]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     llm = LLM(model="facebook/opt-125m", skip_tokenizer_init=True)
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-    assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
+    for engine, settings in ((llm, params), (LLM(model=OPT), SamplingParams(**vars(params) | {"detokenize": False}))):
+        (output,) = engine.generate([{"prompt_token_ids": prompt}], settings)
+        assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
     with pytest.raises(ValueError, match="token ids"):
         llm.generate(PROMPTS[0], params)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    (output,) = LLM(model="facebook/opt-125m").generate([{"prompt_token_ids": prompt}], params)
-    assert output.outputs[0].token_ids == continuation and output.outputs[0].text == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -754,10 +685,10 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     root = Path(os.environ["NANOPAGED_VLLM_EXAMPLES"])
     model = tmp_path / "model"
     model.mkdir()
-    for file in (PACKAGE / "shakespeare").iterdir():
+    for file in BUNDLED.iterdir():
         (model / file.name).symlink_to(file)
     (model / "config.json").unlink()
-    config = json.loads((PACKAGE / "shakespeare" / "config.json").read_text()) | {"max_position_embeddings": 32768}
+    config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": 32768}
     (model / "config.json").write_text(json.dumps(config))
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     monkeypatch.setattr(api, "find_checkpoint", lambda *args, **options: model)
@@ -771,5 +702,5 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     with capfd.disabled():
         print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
               sep="\n")
-    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    readme = (BUNDLED.parents[1] / "README.md").read_text(encoding="utf-8")
     assert {name for name in reasons if f"`{name}`" in readme} == runs
