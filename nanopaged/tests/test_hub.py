@@ -1,5 +1,5 @@
 """Models by name, against a local server that speaks the Hub's protocol. No other host is asked, and no cache but a
-temporary one is touched. What huggingface_hub does by itself (links, locks, checksums, tokens) is tested there."""
+temporary one is touched. What huggingface_hub does by itself (links, locks, checksums, redirects) is tested there."""
 import hashlib
 import json
 import os
@@ -17,29 +17,13 @@ from nanopaged.api.llm import find_checkpoint
 from nanopaged.tests.helpers import GOLDEN
 from nanopaged.text.chat import load_chat_template
 from nanopaged.weights import hub
-from nanopaged.weights.checkpoint import BUNDLED, read_config, read_tensors
+from nanopaged.weights.checkpoint import BUNDLED
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 WEIGHTS = bytes(range(256)) * 1200    # several chunks of a download
 FILES = {"config.json": b'{"model_type": "gpt2"}', "generation_config.json": b"{}", "tokenizer.json": b'{"model": {}}',
          "model.safetensors": WEIGHTS}
 INDEX = "model.safetensors.index.json"
-
-
-def git_sha1(data):
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def sha256(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-def is_large(name):
-    return name.endswith((".safetensors", ".bin"))
-
-
-def etag_of(name, data):
-    return sha256(data) if is_large(name) else git_sha1(data)
 
 
 def index_of(*shards):
@@ -52,38 +36,30 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeHub:
-    """The Hub on one port and the host of its large files on another. Requests for small files are redirected on the
-    same port."""
+    """The Hub with one model, org/model."""
 
     def __init__(self):
         self.files, self.refs = {COMMIT: dict(FILES)}, {"main": COMMIT}
         self.requests = []    # (method, path, headers), in order
-        self.cuts = []        # after how many bytes the next answers with large files break off
-        self.answers = {}     # part of a path -> [(status, headers), ...], each given once before the true answer
-        self.tampered = {}    # name -> what is sent instead
-        self.sent = {}        # name -> bytes
-        self.has_ranges = True
-        self.servers = [Server(("127.0.0.1", 0), self.handler()) for _ in range(2)]
-        self.url, self.cdn = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
-        for server in self.servers:
-            threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
+        self.cuts = []        # after how many bytes the next answers with weights break off
+        self.refusal = None   # (status, headers) of every answer
+        self.server = Server(("127.0.0.1", 0), self.handler())
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.005,), daemon=True).start()
 
     def close(self):
-        for server in self.servers:
-            server.shutdown()
-            server.server_close()
+        self.server.shutdown()
+        self.server.server_close()
 
     def handler(fake):
         class Handler(BaseHTTPRequestHandler):
             protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
 
             def do_GET(self):
-                fake.requests.append((self.command, self.path, dict(self.headers)))
-                for part, answers in fake.answers.items():
-                    if part in self.path and answers:
-                        status, headers = answers.pop(0)
-                        return self.answer(status, headers)
-                fake.route(self)
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                fake.requests.append((self.command, self.path, headers))
+                path = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+                self.answer(*fake.refusal) if fake.refusal else fake.route(self, path, headers)
 
             do_HEAD = do_GET
 
@@ -94,62 +70,32 @@ class FakeHub:
                 self.end_headers()
                 if self.command == "GET":
                     self.wfile.write(body[:cut])
-                    if cut is not None:
-                        self.close_connection = True
+                    self.close_connection = cut is not None
 
             def log_message(self, *_):
                 pass
         return Handler
 
-    def route(self, request):
-        if request.server is self.servers[1]:
-            checksum, name = request.path.strip("/").split("/", 1)
-            commit = next(commit for commit, files in self.files.items() if sha256(files.get(name, b"")) == checksum)
-            # Some versions of huggingface_hub follow a redirect on the same host before they look for the commit.
-            headers = {"ETag": f'"{checksum}"', "X-Repo-Commit": commit}
-            return self.send(request, name, self.files[commit][name], headers)
-        path = [unquote(part) for part in urlsplit(request.path).path.strip("/").split("/")]
-        if path[:2] == ["api", "models"] and path[2:4] == ["org", "model"] and path[4] in ("revision", "tree"):
+    def route(self, request, path, headers):
+        if path[:4] == ["api", "models", "org", "model"]:
             commit = self.refs.get(path[5], path[5])
             if commit not in self.files:
                 return request.answer(404, {"X-Error-Code": "RevisionNotFound"})
-            if path[4] == "revision":
-                info = {"id": 1, "sha": commit, "siblings": [{"rfilename": name} for name in self.files[commit]]}
-            else:    # which huggingface_hub asks for
-                info = [{"type": "file", "path": name, "size": len(data), "oid": git_sha1(data)}
-                        | ({"lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 9}} if is_large(name)
-                           else {})
-                        for name, data in self.files[commit].items()]
+            siblings = [{"rfilename": name} for name in self.files[commit]]
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in self.files[commit].items()]
+            info = tree if path[4] == "tree" else {"id": 1, "sha": commit, "siblings": siblings}
             return request.answer(200, body=json.dumps(info).encode())
-        if path[:2] == ["api", "resolve-cache"]:
-            commit, name = path[2], "/".join(path[3:])
-            data = self.files[commit][name]
-            return self.send(request, name, data, {"X-Repo-Commit": commit, "ETag": f'W/"{git_sha1(data)}"'})
-        if path[:3] == ["org", "model", "resolve"]:
-            commit, name = path[3], "/".join(path[4:])
-            if name not in self.files[commit]:
-                return request.answer(404, {"X-Error-Code": "EntryNotFound"})
-            data, headers = self.files[commit][name], {"X-Repo-Commit": commit}
-            if not is_large(name):
-                headers["Location"] = f"/api/resolve-cache/{commit}/{name}"
-                return request.answer(307, headers, b"Temporary Redirect")
-            headers |= {"Location": f"{self.cdn}/{sha256(data)}/{name}", "X-Linked-Size": len(data),
-                        "X-Linked-Etag": f'"{sha256(data)}"'}
-            return request.answer(302, headers, b"Found. Redirecting")
-        request.answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        if path[:3] != ["org", "model", "resolve"]:
+            return request.answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        data = self.files[path[3]]["/".join(path[4:])]
+        begin = int(headers.get("range", "bytes=0-")[6:-1])
+        cut = self.cuts.pop(0) if self.cuts and path[-1].endswith(".safetensors") and request.command == "GET" else None
+        request.answer(206 if begin else 200, {"X-Repo-Commit": path[3], "ETag": f'"{hashlib.sha1(data).hexdigest()}"'},
+                       data[begin:], cut)
 
-    def send(self, request, name, data, headers=()):
-        data = self.tampered.get(name, data)
-        begin = int(request.headers.get("Range", "bytes=0-")[6:-1]) if self.has_ranges else 0
-        if begin >= len(data) > 0:
-            return request.answer(416, {"Content-Range": f"bytes */{len(data)}"}, b"Range Not Satisfiable")
-        cut = self.cuts.pop(0) if self.cuts and is_large(name) and request.command == "GET" else None
-        if request.command == "GET":
-            self.sent[name] = self.sent.get(name, 0) + len(data[begin:][:cut])
-        request.answer(206 if begin else 200, headers, data[begin:], cut)
-
-    def asked(self, method="GET"):
-        return [path.split("/")[-1] for verb, path, _ in self.requests if verb == method and "/api/models/" not in path]
+    def asked(self):
+        return [path.split("/")[-1] for verb, path, _ in self.requests if verb == "GET" and "/api/" not in path]
 
 
 NOBODY = "http://127.0.0.1:9"
@@ -200,17 +146,6 @@ def test_a_model_is_downloaded_once(fake, folder):
     assert snapshot == folder / "snapshots" / COMMIT and contents(snapshot) == FILES
     fake.requests.clear()
     assert find_checkpoint("org/model") == find_checkpoint("org/model", COMMIT) == snapshot and not fake.requests
-
-
-def test_the_bundled_model_by_name(fake):
-    directory = BUNDLED["shakespeare"]
-    fake.files[COMMIT] = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
-    snapshot = find_checkpoint("org/model")
-    assert {path.name for path in snapshot.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert read_config(snapshot) == read_config(directory)
-    expected = dict(read_tensors(directory))
-    assert all(tensor.equal(expected.pop(name)) for name, tensor in read_tensors(snapshot)) and not expected
 
 
 SETTINGS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
@@ -274,7 +209,7 @@ def test_a_token_and_a_directory_that_are_options(fake, tmp_path):
     fake.files[COMMIT]["config.json"] = b'{"architectures": ["MambaForCausalLM"]}'
     with pytest.raises(ValueError, match="unknown architecture"):
         LLM("org/model", hf_token="secret", download_dir=str(tmp_path / "models"))
-    assert {headers.get("authorization") or headers.get("Authorization") for _, path, headers in fake.requests
+    assert {headers.get("authorization") for _, path, headers in fake.requests
             if "/api/models/" in path} == {"Bearer secret"}
     assert (tmp_path / "models" / "models--org--model" / "snapshots" / COMMIT / "config.json").is_file()
 
@@ -291,30 +226,23 @@ def test_revisions(fake, folder, revision):
 
 # What the cache lacks
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", "2.safetensors"])
 def test_what_is_missing_is_fetched_and_nothing_else(fake, missing):
+    if missing == "2.safetensors":
+        fake.files[COMMIT] |= {name: name.encode() for name in SHARDS} | {INDEX: index_of(*SHARDS[1:])}
+        del fake.files[COMMIT]["model.safetensors"]
     snapshot = find_checkpoint("org/model")
     (snapshot / missing).resolve().unlink()
     (snapshot / missing).unlink()
     fake.requests.clear()
-    assert contents(find_checkpoint("org/model")) == FILES and fake.asked() == [missing]
-
-
-def test_a_missing_shard_is_fetched(fake):
-    fake.files[COMMIT] |= {name: name.encode() for name in SHARDS} | {INDEX: index_of(*SHARDS[1:])}
-    del fake.files[COMMIT]["model.safetensors"]
-    snapshot = find_checkpoint("org/model")
-    (snapshot / "2.safetensors").resolve().unlink()
-    (snapshot / "2.safetensors").unlink()
-    fake.requests.clear()
-    assert contents(find_checkpoint("org/model")) == fake.files[COMMIT] and fake.asked() == ["2.safetensors"]
+    assert contents(find_checkpoint("org/model")) == fake.files[COMMIT] and fake.asked() == [missing]
 
 
 def test_an_interrupted_download_goes_on(fake):
     """After a broken connection at the byte that is next, in another run with the files that are not complete."""
     fake.cuts = [100_000]
     assert contents(find_checkpoint("org/model")) == FILES
-    assert f"bytes={2**16}-" in [headers.get("range") or headers.get("Range") for _, _, headers in fake.requests]
+    assert f"bytes={2**16}-" in [headers.get("range") for _, _, headers in fake.requests]
     fake.files[OTHER] = FILES | {"model.safetensors": WEIGHTS[::-1], "tokenizer.json": b"{}"}
     fake.cuts = [100_000] + [0] * 30
     refusal(ConnectionError, "'org/model' cannot be downloaded", "complete files are kept", revision=OTHER)
@@ -350,12 +278,10 @@ def test_an_index_that_leads_outside(fake, folder, shard):
     for _ in range(2):  # downloaded, and then from the cache
         refusal(ValueError, "outside of its directory", repr(shard))
     assert not list(folder.parent.rglob("x*"))
-
-
-def test_a_shard_that_the_repo_lacks(fake):
-    fake.files[COMMIT] |= {INDEX: index_of("1.safetensors")}
-    del fake.files[COMMIT]["model.safetensors"]
-    refusal(FileNotFoundError, "lacks 1.safetensors")
+    fake.files[COMMIT][INDEX] = index_of("2.safetensors")
+    fake.refs["main"] = OTHER
+    fake.files[OTHER] = fake.files[COMMIT]
+    refusal(FileNotFoundError, "lacks 2.safetensors", revision=OTHER)
 
 
 def test_no_model_of_that_name(fake):
@@ -368,23 +294,18 @@ def test_no_model_of_that_name(fake):
                                          ("", ["was refused", "HF_TOKEN"])])
 def test_models_that_may_not_be_read(fake, code, words):
     headers = {"X-Error-Code": code, "X-Error-Message": "Access is restricted."} if code else {}
-    fake.answers["/api/models/"] = fake.answers["/resolve/"] = [(403, headers)] * 9
+    fake.refusal = (403, headers)
     refusal(PermissionError, "'org/model'", f"{fake.url}/org/model", *words)
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_no_checkpoint_in_the_repo(fake, missing):
-    del fake.files[COMMIT][missing]
-    refusal(FileNotFoundError, "config.json", "model.safetensors")
-    assert fake.asked() == []
-
-
-@pytest.mark.parametrize("there, words", [
-    (["config.json", "model-Q4_K_M.gguf"], ["GGUF", "model-Q4_K_M.gguf", "Hugging Face layout"]),
-    (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], ["LoRA adapter", "merge"])])
-def test_other_formats_in_the_repo(fake, there, words):
+@pytest.mark.parametrize("there, kind, words", [
+    ([name for name in FILES if name != "config.json"], FileNotFoundError, ["lacks config.json", "model.safetensors"]),
+    ([name for name in FILES if name != "model.safetensors"], FileNotFoundError, ["none of model.safetensors"]),
+    (["config.json", "model-Q4_K_M.gguf"], ValueError, ["is in GGUF", "model-Q4_K_M.gguf", "Hugging Face layout"]),
+    (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], ValueError, ["a LoRA adapter", "merge"])])
+def test_no_checkpoint_in_the_repo(fake, there, kind, words):
     fake.files[COMMIT] = dict.fromkeys(there, b"{}")
-    refusal(ValueError, "model 'org/model' is", *words)
+    refusal(kind, "model 'org/model' ", *words)
     assert fake.asked() == []
 
 
