@@ -188,22 +188,14 @@ def test_text_to_text():
 
 
 def test_the_checkpoints_defaults():
-    """The default is generation_config="auto", as in vLLM. Settings that are given are taken as they are."""
-    llm, asked = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), []
+    """The default is generation_config="auto", as in vLLM."""
+    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
     sampling_params = llm.get_default_sampling_params()
     assert sampling_params == SamplingParams(temperature=0.6, top_p=0.9)  # of generation_config.json
     sampling_params.max_tokens = 20
     sampling_params.temperature = 0.5
     sampling_params.top_k = 30
     check(llm.generate(PROMPTS, sampling_params), PROMPTS, LLAMA_TOKENS, bos=1, max_tokens=20)
-    add = llm.scheduler.add
-    llm.scheduler.add = lambda seq: asked.append(seq.sampling.params) or add(seq)
-    llm.generate(PROMPTS[0])
-    llm.chat(CONVERSATION)
-    llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))
-    next(llm.stream(PROMPTS[0]), None)
-    recommended = SamplingParams(temperature=0.6, top_p=0.9)
-    assert asked == [recommended, recommended, SamplingParams(max_tokens=1), recommended]
 
 
 @pytest.mark.parametrize("options, settings", [
@@ -231,13 +223,10 @@ def test_settings_for_each_prompt():
         SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2),
         SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
         SamplingParams(n=3, temperature=0.8, stop=["\n", "a"], max_tokens=200)]
-    llm = LLM(model="facebook/opt-125m")
-    outputs = llm.generate(prompts, sampling_params)
+    outputs = LLM(model="facebook/opt-125m").generate(prompts, sampling_params)
     assert [output.prompt for output in outputs] == prompts
     assert [[completion.index for completion in output.outputs] for output in outputs] == [[0], [0], [0, 1], [0, 1, 2]]
-    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)
-    assert len(outputs[0].outputs[0].logprobs) <= 16
-    assert outputs[1].prompt_logprobs is None and outputs[1].outputs[0].logprobs is None
+    assert [output.prompt_logprobs is None for output in outputs] == [False, True, True, True]
     assert outputs[2].outputs[0].text != outputs[2].outputs[1].text
     for completion in outputs[3].outputs:
         assert completion.finish_reason == "stop" and completion.stop_reason in ("\n", "a", None)
@@ -278,14 +267,10 @@ def test_chat():
         llm.chat(CONVERSATION, sampling_params, chat_template_content_format="openai")
 
 
-def test_chat_with_another_template(tmp_path):
-    template = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
-    (tmp_path / "template.jinja").write_text(template)
+def test_chat_with_another_template():
+    chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
     llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
-    sampling_params = llm.get_default_sampling_params()
-    with open(tmp_path / "template.jinja") as f:
-        chat_template = f.read()
-    outputs = llm.chat([CONVERSATION] * 2, sampling_params, use_tqdm=False, chat_template=chat_template)
+    outputs = llm.chat([CONVERSATION] * 2, llm.get_default_sampling_params(), chat_template=chat_template)
     text = "".join(f"{message['role']}: {message['content']}\n" for message in CONVERSATION)
     assert [output.prompt for output in outputs] == [text] * 2
     assert outputs[0].prompt_token_ids == LLAMA_TOKENS.encode(text)
@@ -300,10 +285,8 @@ def test_chat_that_continues_the_last_message():
 
 
 def test_chat_with_tools():
-    tools = [{"type": "function", "function": {
-        "name": "get_current_weather", "description": "Get the current weather in a given location",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "state": {"type": "string"}},
-                       "required": ["city", "state"]}}}]
+    tools = [{"type": "function", "function": {"name": "get_current_weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
     template = ("{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}"
                 "{{ '(' + message.tool_call_id + ')' if message.tool_call_id }}: {{ message.content }}\n{% endfor %}")
     llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct")
@@ -321,16 +304,15 @@ def test_chat_with_tools():
     assert outputs[0].num_cached_tokens >= len(LLAMA_TOKENS.encode(question)) // 16 * 16
 
 
-def test_chat_template_kwargs():
+@pytest.mark.parametrize("kwargs, end", [(None, ""), ({"enable_thinking": True}, ""),
+                                         ({"enable_thinking": False}, "<think></think>")])
+def test_chat_template_kwargs(kwargs, end):
     """Qwen3's thinking is switched off in this way."""
     template = ("{{ messages[0].content }}"
                 "{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}")
-    llm = LLM(model="Qwen/Qwen3-0.6B")
-    messages = [{"role": "user", "content": "Hello"}]
-    params = SamplingParams(max_tokens=1)
-    prompts = [llm.chat(messages, params, chat_template=template, chat_template_kwargs=kwargs)[0].prompt
-               for kwargs in (None, {"enable_thinking": True}, {"enable_thinking": False})]
-    assert prompts == ["Hello", "Hello", "Hello<think></think>"]
+    (output,) = LLM(model="Qwen/Qwen3-0.6B").chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=1),
+                                                  chat_template=template, chat_template_kwargs=kwargs)
+    assert output.prompt == "Hello" + end
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,26 +332,13 @@ def test_beam_search():
     llm, case = LLM(model="facebook/opt-125m"), beam_case("opt", 4)
     prompt = case["prompt_token_ids"]
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
-    outputs = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, use_tqdm=False)
-    assert len(outputs) == 2
-    for output in outputs:
-        for sequence, beam in zip(output.sequences, case["expected"], strict=True):
-            assert sequence.tokens == prompt + beam["token_ids"]
-            assert sequence.text == OPT_TOKENS.decode(sequence.tokens)
-            assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
-            assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
-
-
-def test_beam_search_from_text():
-    llm = LLM(model="Qwen/Qwen3-0.6B")
-    tokenizer, case = llm.get_tokenizer(), beam_case("shakespeare", 4)
-    prompt = tokenizer.decode(case["prompt_token_ids"])
-    (output,) = llm.beam_search([{"prompt": prompt}], BeamSearchParams(beam_width=4, max_tokens=24, ignore_eos=True))
-    generated_text = output.sequences[0].text
-    assert generated_text == prompt + tokenizer.decode(case["expected"][0]["token_ids"])
-    # The same beams as any other request's outputs, without the prompt.
-    assert output.prompt == prompt and output.outputs[0].text == generated_text[len(prompt):]
-    assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
+    outputs = llm.beam_search([{"prompt_token_ids": prompt}, {"prompt": OPT_TOKENS.decode(prompt[1:])}], params)
+    assert [output.prompt for output in outputs] == [None, OPT_TOKENS.decode(prompt[1:])]
+    for sequence, sample, beam in zip(outputs[0].sequences, outputs[0].outputs, case["expected"], strict=True):
+        assert sequence.tokens == prompt + beam["token_ids"] and sample.token_ids == beam["token_ids"]
+        assert sequence.text == OPT_TOKENS.decode(sequence.tokens) == OPT_TOKENS.decode(prompt) + sample.text
+        assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
+        assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,9 +346,7 @@ def test_beam_search_from_text():
 # --------------------------------------------------------------------------------------------------
 
 PREFIX = ("You are an expert school principal, skilled in managing faculty and staff. Draft ten questions for a first "
-          "grade Head Teacher for my independent school that emphasizes community, joyful discovery, and life-long "
-          "learning. The candidate is coming in for a first-round panel interview and has 5 years of previous teaching "
-          "experience. Based on this information, fulfill the following paragraph: ")
+          "grade Head Teacher. Based on this information, fulfill the following paragraph: ")
 
 
 def test_prefix_caching():
@@ -389,62 +356,33 @@ def test_prefix_caching():
     regular = regular_llm.generate(generating_prompts, sampling_params)
     check(regular, generating_prompts, OPT_TOKENS, bos=2)
     assert [output.num_cached_tokens for output in regular] == [0] * 4
-    del regular_llm
 
     prefix_cached_llm = LLM(model="facebook/opt-125m", enable_prefix_caching=True, gpu_memory_utilization=0.4)
     (warm_up,) = prefix_cached_llm.generate(generating_prompts[0], sampling_params)
-    assert warm_up.num_cached_tokens == 0
     cached = prefix_cached_llm.generate(generating_prompts, sampling_params)
-    assert first(cached) == first(regular)
-    prefix_tokens = 1 + len(OPT_TOKENS.encode(PREFIX))
-    for output in cached:
-        assert prefix_tokens - 16 < output.num_cached_tokens <= len(output.prompt_token_ids)
-        assert output.num_cached_tokens % 16 == 0
+    assert warm_up.num_cached_tokens == 0 and first(cached) == first(regular)
+    for output in cached[1:]:
+        assert output.num_cached_tokens == (1 + len(OPT_TOKENS.encode(PREFIX))) // 16 * 16
 
 
 # --------------------------------------------------------------------------------------------------
-# Token ids, log probabilities
+# Token ids
 # --------------------------------------------------------------------------------------------------
 
 def test_prompts_of_token_ids():
     from nanopaged import TextPrompt, TokensPrompt
     llm = LLM(model="facebook/opt-125m")
     sampling_params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    cases = expected("opt")
-    continuations = [continuation for _, continuation, _ in cases]
-    for prompts in ([TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in cases],
-                    [{"prompt_token_ids": prompt} for prompt, _, _ in cases], [prompt for prompt, _, _ in cases]):
+    ids, continuations, _ = zip(*expected("opt"))
+    for prompts in ([TokensPrompt(prompt_token_ids=prompt) for prompt in ids],
+                    [{"prompt_token_ids": prompt} for prompt in ids], list(ids)):
         outputs = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == continuations
-        assert [output.prompt_token_ids for output in outputs] == [prompt for prompt, _, _ in cases]
-        assert [output.prompt for output in outputs] == [None] * 3
-        assert first(outputs) == [OPT_TOKENS.decode(continuation) for continuation in continuations]
-    (output,) = llm.generate({"prompt_token_ids": cases[0][0]}, sampling_params)
-    assert output.outputs[0].token_ids == continuations[0]
+        assert [output.outputs[0].token_ids for output in outputs] == list(continuations)
+        assert [(output.prompt, output.prompt_token_ids) for output in outputs] == [(None, prompt) for prompt in ids]
+        assert first(outputs) == list(map(OPT_TOKENS.decode, continuations))
+        assert first(llm.generate(prompts[0], sampling_params)) == first(outputs)[:1]
     (output,) = llm.generate(TextPrompt(prompt=PROMPTS[0]), sampling_params)
     assert output.prompt == PROMPTS[0] and output.prompt_token_ids == [2] + OPT_TOKENS.encode(PROMPTS[0])
-
-
-def test_logprobs():
-    llm = LLM(model="facebook/opt-125m")
-    sampling_params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, prompt_logprobs=2)
-    for prompt, continuation, logits in expected("opt"):
-        (output,) = llm.generate({"prompt_token_ids": prompt}, sampling_params)
-        completion, expected_logprobs = output.outputs[0], logits.log_softmax(-1)
-        assert completion.token_ids == continuation[:5] and len(completion.logprobs) == 5
-        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
-        rows = [(entry, token, 2) for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
-        rows.append((completion.logprobs[0], continuation[0], 5))
-        for (logprobs, token, count), row in zip(rows, expected_logprobs):
-            best = row.topk(count).indices.tolist()
-            assert set(logprobs) == {token, *best}
-            for token_id, logprob in logprobs.items():
-                assert logprob.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-                assert logprob.rank == 1 + (row > row[token_id]).sum().item()
-                assert logprob.decoded_token == OPT_TOKENS.tokens[token_id]
-        chosen = [logprobs[token] for logprobs, token in zip(completion.logprobs, completion.token_ids)]
-        assert [logprob.rank for logprob in chosen] == [1] * 5
-        assert completion.cumulative_logprob == pytest.approx(sum(logprob.logprob for logprob in chosen))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,30 +466,25 @@ def test_use_tqdm(monkeypatch):
     beam_search."""
     llm, beams = LLM(model="meta-llama/Llama-3.2-1B-Instruct"), BeamSearchParams(beam_width=2, max_tokens=3)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    calls = {True: [lambda **how: llm.generate(PROMPTS, params, **how),
-                    lambda **how: llm.chat([CONVERSATION] * 4, params, **how)],
-             False: [lambda **how: llm.beam_search(PROMPTS, beams, **how)]}
 
-    def drawn(call, **how) -> str:
-        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-        call(**how)
-        return terminal.getvalue()
+    def drawn(call, *args, stderr=Terminal, **how) -> str:
+        monkeypatch.setattr(sys, "stderr", stderr())
+        call(*args, **how)
+        return sys.stderr.getvalue()
 
-    for default, functions in calls.items():
-        for call in functions:
-            bar = drawn(call, use_tqdm=True)
-            assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith(" \r")
-            assert bool(drawn(call)) is default and drawn(call, use_tqdm=False) == ""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    llm.generate(PROMPTS, params)
-    assert sys.stderr.getvalue() == ""
+    for call, *args, default in ((llm.generate, PROMPTS, params, True), (llm.chat, [CONVERSATION] * 4, params, True),
+                                 (llm.beam_search, PROMPTS, beams, False)):
+        bar = drawn(call, *args, use_tqdm=True)
+        assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith(" \r")
+        assert bool(drawn(call, *args)) is default and drawn(call, *args, use_tqdm=False) == ""
+        assert drawn(call, *args, stderr=io.StringIO) == ""
 
 
 def test_numpy():
     """Prompts and priorities may be numpy's."""
     numpy = pytest.importorskip("numpy")
     llm = LLM(model="facebook/opt-125m", scheduling_policy="priority")
-    params = SamplingParams(temperature=0, max_tokens=4)
+    params, text = SamplingParams(temperature=0, max_tokens=4), "Hello, my name is"
     prompts = [[2, 50, 70], [2, 60, 80], [2, 90, 100]]
     texts = first(llm.generate(prompts, params))
     arrays = [numpy.array(prompt) for prompt in prompts]
@@ -560,20 +493,16 @@ def test_numpy():
         outputs = llm.generate(given, params, priority=numpy.arange(3))
         assert first(outputs) == texts
         assert {type(token) for output in outputs for token in output.prompt_token_ids} == {int}
-    for given in (arrays[0], list(arrays[0])):
-        assert first(llm.generate(given, params)) == texts[:1]
-    text = "Hello, my name is"
+    assert first(llm.generate(arrays[0], params)) == first(llm.generate(list(arrays[0]), params)) == texts[:1]
     assert first(llm.generate([numpy.array(text)], params)) == first(llm.generate(text, params))
-    with pytest.raises(ValueError, match="'prompt_token_ids' holds a list of token ids, not 'Hello, "):
-        llm.generate({"prompt_token_ids": numpy.array(text)}, params)
-    seen = []
-    add = llm.scheduler.add
-    llm.scheduler.add = lambda seq: seen.append(seq.order[0]) or add(seq)
     llm.add_request(arrays[0], params, priority=numpy.int32(-2))
-    assert seen == [-2] and type(seen[0]) is int
+    (seq,) = llm.scheduler.waiting
+    assert seq.order[0] == -2 and type(seq.order[0]) is int
     for given in (numpy.array([1.5, 2]), numpy.array(5), numpy.array([True]), [numpy.float32(5)], numpy.array([[[5]]])):
         with pytest.raises(ValueError, match="prompt"):
             llm.generate(given, params)
+    with pytest.raises(ValueError, match="'prompt_token_ids' holds a list of token ids, not 'Hello, "):
+        llm.generate({"prompt_token_ids": numpy.array(text)}, params)
     with pytest.raises(ValueError, match="priority must be an integer"):
         llm.add_request(PROMPTS[0], params, priority=numpy.float32(2))
 
@@ -631,14 +560,11 @@ def test_tokens_alone():
 # --------------------------------------------------------------------------------------------------
 
 def test_modules_have_the_names_that_scripts_import():
-    from nanopaged.inputs import PromptType, TextPrompt, TokensPrompt  # noqa: F401
-    from nanopaged.outputs import CompletionOutput, Logprob  # noqa: F401
-    from nanopaged.sampling_params import StructuredOutputsParams as Params
-    assert Params is StructuredOutputsParams
-    for module, names in (("sampling_params", "SamplingParams BeamSearchParams"), ("outputs", "RequestOutput"),
-                          ("inputs", "TokensPrompt TextPrompt PromptType")):
+    for module, names in (("sampling_params", "SamplingParams BeamSearchParams StructuredOutputsParams"),
+                          ("outputs", "RequestOutput"), ("inputs", "TokensPrompt TextPrompt PromptType")):
         for name in names.split():
             assert getattr(import_module(f"nanopaged.{module}"), name) is getattr(import_module("nanopaged"), name)
+    from nanopaged.outputs import CompletionOutput, Logprob  # noqa: F401
 
 
 def missing_import(source: str) -> str | None:
@@ -646,7 +572,7 @@ def missing_import(source: str) -> str | None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "vllm" for alias in node.names):
             return ast.unparse(node)
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             try:
                 module = import_module(node.module.replace("vllm", "nanopaged", 1))
             except ImportError:
@@ -657,15 +583,13 @@ def missing_import(source: str) -> str | None:
 
 
 # A name that has another home than vllm's: what the README says to import.
-ELSEWHERE = {"from vllm.distributed import cleanup_dist_env_and_memory":
-             "from gc import collect as cleanup_dist_env_and_memory"}
+CLEANUP = "from vllm.distributed import cleanup_dist_env_and_memory"
+OUR_CLEANUP = "from gc import collect as cleanup_dist_env_and_memory"
 
 
 def reason_not_to_run(file: Path, folder: Path) -> str | None:
     """Run an example with its import statements changed. None, or the reason why it does not run."""
-    source = file.read_text(encoding="utf-8")
-    for theirs, ours in ELSEWHERE.items():
-        source = source.replace(theirs, ours)
+    source = file.read_text(encoding="utf-8").replace(CLEANUP, OUR_CLEANUP)
     if missing := missing_import(source):
         return missing
     changed = folder / file.name
