@@ -57,11 +57,8 @@ def test_unsupported_configurations_get_a_sentence(change, message):
         read_model_config(LLAMA | change)
 
 
-def test_a_key_that_is_null_is_no_quantization():
+def test_keys_that_are_null_or_missing():
     assert read_model_config(LLAMA | dict(quantization_config=None)) == read_model_config(LLAMA)
-
-
-def test_a_missing_key_of_the_configuration_is_named():
     with pytest.raises(ValueError, match="must have 'intermediate_size'"):
         read_model_config({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
@@ -81,22 +78,19 @@ def test_both_spellings_of_rope_settings_mean_the_same():
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def test_missing_and_misshaped_tensors_are_named(tmp_path):
-    name = "model.layers.1.self_attn.k_proj.weight"
-    path = rewritten(tmp_path, "llama3", lambda tensors: {k: v for k, v in tensors.items() if k != name})
-    with pytest.raises(ValueError, match=r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"):
-        load(path, num_blocks=64)
-    path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name][:3]})
-    problem = r"model\.layers\.1\.self_attn\.k_proj\.weight has shape \[3, 32\]; .* implies \[32, 32\]"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("change, problem", [
+    (lambda k_proj: {}, r"lacks 1 tensor.*layers\.1\.self_attn\.k_proj\.weight"),
+    (lambda k_proj: {K_PROJ: k_proj[:3]}, rf"{K_PROJ} has shape \[3, 32\]; .* implies \[32, 32\]"),
+    *((lambda k_proj, dtype=dtype: {K_PROJ: k_proj.to(dtype)},
+       f"{K_PROJ} has the type {dtype}; weights must be floating-point numbers")
+      for dtype in (torch.int32, torch.bool, torch.complex64))])
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, problem):
+    path = rewritten(tmp_path, "llama3", lambda tensors: {
+        name: tensor for name, tensor in tensors.items() if name != K_PROJ} | change(tensors[K_PROJ]))
     with pytest.raises(ValueError, match=problem):
-        load(path, num_blocks=64)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
-def test_weights_that_are_no_floating_point_numbers(tmp_path, dtype):
-    name = "model.layers.1.self_attn.k_proj.weight"
-    path = rewritten(tmp_path, "llama3", lambda tensors: tensors | {name: tensors[name].to(dtype)})
-    with pytest.raises(ValueError, match=f"{name} has the type {dtype}; weights must be floating-point numbers"):
         load(path, num_blocks=64)
 
 
