@@ -1,6 +1,6 @@
 """vLLM's offline examples with the import changed: the same calls, and what they print held to what it should be.
 
-The models bear the names that the examples use and come out of a Hugging Face cache, as if they had been downloaded.
+The models bear the names that the examples use, and a function stands in for their download (test_hub.py has that).
 They are tiny: models of nanopaged/golden, with the outputs that transformers computes from them, and the bundled one.
 """
 import ast
@@ -28,111 +28,62 @@ MAX_POSITIONS = 2048  # the goldens have 72 or 128; positions behind those chang
 
 
 # --------------------------------------------------------------------------------------------------
-# Models by name, with tokenizers of 200 tokens
+# Models by name, with a tokenizer of 200 tokens
 # --------------------------------------------------------------------------------------------------
 
-BYTES = {" ": "\u0120", "\n": "\u010a"}  # as byte-level tokenizers write them
-CHARACTERS = [*BYTES, *map(chr, range(33, 127))]
+# OPT's special tokens (its files do not call <s> special), the characters of ASCII, and as many syllables as have room.
+# The tests cut texts without the code under test: no two syllables overlap, so the longest token is the right one.
 MERGES = [(consonant, vowel) for consonant in "bcdfghjklmnpqrstvwxyz" for vowel in "aeiou"]
+TOKENS = ["<s>", "<pad>", "</s>", "<unk>", " ", "\n", *map(chr, range(33, 127)), *map("".join, MERGES)][:200]
+BYTES = {" ": "\u0120", "\n": "\u010a"}  # as byte-level tokenizers write them
+LONGEST_FIRST = re.compile("|".join(map(re.escape, sorted(TOKENS, key=len, reverse=True))))
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
+            "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
 
 
-class Vocabulary:
-    """Special tokens at their ids; at the other ids the characters of ASCII, and as many syllables as have room.
-
-    The class cuts texts itself, without the code under test: no two syllables overlap, so the longest token is the
-    right one.
-    """
-
-    def __init__(self, special: dict[int, str], hidden: set[int]):
-        others = iter(CHARACTERS + list(map("".join, MERGES)))
-        self.tokens = [special.get(i) or next(others) for i in range(200)]
-        self.special, self.hidden = special, hidden
-        self.ids = {token: i for i, token in enumerate(self.tokens)}
-        self.pattern = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))))
-        self.vocab = {BYTES.get(token, token): i for token, i in self.ids.items()}
-        self.merges = [pair for pair in MERGES if "".join(pair) in self.ids]
-
-    def encode(self, text: str) -> list[int]:
-        return [self.ids[token] for token in self.pattern.findall(text)]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.tokens[i] for i in ids if i not in self.hidden)
-
-    def write_pair(self, folder: Path) -> None:
-        """vocab.json and merges.txt, as OPT has them."""
-        (folder / "vocab.json").write_text(json.dumps(self.vocab))
-        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, self.merges), ""]))
-        config = GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json"
-        (folder / "tokenizer_config.json").write_text(config.read_text())
-
-    def write(self, folder: Path, bos: str, **config) -> None:
-        """tokenizer.json and tokenizer_config.json."""
-        flags = dict(special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
-        spec = {"model": {"type": "BPE", "vocab": self.vocab, "merges": self.merges}, "decoder": {"type": "ByteLevel"},
-                "added_tokens": [{"id": i, "content": token} | flags for i, token in self.special.items()],
-                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
-                "post_processor": {"type": "TemplateProcessing", "special_tokens": {bos: {"ids": [self.ids[bos]]}},
-                                   "single": [{"SpecialToken": {"id": bos}}, {"Sequence": {"id": "A"}}]}}
-        (folder / "tokenizer.json").write_text(json.dumps(spec))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos} | config))
+def encode(text: str) -> list[int]:
+    return [TOKENS.index(token) for token in LONGEST_FIRST.findall(text)]
 
 
-# OPT's files do not call <s> special.
-OPT_TOKENS = Vocabulary({0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}, hidden={1, 2, 3})
-LLAMA_TOKENS = Vocabulary({i: f"<|{name}|>" for i, name in enumerate(
-    "finetune_right_pad_id begin_of_text end_of_text start_header_id end_header_id eot_id python_tag eom_id".split())},
-    hidden=set(range(8)))
-LLAMA_TEMPLATE = """\
-{{ bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+def decode(ids: list[int]) -> str:
+    return "".join(TOKENS[i] for i in ids if i not in (1, 2, 3))
 
 
-def turn(role: str, content: str) -> str:
-    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}"
-
-
-def snapshot(cache: Path, name: str, golden: str) -> Path:
-    """A folder for the model in a Hugging Face cache, with the golden's config.json."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    files = folder / "snapshots" / ("0" * 40)
-    files.mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(files.name)
-    config = json.loads((GOLDEN / golden / "config.json").read_text()) | {"max_position_embeddings": MAX_POSITIONS}
-    (files / "config.json").write_text(json.dumps(config))
-    return files
+def write_tokenizer(folder: Path) -> None:
+    """vocab.json and merges.txt, as OPT has them."""
+    (folder / "vocab.json").write_text(json.dumps({BYTES.get(token, token): i for i, token in enumerate(TOKENS)}))
+    merges = [" ".join(pair) for pair in MERGES if "".join(pair) in TOKENS]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    config = GOLDEN / "tokenizers" / "opt" / "tokenizer_config.json"
+    (folder / "tokenizer_config.json").write_text(config.read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """The models of the examples, in a cache that stands in for the Hub (test_hub.py has downloads). The tests are
-    about the calls, so a CPU will do."""
-    cache = tmp_path_factory.mktemp("hub")
-    files = snapshot(cache, OPT, "opt")  # in the files that are on the Hub: no safetensors, no tokenizer.json
+def models(tmp_path_factory):
+    """A folder for each model. The tests are about the calls, so a CPU will do."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name, golden in ((OPT, "opt"), (LLAMA, "llama3")):
+        (folder / name).mkdir(parents=True)
+        config = json.loads((GOLDEN / golden / "config.json").read_text()) | {"max_position_embeddings": MAX_POSITIONS}
+        (folder / name / "config.json").write_text(json.dumps(config))
+        write_tokenizer(folder / name)
+
+    # In the files that are on the Hub: no safetensors, no tokenizer.json.
     weights = dict(read_safetensors(GOLDEN / "opt" / "model.safetensors"))
     name = "model.decoder.embed_positions.weight"
     num_missing = MAX_POSITIONS + 2 - len(weights[name])
     rest = torch.randn(num_missing, weights[name].shape[1], generator=torch.Generator().manual_seed(0))
-    torch.save(weights | {name: torch.cat([weights[name], rest.half() / 2])}, files / "pytorch_model.bin")
-    OPT_TOKENS.write_pair(files)
+    torch.save(weights | {name: torch.cat([weights[name], rest.half() / 2])}, folder / OPT / "pytorch_model.bin")
 
-    files = snapshot(cache, LLAMA, "llama3")
-    for name in ("model.safetensors", "generation_config.json"):
-        (files / name).symlink_to(GOLDEN / "llama3" / name)
-    LLAMA_TOKENS.write(files, "<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=LLAMA_TEMPLATE)
-
-    files = snapshot(cache, QWEN, "qwen3")
-    (files / "config.json").unlink()
-    for file in BUNDLED.iterdir():
-        (files / file.name).symlink_to(file)
-
+    (folder / LLAMA / "model.safetensors").symlink_to(GOLDEN / "llama3" / "model.safetensors")
+    (folder / LLAMA / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
+    (folder / LLAMA / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / QWEN).parent.mkdir()
+    (folder / QWEN).symlink_to(BUNDLED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "download", lambda name, *_: next(cache.glob(f"*{name.replace('/', '--')}/snapshots/*")))
+        patch.setattr(hub, "download", lambda name, *_: folder / name)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        yield cache
+        yield
 
 
 def expected(variant: str) -> list[tuple[list[int], list[int], torch.Tensor]]:
@@ -153,14 +104,14 @@ PROMPTS = ["Hello, my name is", "The president of the United States is", "The ca
            "The future of AI is"]
 
 
-def check(outputs: list[RequestOutput], prompts: list[str], tokens: Vocabulary, bos: int, max_tokens: int = 16) -> None:
+def check(outputs: list[RequestOutput], prompts: list[str], max_tokens: int = 16) -> None:
     """The outputs come in the order of the prompts, each with a text of that many tokens, as every example expects."""
     assert [output.prompt for output in outputs] == prompts
     for output in outputs:
         assert isinstance(output, RequestOutput) and output.finished and isinstance(output.request_id, str)
-        assert output.prompt_token_ids == [bos] + tokens.encode(output.prompt)
+        assert output.prompt_token_ids == [2] + encode(output.prompt)
         (completion,) = output.outputs
-        assert completion.index == 0 and completion.text == tokens.decode(completion.token_ids)
+        assert completion.index == 0 and completion.text == decode(completion.token_ids)
         assert completion.logprobs is completion.cumulative_logprob is completion.stop_reason is None
         if completion.finish_reason != "stop":  # the model is random, and may well say that it is done
             assert completion.finish_reason == "length" and len(completion.token_ids) == max_tokens
@@ -171,8 +122,8 @@ def test_basic():
     llm = LLM(model="facebook/opt-125m")
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     outputs = llm.generate(PROMPTS, sampling_params)
-    check(outputs, PROMPTS, OPT_TOKENS, bos=2)
-    check(llm.generate("Hello, my name is"), PROMPTS[:1], OPT_TOKENS, bos=2)
+    check(outputs, PROMPTS)
+    check(llm.generate("Hello, my name is"), PROMPTS[:1])
 
 
 def test_text_to_text():
@@ -195,7 +146,7 @@ def test_the_checkpoints_defaults():
     sampling_params.max_tokens = 20
     sampling_params.temperature = 0.5
     sampling_params.top_k = 30
-    check(llm.generate(PROMPTS, sampling_params), PROMPTS, LLAMA_TOKENS, bos=1, max_tokens=20)
+    check(llm.generate(PROMPTS, sampling_params), PROMPTS, max_tokens=20)
 
 
 @pytest.mark.parametrize("options, settings", [
@@ -244,8 +195,8 @@ CONVERSATION = [
     {"role": "assistant", "content": "Hello! How can I assist you today?"},
     {"role": "user", "content": "Write an essay about the importance of higher education."},
 ]
-CONVERSATION_TEXT = "<|begin_of_text|>" + "<|eot_id|>".join(turn(**message) for message in CONVERSATION + [
-    {"role": "assistant", "content": ""}])
+CONVERSATION_TEXT = "</s>" + "".join(f"{message['role']}: {message['content']}</s>" for message in CONVERSATION)
+CONVERSATION_TEXT += "assistant: "
 
 
 def test_chat():
@@ -253,8 +204,8 @@ def test_chat():
     sampling_params = SamplingParams(temperature=0, max_tokens=16)
     (output,) = llm.chat(CONVERSATION, sampling_params, use_tqdm=False)
     assert output.prompt == CONVERSATION_TEXT
-    assert output.prompt_token_ids == LLAMA_TOKENS.encode(CONVERSATION_TEXT)  # one <|begin_of_text|>, not two
-    assert output.outputs[0].text == LLAMA_TOKENS.decode(output.outputs[0].token_ids) != ""
+    assert output.prompt_token_ids == encode(CONVERSATION_TEXT)  # one </s> in front, not two
+    assert output.outputs[0].text == decode(output.outputs[0].token_ids) != ""
     assert first(llm.chat(CONVERSATION, sampling_params=sampling_params)) == first([output])
     assert first(llm.generate({"prompt_token_ids": output.prompt_token_ids}, sampling_params)) == first([output])
     conversations = [CONVERSATION for _ in range(10)]
@@ -262,7 +213,7 @@ def test_chat():
     assert [output.prompt for output in outputs] == [CONVERSATION_TEXT] * 10 and first(outputs) == first([output]) * 10
     conversations = [CONVERSATION[:2], CONVERSATION]
     outputs = llm.chat(messages=conversations, sampling_params=[sampling_params, sampling_params], use_tqdm=False)
-    assert [one.prompt.count("<|eot_id|>") for one in outputs] == [2, 4] and first(outputs)[1:] == first([output])
+    assert [one.prompt.count("</s>") for one in outputs] == [3, 5] and first(outputs)[1:] == first([output])
     with pytest.raises(ValueError, match="chat_template_content_format must be 'auto', not 'openai'"):
         llm.chat(CONVERSATION, sampling_params, chat_template_content_format="openai")
 
@@ -273,7 +224,7 @@ def test_chat_with_another_template():
     outputs = llm.chat([CONVERSATION] * 2, llm.get_default_sampling_params(), chat_template=chat_template)
     text = "".join(f"{message['role']}: {message['content']}\n" for message in CONVERSATION)
     assert [output.prompt for output in outputs] == [text] * 2
-    assert outputs[0].prompt_token_ids == LLAMA_TOKENS.encode(text)
+    assert outputs[0].prompt_token_ids == encode(text)
 
 
 def test_chat_that_continues_the_last_message():
@@ -281,7 +232,7 @@ def test_chat_that_continues_the_last_message():
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! How"}]
     (output,) = llm.chat(messages, SamplingParams(max_tokens=4), add_generation_prompt=False,
                          continue_final_message=True)
-    assert output.prompt == "<|begin_of_text|>" + turn("user", "Hello") + "<|eot_id|>" + turn("assistant", "Hello! How")
+    assert output.prompt == "</s>user: Hello</s>assistant: Hello! How"
 
 
 def test_chat_with_tools():
@@ -301,7 +252,7 @@ def test_chat_with_tools():
     outputs = llm.chat(messages, sampling_params, tools=tools, chat_template=template)
     assert outputs[0].prompt == question + f"assistant: {output}\ntool(a1b2c3d4e): It is 85 degrees.\n"
     # The first turn is cached.
-    assert outputs[0].num_cached_tokens >= len(LLAMA_TOKENS.encode(question)) // 16 * 16
+    assert outputs[0].num_cached_tokens >= len(encode(question)) // 16 * 16
 
 
 @pytest.mark.parametrize("kwargs, end", [(None, ""), ({"enable_thinking": True}, ""),
@@ -332,11 +283,11 @@ def test_beam_search():
     llm, case = LLM(model="facebook/opt-125m"), beam_case("opt", 4)
     prompt = case["prompt_token_ids"]
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
-    outputs = llm.beam_search([{"prompt_token_ids": prompt}, {"prompt": OPT_TOKENS.decode(prompt[1:])}], params)
-    assert [output.prompt for output in outputs] == [None, OPT_TOKENS.decode(prompt[1:])]
+    outputs = llm.beam_search([{"prompt_token_ids": prompt}, {"prompt": decode(prompt[1:])}], params)
+    assert [output.prompt for output in outputs] == [None, decode(prompt[1:])]
     for sequence, sample, beam in zip(outputs[0].sequences, outputs[0].outputs, case["expected"], strict=True):
         assert sequence.tokens == prompt + beam["token_ids"] and sample.token_ids == beam["token_ids"]
-        assert sequence.text == OPT_TOKENS.decode(sequence.tokens) == OPT_TOKENS.decode(prompt) + sample.text
+        assert sequence.text == decode(sequence.tokens) == decode(prompt) + sample.text
         assert sequence.cum_logprob == pytest.approx(beam["cumulative_logprob"], abs=1e-4)
         assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
 
@@ -354,7 +305,7 @@ def test_prefix_caching():
     sampling_params = SamplingParams(temperature=0.0)
     regular_llm = LLM(model="facebook/opt-125m", gpu_memory_utilization=0.4, enable_prefix_caching=False)
     regular = regular_llm.generate(generating_prompts, sampling_params)
-    check(regular, generating_prompts, OPT_TOKENS, bos=2)
+    check(regular, generating_prompts)
     assert [output.num_cached_tokens for output in regular] == [0] * 4
 
     prefix_cached_llm = LLM(model="facebook/opt-125m", enable_prefix_caching=True, gpu_memory_utilization=0.4)
@@ -362,7 +313,7 @@ def test_prefix_caching():
     cached = prefix_cached_llm.generate(generating_prompts, sampling_params)
     assert warm_up.num_cached_tokens == 0 and first(cached) == first(regular)
     for output in cached[1:]:
-        assert output.num_cached_tokens == (1 + len(OPT_TOKENS.encode(PREFIX))) // 16 * 16
+        assert output.num_cached_tokens == (1 + len(encode(PREFIX))) // 16 * 16
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,10 +330,10 @@ def test_prompts_of_token_ids():
         outputs = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == list(continuations)
         assert [(output.prompt, output.prompt_token_ids) for output in outputs] == [(None, prompt) for prompt in ids]
-        assert first(outputs) == list(map(OPT_TOKENS.decode, continuations))
+        assert first(outputs) == list(map(decode, continuations))
         assert first(llm.generate(prompts[0], sampling_params)) == first(outputs)[:1]
     (output,) = llm.generate(TextPrompt(prompt=PROMPTS[0]), sampling_params)
-    assert output.prompt == PROMPTS[0] and output.prompt_token_ids == [2] + OPT_TOKENS.encode(PROMPTS[0])
+    assert output.prompt == PROMPTS[0] and output.prompt_token_ids == [2] + encode(PROMPTS[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -403,7 +354,7 @@ def test_prompts_of_token_ids():
 ], ids=lambda options: " ".join(options))
 def test_engine_options_of_vllm(options):
     llm = LLM(model="facebook/opt-125m", **options)
-    check(llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)), PROMPTS, OPT_TOKENS, bos=2)
+    check(llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)), PROMPTS)
     if "num_gpu_blocks_override" in options:
         assert llm.scheduler.block_manager.num_blocks == 100
 
@@ -514,7 +465,7 @@ def test_keywords_of_generate():
                              logits_processors=[lambda ids, logits, i=i: served.append(i) or logits])
               for i in range(4)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=None, priority=[2, 0, 3, 1])
-    check(outputs, PROMPTS, OPT_TOKENS, bos=2, max_tokens=1)
+    check(outputs, PROMPTS, max_tokens=1)
     assert served == [1, 3, 0, 2]
     with pytest.raises(ValueError, match="priority"):
         llm.generate(PROMPTS, params, priority=[1])
@@ -522,15 +473,15 @@ def test_keywords_of_generate():
         llm.generate(PROMPTS, params, lora_request=object())
 
 
-def test_tokenizers(cache, tmp_path):
+def test_tokenizers(tmp_path):
     llm = LLM(model="facebook/opt-125m")
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode(PROMPTS[0])
-    assert ids == [2] + OPT_TOKENS.encode(PROMPTS[0]) and tokenizer.decode(ids[1:]) == PROMPTS[0]
+    assert ids == [2] + encode(PROMPTS[0]) and tokenizer.decode(ids[1:]) == PROMPTS[0]
     assert tokenizer.eos_token_id == 2
 
     # A tokenizer that lies somewhere else, as save_pretrained writes it: without a config.json.
-    OPT_TOKENS.write_pair(tmp_path)
+    write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "bare").mkdir()
     for file in llm.path.iterdir():
@@ -539,9 +490,9 @@ def test_tokenizers(cache, tmp_path):
     params = SamplingParams(temperature=0)
     other = LLM(model=str(tmp_path / "bare"), tokenizer=str(tmp_path))
     outputs = other.generate(PROMPTS, params)
-    check(outputs, PROMPTS, OPT_TOKENS, bos=2)
+    check(outputs, PROMPTS)
     assert first(outputs) == first(llm.generate(PROMPTS, params))
-    assert other.chat([{"role": "user", "content": "Hello"}], params)[0].prompt_token_ids == OPT_TOKENS.encode("Hello")
+    assert other.chat([{"role": "user", "content": "Hello"}], params)[0].prompt_token_ids == encode("Hello")
 
 
 def test_tokens_alone():
