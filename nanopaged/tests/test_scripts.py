@@ -103,10 +103,10 @@ def test_transformers_gives_the_same_answers(folder, tokenizer, monkeypatch):
 
 class Theirs:
     """Stands in for transformers' tokenizer: it answers with what it was asked."""
-    pad_token = chat_template = None
+    pad_token = chat_template = padding_side = None
 
     def __call__(self, *args, **options):
-        return {"input_ids": (args, options, self.pad_token)}
+        return {"input_ids": (args, options, self.pad_token, self.padding_side)}
 
     def encode(self, *args, **options):
         return args, options
@@ -121,12 +121,12 @@ def test_what_goes_beyond_is_transformers_own(folder, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=auto))
     calls(tokenizer)
     assert not loaded  # none of these calls needs it
-    tokenizer.pad_token, tokenizer.chat_template = EOS, "{{ messages[0].content }}"
-    assert tokenizer([TEXT], padding=True)["input_ids"] == (([TEXT],), {"padding": True}, EOS)
+    tokenizer.pad_token, tokenizer.chat_template, tokenizer.padding_side = EOS, "{{ messages[0].content }}", "left"
+    assert tokenizer([TEXT], padding=True)["input_ids"] == (([TEXT],), {"padding": True}, EOS, "left")
     assert tokenizer.encode([TEXT]) == (([TEXT],), {"add_special_tokens": True})
     assert tokenizer.encode(TEXT, return_tensors="pt")[1]["return_tensors"] == "pt"
     assert tokenizer.batch_decode([[1]]) == ([[1]], tokenizer.chat_template)
-    args, options, _ = tokenizer.apply_chat_template(MESSAGES, return_tensors="pt", return_dict=False)
+    args, options, *_ = tokenizer.apply_chat_template(MESSAGES, return_tensors="pt", return_dict=False)
     assert (args, options) == (("Hello there",), {"add_special_tokens": False, "return_tensors": "pt"})
     assert loaded == [folder] and not hasattr(tokenizer, "train_new")
 

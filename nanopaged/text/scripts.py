@@ -116,11 +116,12 @@ class ScriptTokenizer:
             raise AttributeError(f"{name}: {error}") from None
 
     def _beyond(self) -> Any:
-        """transformers' tokenizer of the checkpoint, with the special tokens and the template of this one."""
-        for name in (*SPECIAL_TOKENS, "chat_template"):
-            if vars(self).get(name) is not None:
-                setattr(self._transformers, name, vars(self)[name])
-        return self._transformers
+        """transformers' tokenizer of the checkpoint, with what the script has set (pad_token, padding_side)."""
+        theirs = self._transformers
+        for name, value in vars(self).items():
+            if name not in ("tokenizer", "_path", "_transformers") and value is not None:
+                setattr(theirs, name, value)
+        return theirs
 
     @cached_property
     def _transformers(self) -> Any:
