@@ -156,6 +156,8 @@ def test_the_checkpoints_defaults():
     (dict(generation_config="vllm", override_generation_config={"temperature": 0.3}), dict(temperature=0.3))])
 def test_options_change_the_checkpoints_defaults(options, settings):
     assert LLM(model=LLAMA, **options).get_default_sampling_params() == SamplingParams(**settings)
+    with pytest.raises(ValueError, match="temperature must be a number from 0 to 1e6, not 'hot'"):
+        LLM(model=LLAMA, override_generation_config={"temperature": "hot"})
 
 
 def test_a_second_run_gives_the_same_texts():
@@ -285,6 +287,7 @@ def test_beam_search():
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
     outputs = llm.beam_search([{"prompt_token_ids": prompt}, {"prompt": decode(prompt[1:])}], params)
     assert [output.prompt for output in outputs] == [None, decode(prompt[1:])]
+    assert outputs[1].sequences[0].text == outputs[1].prompt + outputs[1].outputs[0].text
     for sequence, sample, beam in zip(outputs[0].sequences, outputs[0].outputs, case["expected"], strict=True):
         assert sequence.tokens == prompt + beam["token_ids"] and sample.token_ids == beam["token_ids"]
         assert sequence.text == decode(sequence.tokens) == decode(prompt) + sample.text
