@@ -1,5 +1,6 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
 import gc
+import re
 import weakref
 from collections import Counter
 from contextlib import contextmanager
@@ -91,6 +92,15 @@ def compiles(test):
     """A test that compiles much on a GPU: conftest.py runs it ahead."""
     test.compiles = True
     return test
+
+
+def complaint(function, *arguments, kind=ValueError, **more) -> str:
+    """The one sentence of the error that a call must raise; in parentheses it may quote."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **more)
+    message = str(caught.value)
+    assert type(caught.value) is kind and "\n" not in message and ". " not in re.sub(r"\(.*\)", "", message)
+    return message
 
 
 def tokens_of(outputs):

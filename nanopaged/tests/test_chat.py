@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nanopaged.tests.helpers import complaint
 from nanopaged.text import chat, sandbox
 from nanopaged.text.chat import ChatTemplate, load_chat_template
 
@@ -40,15 +41,6 @@ def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=Tru
            **variables) -> str:
     template = ChatTemplate(source, EXPECTED["special_tokens"])
     return template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
-
-
-def complaint(function, *arguments, **more) -> str:
-    """The one sentence of the ValueError that a call must raise."""
-    with pytest.raises(ValueError) as error:
-        function(*arguments, **more)
-    message = str(error.value)
-    assert type(error.value) is ValueError and "\n" not in message and ". " not in message
-    return message
 
 
 def same(expected: str | dict, function, *arguments, **more) -> None:

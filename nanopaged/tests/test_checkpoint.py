@@ -3,7 +3,6 @@ files."""
 import ctypes
 import json
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, ROOT
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, ROOT, complaint
 from nanopaged.weights.checkpoint import (
     DTYPES,
     WEIGHT_FILES,
@@ -59,17 +58,8 @@ def assert_same(tensors, expected):
         assert raw_bytes(tensors[name]) == raw_bytes(tensor)
 
 
-def error_of(function, *arguments, kind=ValueError) -> str:
-    """The one sentence of the error that a call must raise; in parentheses it may quote."""
-    with pytest.raises(kind) as caught:
-        function(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message and ". " not in re.sub(r"\(.*\)", "", message)
-    return message
-
-
 def read_error(path, kind=ValueError) -> str:
-    message = error_of(lambda: list(read_tensors(path)), kind=kind)
+    message = complaint(lambda: list(read_tensors(path)), kind=kind)
     assert str(path) in message
     return message
 
@@ -92,7 +82,7 @@ def test_finds_a_directory(tmp_path, monkeypatch):
 def test_a_directory_in_another_format(tmp_path, names, words, has_config):
     for name in [*names, *["config.json"] * has_config]:
         (tmp_path / name).write_text("{}")
-    message = error_of(lambda: list(read_tensors(find_on_disk(str(tmp_path)))))
+    message = complaint(lambda: list(read_tensors(find_on_disk(str(tmp_path)))))
     assert message.startswith(str(tmp_path)) and all(word in message for word in words)
 
 
@@ -100,11 +90,11 @@ def test_what_is_no_directory_with_a_config(tmp_path):
     for name in ("model.gguf", "MODEL.GGUF", "model.safetensors"):
         (tmp_path / name).write_bytes(b"GGUF")
     for name in ("model.gguf", "MODEL.GGUF"):
-        assert f"{name}' is in GGUF format ({name})" in error_of(find_on_disk, str(tmp_path / name))
+        assert f"{name}' is in GGUF format ({name})" in complaint(find_on_disk, str(tmp_path / name))
     problem = "is a file; pass the directory"
-    assert problem in error_of(find_on_disk, str(tmp_path / "model.safetensors"), kind=FileNotFoundError)
+    assert problem in complaint(find_on_disk, str(tmp_path / "model.safetensors"), kind=FileNotFoundError)
     (tmp_path / "empty").mkdir()
-    assert "holds no config.json" in error_of(find_on_disk, tmp_path / "empty", kind=FileNotFoundError)
+    assert "holds no config.json" in complaint(find_on_disk, tmp_path / "empty", kind=FileNotFoundError)
 
 
 @pytest.mark.parametrize("name, words", [
@@ -115,7 +105,7 @@ def test_what_is_no_directory_with_a_config(tmp_path):
     ("llama3:8b", ["ollama", "meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b"]),
     ("library/qwen3:0.6b-q4_K_M", ["ollama", "Qwen/Qwen3-0.6B"])])
 def test_names_of_other_tools_are_told_what_to_write(name, words):
-    message = error_of(find_on_disk, name)
+    message = complaint(find_on_disk, name)
     assert message.startswith(f"model {name!r}") and all(word in message for word in words)
 
 
@@ -130,7 +120,7 @@ def test_reads_config(tmp_path):
     ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer")])
 def test_broken_config_is_an_error(tmp_path, text, problem):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    message = error_of(read_config, tmp_path)
+    message = complaint(read_config, tmp_path)
     assert problem in message and str(tmp_path / "config.json") in message
 
 
@@ -363,7 +353,7 @@ def test_a_file_that_cannot_be_read(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800"], ids=ascii)
 def test_names_that_no_file_has(name):
-    message = error_of(find_on_disk, name, kind=FileNotFoundError)
+    message = complaint(find_on_disk, name, kind=FileNotFoundError)
     assert "is neither a directory nor bundled" in message and len(message) < 500
 
 

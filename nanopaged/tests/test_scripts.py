@@ -2,6 +2,7 @@
 calls. Where transformers is installed, the answers are compared with its own."""
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from nanopaged import LLM
+from nanopaged.tests.helpers import complaint
 from nanopaged.text.scripts import ScriptTokenizer
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -131,14 +133,13 @@ def test_what_goes_beyond_is_transformers_own(folder, tokenizer, monkeypatch):
     assert loaded == [folder] and not hasattr(tokenizer, "train_new")
 
 
-@pytest.mark.parametrize("call", [
-    lambda tokenizer: tokenizer("a"), lambda tokenizer: tokenizer.encode("a", return_tensors="pt"),
-    lambda tokenizer: tokenizer.apply_chat_template(MESSAGES, padding=True), lambda tokenizer: tokenizer.batch_decode])
-def test_without_transformers_what_goes_beyond_gets_a_sentence(call, tokenizer, monkeypatch):
+@pytest.mark.parametrize("call, kind", [
+    (lambda tokenizer: tokenizer("a"), ValueError), (lambda tokenizer: tokenizer.batch_decode, AttributeError),
+    (lambda tokenizer: tokenizer.encode("a", return_tensors="pt"), ValueError),
+    (lambda tokenizer: tokenizer.apply_chat_template(MESSAGES, padding=True), ValueError)])
+def test_without_transformers_what_goes_beyond_gets_a_sentence(call, kind, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises((ValueError, AttributeError), match="beyond .* needs .* pip install transformers") as error:
-        call(tokenizer)
-    assert "\n" not in str(error.value) and ". " not in str(error.value)
+    assert re.search("beyond .* needs .* pip install transformers", complaint(call, tokenizer, kind=kind))
     assert copy.copy(tokenizer).detokenizer().add(tokenizer.encode("Hi")) == "Hi"  # the engine's are there
     assert calls(tokenizer)["decode plain"] == TEXT
 
@@ -157,9 +158,7 @@ def test_the_llm_gives_it_and_does_not_need_it():
 @pytest.mark.parametrize("options, words", [({}, "no chat template"), ({"chat_template": "x"}, "must be a list")])
 def test_bad_conversations_get_one_sentence(options, words):
     tokenizer = ScriptTokenizer(load_tokenizer(GOLDEN / "llama3"), GOLDEN / "llama3")
-    with pytest.raises(ValueError, match=words) as error:
-        tokenizer.apply_chat_template([], **options)
-    assert "\n" not in str(error.value) and ". " not in str(error.value)
+    assert words in complaint(tokenizer.apply_chat_template, [], **options)
 
 
 def test_an_llm_without_a_tokenizer_says_so():

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import regex
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.tests.helpers import complaint
 from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
@@ -41,12 +43,6 @@ def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng:
         shown.append(detokenizer.add(ids[:n]))
         ids = ids[n:]
     return [*shown, detokenizer.finish()]
-
-
-def one_sentence(error: pytest.ExceptionInfo) -> str:
-    message = str(error.value)
-    assert "\n" not in message and ". " not in message
-    return message
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -162,9 +158,8 @@ def test_vocab_and_merges(pair):
     ("tokenizer_config.json", b'{"tokenizer_class": "RobertaTokenizer"}', "of a RobertaTokenizer")])
 def test_damaged_vocab_and_merges(pair, name, content, words):
     (pair / name).write_bytes(content)
-    with pytest.raises(ValueError, match=words) as error:
-        load_tokenizer(pair)
-    assert str(pair) in one_sentence(error) and "token ids" in str(error.value)
+    message = complaint(load_tokenizer, pair)
+    assert words in message and str(pair) in message and "token ids" in message
 
 
 @pytest.mark.parametrize("config, has_default", [
@@ -247,16 +242,14 @@ def test_long_and_monotonous_prompts():
 
 
 def test_lone_surrogate_is_refused():
-    with pytest.raises(ValueError) as error:
-        load_tokenizer(GOLDEN / "gpt2").encode("ab\ud83dc")
-    assert "U+D83D" in one_sentence(error) and "position 2" in str(error.value)
+    message = complaint(load_tokenizer(GOLDEN / "gpt2").encode, "ab\ud83dc")
+    assert "U+D83D" in message and "position 2" in message
 
 
 def test_no_tokenizer_files(tmp_path):
     for found in ("found none of them", "only a SentencePiece tokenizer.model"):
-        with pytest.raises(ValueError, match=found) as error:
-            load_tokenizer(tmp_path)
-        assert str(tmp_path) in one_sentence(error) and "token ids" in str(error.value)
+        message = complaint(load_tokenizer, tmp_path)
+        assert found in message and str(tmp_path) in message and "token ids" in message
         (tmp_path / "tokenizer.model").write_bytes(b"")
 
 
@@ -289,17 +282,14 @@ def test_damaged_files(tmp_path, name, text):
     """Whatever is wrong with the files, the error is a ValueError, with which the engine starts without a tokenizer."""
     shutil.copy(GOLDEN / "llama3" / "tokenizer.json", tmp_path)
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError) as error:
-        load_tokenizer(tmp_path)
-    assert str(tmp_path) in one_sentence(error) and name in str(error.value) and "token ids" in str(error.value)
-    assert len(str(error.value)) < 400 + len(str(tmp_path))
+    message = complaint(load_tokenizer, tmp_path)
+    assert str(tmp_path) in message and name in message and "token ids" in message
+    assert len(message) < 400 + len(str(tmp_path))
 
 
 def test_without_the_package_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError) as error:
-        load_tokenizer(GOLDEN / "llama2")
-    message = one_sentence(error)
+    message = complaint(load_tokenizer, GOLDEN / "llama2")
     assert all(part in message for part in ("llama2", "byte_fallback", "pip install tokenizers", "token ids"))
 
 
@@ -350,22 +340,18 @@ NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  #
 def test_ids_that_no_token_has(tmp_path, wrong):
     for parts in ({"model__vocab__a": wrong}, {"added_tokens__0__id": wrong},
                   {TEMPLATE: {"<|begin_of_text|>": {"ids": [wrong]}}}):
-        with pytest.raises(ValueError, match="a token has the id") as error:
-            load_tokenizer(changed(tmp_path, "llama3", **parts))
-        assert f"{wrong!r}, and ids are integers from 0 to 16777215" in one_sentence(error)
+        message = complaint(load_tokenizer, changed(tmp_path, "llama3", **parts))
+        assert f"a token has the id {wrong!r}, and ids are integers from 0 to 16777215" in message
 
 
 @pytest.mark.parametrize("pattern", ["(?R)", "(a|(?R))", "(?1)(a)", r"(?<x>a\g<x>)", "("])
 def test_split_regexes_that_cannot_be_run(tmp_path, monkeypatch, pattern):
     changed(tmp_path, "llama3", **{SPLIT: {"Regex": pattern}})
     if HAS_TOKENIZERS:
-        with pytest.raises(ValueError, match="tokenizer.json that cannot be read .*Oniguruma error") as error:
-            load_tokenizer(tmp_path)
-        one_sentence(error)
+        assert re.search("tokenizer.json that cannot be read .*Oniguruma error", complaint(load_tokenizer, tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="a split regex that (calls itself, with|it cannot parse)") as error:
-        load_tokenizer(tmp_path)
-    assert "pip install tokenizers" in one_sentence(error)
+    message = complaint(load_tokenizer, tmp_path)
+    assert re.search("a split regex that (calls itself, with|it cannot parse).*pip install tokenizers", message)
 
 
 @pytest.mark.parametrize("change", [{}, NFKC])
@@ -400,12 +386,13 @@ def test_a_split_regex_that_tries_too_many_ways_for_a_missing_byte(tmp_path, mon
     ("llama2", {"decoder__decoders__3__stop": 10**9},  # characters to strip from the end, and an empty text has none
      "the package tokenizers cannot decode these ids")])
 def test_panics_and_errors_of_tokenizers_are_sentences(tmp_path, name, parts, words, capfd):
-    for decode in ("decode", "detokenizer"):
-        with pytest.raises(ValueError, match=words) as error:
-            tokenizer = load_tokenizer(changed(tmp_path, name, **parts))
-            tokenizer.encode("a")
-            tokenizer.decode([]) if decode == "decode" else tokenizer.detokenizer().add([])
-        one_sentence(error)
+    def run(is_stream: bool) -> None:
+        tokenizer = load_tokenizer(changed(tmp_path, name, **parts))
+        tokenizer.encode("a")
+        tokenizer.detokenizer().add([]) if is_stream else tokenizer.decode([])
+
+    for is_stream in (False, True):
+        assert re.search(words, complaint(run, is_stream))
 
 
 @pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ,

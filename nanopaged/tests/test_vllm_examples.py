@@ -19,7 +19,7 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanopaged.api import llm as api
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, expectations
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, expectations
 from nanopaged.weights import hub
 from nanopaged.weights.checkpoint import read_safetensors
 
@@ -379,9 +379,7 @@ class Array:
     ("data_parallel_size", 10_000), ("max_num_seqs", 10**9), ("max_num_batched_tokens", 10**18),
 ])
 def test_what_nanopaged_lacks_gets_a_sentence(option, value):
-    with pytest.raises(ValueError, match=option) as error:
-        LLM(model="facebook/opt-125m", **{option: value})
-    assert "\n" not in str(error.value) and ". " not in str(error.value)
+    assert option in complaint(LLM, model="facebook/opt-125m", **{option: value})
 
 
 @pytest.mark.parametrize("option, near", [
@@ -396,9 +394,7 @@ def test_an_unknown_option_names_the_nearest(option, near):
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
 def test_methods_for_pooling_models_get_a_sentence(method):
     llm = LLM(model="facebook/opt-125m")
-    with pytest.raises(ValueError, match=f"{method}.* pooling model") as error:
-        getattr(llm, method)(PROMPTS, PROMPTS, use_tqdm=False)
-    assert "\n" not in str(error.value) and ". " not in str(error.value)
+    assert re.search(f"{method}.* pooling model", complaint(getattr(llm, method), PROMPTS, PROMPTS, use_tqdm=False))
 
 
 def test_structured_outputs():

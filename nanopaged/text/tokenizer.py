@@ -13,7 +13,7 @@ from nanopaged.text.byte_level import GPT2_CLASSES, NotByteLevel, Tokenizer
 from nanopaged.text.huggingface import ADDED_TOKEN, HuggingFaceTokenizer
 
 
-class _Unreadable(ValueError):
+class _Unreadable(Exception):
     """A complete sentence for the user. Any other error during loading means a damaged file."""
 
 
@@ -26,8 +26,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     path = Path(path)
     try:
         return _load(path)
-    except _Unreadable:
-        raise
+    except _Unreadable as error:
+        raise ValueError(str(error)) from None
     except Exception as error:  # KeyError, TypeError; the package `tokenizers` raises a plain Exception
         has_json = (path / "tokenizer.json").exists()
         files = "tokenizer_config.json or tokenizer.json" if has_json else "vocab.json or merges.txt"
