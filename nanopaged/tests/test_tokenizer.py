@@ -247,6 +247,7 @@ def test_lone_surrogate_is_refused():
 
 
 def test_no_tokenizer_files(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")  # without merges.txt
     for found in ("found none of them", "only a SentencePiece tokenizer.model"):
         message = complaint(load_tokenizer, tmp_path)
         assert found in message and str(tmp_path) in message and "token ids" in message
