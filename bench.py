@@ -356,14 +356,14 @@ def decoding(llm: LLM, batch: int, context: int, num_tokens: int) -> Iterator[No
     for prompt in random_prompts(1, [context] * batch):
         llm.add_request(prompt, exactly(num_tokens))
     while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
-        llm._step()
+        llm.advance()
     for _ in range(5):
-        llm._step()
+        llm.advance()
     yield
     for request_id in list(llm.requests):
         llm.abort_request(request_id)
     while not llm.engine.is_idle:
-        llm._step()
+        llm.advance()
 
 
 def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
@@ -372,7 +372,7 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
-            llm._step()
+            llm.advance()
         torch.cuda.synchronize()
         return (time.perf_counter() - started) / steps * 1000
 
@@ -430,7 +430,7 @@ def gaps_under_load(llm: LLM, batch: int, context: int, prompts: list[list[int]]
             started = time.perf_counter()
             if step % 30 == 10 and (prompt := next(arrivals, None)):
                 llm.add_request(prompt, exactly(1))
-            llm._step()
+            llm.advance()
             gaps.append((time.perf_counter() - started) * 1000)
     return gaps
 

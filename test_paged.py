@@ -520,7 +520,8 @@ def fake_pools(count, num_blocks=64, block_size=4, max_num_seqs=256, max_num_bat
     managers = [manager_of(num_blocks, block_size, caching, window, num_host_blocks) for _ in range(count)]
     runners = [SimpleNamespace(forget_rows=lambda seqs: None)] * count
     pools = make_schedulers(managers, runners, max_num_seqs, max_num_batched_tokens)
-    return [FakeModel(pool, lookahead) for pool in pools], Pools(pools)
+    models = [FakeModel(pool, lookahead) for pool in pools]
+    return models, Pools(models)
 
 
 def test_a_sequence_runs_to_its_end_and_gives_everything_back():
@@ -979,6 +980,12 @@ def random_operations(count, num_pools, rng, events):
         rng.random() < 0.8, rng.choice([0, 1]), window, rng.choice([0, 5, 50]))
     texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
     alive, searches = [], []
+
+    def end(search):  # as Core.abort does
+        for beam in search.sequences:
+            scheduler.finish(beam, "abort")
+        search.end()
+
     drafting = Drafting({"method": lambda: RandomProposer(rng), "num_speculative_tokens": rng.randint(1, 6)}, 3)
     drafting.pays = rng.choice([0, 1])
     sampling = SimpleNamespace(grammar=None)
@@ -995,10 +1002,11 @@ def random_operations(count, num_pools, rng, events):
         elif action < 0.33 and len(searches) < 3:
             group = RandomGroup(rng.randint(1, 4), max_len - len(prompt), rng)
             searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), 1, scheduler))
+            scheduler.add(searches[-1].sequences[0])
         elif action < 0.37 and alive:
             scheduler.finish(rng.choice(alive), "abort")
         elif action < 0.38 and searches:
-            searches.pop(rng.randrange(len(searches))).stop()
+            end(searches.pop(rng.randrange(len(searches))))
         else:
             try:
                 rng.choice(models).step(fail=action > 0.97)
@@ -1007,16 +1015,16 @@ def random_operations(count, num_pools, rng, events):
             for search in searches:
                 if search.can_branch:
                     search.branch()
-                    assert len(search.beams) + len(search.free_numbers) == search.group.beam_width
-                    events["branches"] += bool(search.beams)
+                    assert len(search.sequences) + len(search.free_numbers) == search.group.beam_width
+                    events["branches"] += not search.finished
         for one in models:
             check_books(one.scheduler)
             one.check_cache()
         events["finished"] += sum(seq.status is Status.FINISHED for seq in alive)
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
-        searches = [search for search in searches if search.beams]
+        searches = [search for search in searches if not search.finished]
     for search in searches:
-        search.stop()
+        end(search)
     while scheduler.running or scheduler.waiting or any(one.launched for one in models):
         for one in models:
             with suppress(SystemExit):
@@ -1392,18 +1400,17 @@ def test_beam_search_equals_transformers(model, options):
     llm.scheduler.block_manager.check_idle()
 
 
-def test_beams_share_what_they_have_in_common():
+def test_beams_share_what_they_have_in_common(monkeypatch):
     llm = load(block_size=4, num_blocks=200)
     manager, most = llm.scheduler.block_manager, 0
-    branch = llm._branch
+    branch = BeamSearch.branch
 
-    def watch(*args):
+    def watch(search):
         nonlocal most
-        beams = branch(*args)
+        branch(search)
         most = max(most, manager.num_blocks - manager.num_free_blocks)
-        return beams
 
-    llm._branch = watch
+    monkeypatch.setattr(BeamSearch, "branch", watch)
     llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
     assert most < 20 + 4 * 7  # the prompt's 20 blocks once; apart from it each beam has at most 24 tokens of its own
 

@@ -16,19 +16,18 @@ import asyncio
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from nanopaged.api.answers import ApiError
+from nanopaged.api.core import Core
 from nanopaged.api.metrics import Metrics
 from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
 
-LOOP_SHARE = 0.35  # of a step's time, for the event loop
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
-HANG_SECONDS = 60  # of a step, which then counts as hanging
 JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 
@@ -53,40 +52,38 @@ class Stream:
         return any(request.has_news for request in self.requests) if self.in_parts else self.finished
 
     def take_news(self) -> dict[int, RequestOutput]:
-        """Outputs that have something new, by the request's number. Raises ApiError for a step or a tokenizer that has
-        failed: whatever a package raises, panics too, ends this stream alone."""
+        """Outputs that have something new, by the request's number. Raises ApiError for a step that has failed."""
+        if self.failure is not None:
+            raise ApiError.of(self.failure, 500) from self.failure
         news = {}
-        try:
-            if self.failure is not None:
-                raise self.failure
-            for number, request in enumerate(self.requests):
-                if request.has_news:
-                    request.has_news = False
-                    news[number] = request.output()
-        except BaseException as failure:
-            raise ApiError.of(failure, 500) from failure
+        for number, request in enumerate(self.requests):
+            if request.has_news:
+                request.has_news = False
+                news[number] = request.output()
         self.latest |= news
         self.is_taken = self.finished
         return news
 
 
 class AsyncLLM(threading.Thread):
-    """A thread that computes steps while there are requests. What the event loop tells it is done between two steps."""
+    """A thread that computes steps while there are requests. What the event loop tells it is done by the holder of the
+    core's lock, between two steps."""
+    loop_share = 0.35  # of a step's time, for the event loop
+    hang_seconds = 60  # of a step, which then counts as hanging
 
-    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="engine", daemon=True)
-        self.llm, self.loop = llm, loop
-        self.commands: deque[tuple[Callable, tuple]] = deque()
-        self.has_commands = threading.Event()
-        self.streams: dict[Stream, None] = {}  # the engine thread's: those in the engine
+        self.core, self.loop = core, loop
+        self.has_work = threading.Event()
+        self.streams: dict[Stream, None] = {}  # with the lock: those in the engine
+        self.arrivals: dict[Request, float] = {}  # with the lock: of requests without a token
         self.opened: set[Stream] = set()  # the event loop's: those within `open`
         self.waiters: set[asyncio.Future] = set()  # the event loop's
         self.end_reason: ApiError | None = None  # of the thread: there will be no outputs any more
         self.failure: BaseException | None = None  # of the last step
         self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
         self.is_stopped = False
-        self.metrics = Metrics(llm)
-        self.arrivals: dict[Request, float] = {}  # of requests without a token
+        self.metrics = Metrics(core)
 
     # ---- in the event loop
 
@@ -126,39 +123,36 @@ class AsyncLLM(threading.Thread):
 
     def stop(self) -> None:
         self.is_stopped = True
-        self.has_commands.set()
+        self.has_work.set()
         self.join(JOIN_SECONDS)
 
     def problem(self) -> str:
         """Why there are no outputs, as a sentence, or an empty text."""
         seconds = time.monotonic() - since if (since := self.busy_since) else 0
-        hangs = f"no step has ended for {seconds:.0f} seconds" if seconds > HANG_SECONDS else ""
+        hangs = f"no step has ended for {seconds:.0f} seconds" if seconds > self.hang_seconds else ""
         return str(self.end_reason or hangs)
 
     def _tell(self, function: Callable, *arguments: Any) -> None:
-        self.commands.append((function, arguments))
-        if not self.has_commands.is_set():  # `set` is much slower
-            self.has_commands.set()
+        self.core.lock.deferred.append(partial(function, *arguments))  # `defer` itself might call it in this thread
+        if not self.has_work.is_set():  # `set` is much slower
+            self.has_work.set()
 
     @staticmethod
     def _deliver(news: list[tuple[asyncio.Future, Any]]) -> None:
         for waiter, result in news:
-            if waiter.done():  # the client is gone
-                continue
-            if isinstance(result, Exception):
-                waiter.set_exception(result)
-            else:
-                waiter.set_result(result)
+            if not waiter.done():  # else the client is gone
+                put = waiter.set_exception if isinstance(result, Exception) else waiter.set_result
+                put(result)
 
     # ---- in the engine thread
 
     def run(self) -> None:
         try:
             while not self.is_stopped:
-                self.has_commands.clear()
-                if not (self.commands or self.llm.requests):
+                if not self.core.requests:
                     self.busy_since = None
-                    self.has_commands.wait()
+                    self.has_work.wait()
+                self.has_work.clear()
                 self.busy_since = self.busy_since or time.monotonic()
                 try:
                     self._take_turn()
@@ -171,16 +165,14 @@ class AsyncLLM(threading.Thread):
 
     def _take_turn(self) -> None:
         """A step, and outputs for those that wait."""
-        started = time.monotonic()
-        with self.llm.lock:
-            self._obey()
-            if self.llm.requests:
-                num_tokens = self.llm.scheduler.num_generated_tokens
-                self.llm._step()
+        core, started = self.core, time.monotonic()
+        num_steps, num_tokens = core.num_steps, core.scheduler.num_generated_tokens
+        with core.run_until(lambda: core.num_steps > num_steps or not core.requests):
+            if core.num_steps > num_steps:
                 self.failure = None
-                self._measure(self.llm.scheduler.num_generated_tokens - num_tokens)
-                self._obey()  # clients that began to wait during this step get its outputs
-        self._serve(time.monotonic() - started)
+                self._measure(core.scheduler.num_generated_tokens - num_tokens)
+        with core.lock:  # what the event loop told meanwhile is done: clients that began to wait get these outputs
+            self._serve(time.monotonic() - started)
 
     def _measure(self, num_tokens: int) -> None:
         """A step has ended, with this many new tokens."""
@@ -195,46 +187,11 @@ class AsyncLLM(threading.Thread):
     def _serve(self, seconds: float) -> None:
         """Outputs for clients that wait, after a step of so many seconds."""
         ready = [stream for stream in self.streams if stream.waiter is not None and (stream.failure or stream.has_news)]
-        if self.llm.requests:
-            del ready[16 + int(LOOP_SHARE / EVENT_SECONDS * seconds):]
+        if self.core.requests:
+            del ready[16 + int(self.loop_share / EVENT_SECONDS * seconds):]
         if news := [self._take(stream) for stream in ready]:
             with suppress(RuntimeError):  # as in `run`
                 self.loop.call_soon_threadsafe(self._deliver, news)
-
-    def _obey(self) -> None:
-        while self.commands:
-            function, arguments = self.commands.popleft()
-            function(*arguments)
-
-    def _add(self, stream: Stream, arrival: float) -> None:
-        self.streams[stream] = None
-        for request in stream.requests:
-            self.llm._add(request)
-            self.arrivals[request] = arrival
-        stream.arrival = arrival
-
-    def _abort(self, stream: Stream) -> None:
-        self._forget(stream)
-        if stream in self.streams:
-            del self.streams[stream]
-            self._count(stream)
-
-    def _forget(self, stream: Stream) -> None:
-        self.llm._abort(*(request.request_id for request in stream.requests))
-        for request in stream.requests:
-            self.arrivals.pop(request, None)
-
-    def _count(self, stream: Stream) -> None:
-        self.metrics.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
-                                   for seq in getattr(request, "sequences", ()))
-
-    def _fail(self, failure: BaseException) -> None:
-        self.failure = failure
-        for stream in self.streams:
-            stream.failure = failure
-            with self.llm.lock:
-                self._forget(stream)
-        self._serve(0)
 
     def _take(self, stream: Stream) -> tuple[asyncio.Future, Any]:
         """The future of a client that waits, and its outputs, or why there will be none."""
@@ -251,3 +208,33 @@ class AsyncLLM(threading.Thread):
             self._count(stream)
             self.metrics.whole.add(time.monotonic() - (stream.arrival or 0), len(stream.requests))
         return waiter, news
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failure = failure
+        with self.core.lock:
+            for stream in list(self.streams):
+                stream.failure = failure
+                self._abort(stream, is_gone=False)
+            self._serve(0)
+
+    # ---- with the lock
+
+    def _add(self, stream: Stream, arrival: float) -> None:
+        self.streams[stream] = None
+        for request in stream.requests:
+            self.core.add(request)
+            self.arrivals[request] = arrival
+        stream.arrival = arrival
+
+    def _abort(self, stream: Stream, is_gone: bool = True) -> None:
+        """is_gone: its client does not wait for the reason."""
+        self.core.abort(*(request.request_id for request in stream.requests))
+        for request in stream.requests:
+            self.arrivals.pop(request, None)
+        if is_gone and stream in self.streams:
+            del self.streams[stream]
+            self._count(stream)
+
+    def _count(self, stream: Stream) -> None:
+        self.metrics.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
+                                           for seq in request.sequences)

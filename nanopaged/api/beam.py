@@ -160,23 +160,23 @@ class BeamGroup:
 # --------------------------------------------------------------------------------------------------
 
 class BeamSearch:
-    """The search of one prompt in the engine. Each live beam is a sequence, and beams share the blocks of their common
-    prefix. The search is the listener of all its sequences: a beam that has its candidates pauses until all live beams
-    have theirs, and then `branch` appends the tokens."""
+    """The search of one prompt in the engine, a request like any other (request.py). Each live beam is a sequence, and
+    beams share the blocks of their common prefix. The search is the listener of all its sequences: a beam that has its
+    candidates pauses until all live beams have theirs, and then `branch` appends the tokens."""
+    is_reported = False  # LLM.step returns no outputs of it
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
                  num_candidates: int, scheduler: Scheduler) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
-        self.scheduler = scheduler
+        self.request_id, self.scheduler = f"beam {arrival}", scheduler
         self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
         self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
-        self.beams = [self._new_beam()]
-        scheduler.add(self.beams[0])
+        self.sequences = [self._new_beam()]  # the live beams, best first
 
     def _new_beam(self) -> Sequence:
         return Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
-                               len(self.prompt_token_ids) + self.group.max_tokens, request_id=f"beam {self.arrival}",
+                               len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
                                sampling=self.sampling, listener=self, may_look_ahead=False)
 
     def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
@@ -184,21 +184,28 @@ class BeamSearch:
         self.candidates[seq] = list(zip(*logprobs[2:]))
         return []
 
+    def take(self, seq: Sequence) -> None:
+        """A step has given this beam its candidates. With those of the last one the search goes on."""
+        if self.can_branch:
+            self.branch()
+
     @property
     def can_branch(self) -> bool:
         """Whether all live beams have their candidates. A beam that was preempted meanwhile may be computing its
         candidates again; then the search waits for them."""
-        return bool(self.beams) and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.beams)
+        return not self.finished and all(beam in self.candidates and not beam.num_pending_tokens
+                                         for beam in self.sequences)
 
-    def branch(self) -> list[tuple[Sequence, Sequence, int]]:
-        """One step of the search. Returns (parent, child, token appended to the child) for each new live beam. A beam's
-        first child is the beam itself, and each further child is a fork. A beam without a child ends."""
-        beams = self.beams
+    def branch(self) -> None:
+        """One step of the search. A beam's first child is the beam itself, and each further child is a fork. A beam
+        without a child ends."""
+        beams = self.sequences
         origins = self.group.extend([self.candidates[beam] for beam in beams])
         parents = [beams[index] for index, _ in origins]
         for beam in beams:
             if beam not in parents:
-                self._end(beam)
+                self.scheduler.finish(beam, "abort")
+                self._forget(beam)
         children = []
         for i, parent in enumerate(parents):
             children.append(parent)
@@ -206,36 +213,41 @@ class BeamSearch:
                 children[i] = self._new_beam()
                 self.scheduler.fork(parent, children[i])
         for child, (_, token) in zip(children, origins):
-            child.token_ids.append(token)
+            child.append(token)
             self.scheduler.resume(child)
-        self.beams, self.candidates = children, {}
-        return [(parent, child, token) for parent, child, (_, token) in zip(parents, children, origins)]
+        self.sequences, self.candidates = children, {}
 
-    def stop(self) -> None:
-        """End all live beams and free their blocks."""
-        for beam in self.beams:
-            self._end(beam)
-        self.beams = []
+    @property
+    def finished(self) -> bool:
+        return not self.sequences
 
-    def _end(self, beam: Sequence) -> None:
-        self.scheduler.finish(beam, "abort")
+    @property
+    def num_new_tokens(self) -> int:
+        return self.group.num_new_tokens
+
+    def end(self) -> None:
+        """The search was aborted, and its sequences have ended."""
+        for beam in self.sequences:
+            self._forget(beam)
+        self.sequences = []
+
+    def _forget(self, beam: Sequence) -> None:
         beam.listener = None  # the beam and the search would keep each other in memory
         self.free_numbers.append(beam.order[2])
 
-
-def beam_output(prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, tokenizer: Any) -> RequestOutput:
-    """The results of a search, best first."""
-    outputs, sequences = [], []
-    for index, beam in enumerate(group.results()):
-        visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-        text = whole_text = ""
-        tokens = prompt_token_ids + beam.token_ids
-        if tokenizer:
-            detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
-            text = detokenizer.add(visible) + detokenizer.finish()
-            whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
-        stop_reason = engine.NO_TOKEN if beam.finish_reason == "error" else None
-        outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
-                                        beam.cumulative_logprob, beam.score))
-        sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
-    return RequestOutput("", prompt, prompt_token_ids, outputs, group.done, sequences=sequences)
+    def output(self, tokenizer: Any) -> RequestOutput:
+        """The results of the search, best first."""
+        outputs, sequences, prompt_token_ids = [], [], self.prompt_token_ids
+        for index, beam in enumerate(self.group.results()):
+            visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+            text = whole_text = ""
+            tokens = prompt_token_ids + beam.token_ids
+            if tokenizer:
+                detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
+                text = detokenizer.add(visible) + detokenizer.finish()
+                whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
+            stop_reason = engine.NO_TOKEN if beam.finish_reason == "error" else None
+            outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
+                                            beam.cumulative_logprob, beam.score))
+            sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
+        return RequestOutput("", self.prompt, prompt_token_ids, outputs, self.group.done, sequences=sequences)

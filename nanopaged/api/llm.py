@@ -1,9 +1,5 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
-import itertools
 import os
-import random
-import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,49 +8,20 @@ from typing import Any, Callable, Generator, Iterator
 
 import torch
 
-from nanopaged import engine, kernel, model
-from nanopaged.api.beam import BeamGroup, BeamSearch, beam_output
-from nanopaged.api.lock import StepLock
+from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
+from nanopaged.api.beam import BeamGroup, BeamSearch
+from nanopaged.api.core import Core
 from nanopaged.api.request import Request
-from nanopaged.device.choices import pick_devices, pick_kernels
-from nanopaged.device.runner import Runner
-from nanopaged.inputs import (
-    as_list,
-    as_python,
-    check_choice,
-    check_kind,
-    check_number,
-    check_options,
-    read_cache_salt,
-    read_prompt,
-)
+from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_options
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import (
-    BeamSearchParams,
-    SamplingParams,
-    SequenceSampling,
-    read_override,
-    wrap_int64,
-)
-from nanopaged.scheduling import additions
-from nanopaged.scheduling.recovery import Recovery
-from nanopaged.scheduling.swapping import Swapping
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_override
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import (
-    eos_token_ids,
-    find_on_disk,
-    read_config,
-    read_generation_config,
-    read_tensors,
-)
+from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
 from nanopaged.weights.families import read_model_config, untie
 
-PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
-PROMPT_LOGPROBS_VALUES = 2**23  # most log probabilities of such a step
 
-
-class LLM:
+class LLM(Core):
     """A model and its engine. Names and defaults are vLLM's.
 
     model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
@@ -115,42 +82,43 @@ class LLM:
                  override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
         check_options(locals(), vllm_options)
         override = read_override(override_generation_config)
-        find = partial(find_checkpoint, token=hf_token, cache=download_dir)
-        self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), load_format == "dummy",
-                              skip_tokenizer_init, hf_overrides or {})
-        self.drafting = _make_drafting(speculative_config, self.config.vocab_size)
+        is_dummy, find = load_format == "dummy", partial(find_checkpoint, token=hf_token, cache=download_dir)
+        self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), is_dummy, skip_tokenizer_init,
+                              hf_overrides or {})
+        self.drafting = None
+        if speculative_config is not None:
+            from nanopaged.scheduling.drafts import Drafting
+            self.drafting = Drafting(speculative_config, self.config.vocab_size)
         limit = self.config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
                              "made for")
-        tensors = None if load_format == "dummy" else read_tensors(self.path)
-        num_blocks = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override
-        self.tensor_parallel_size = tensor_parallel_size
-        make: Callable[..., list[Runner]] = _make_runners
-        if tensor_parallel_size > 1:
-            pool = num_blocks, gpu_memory_utilization
-            make = partial(_split_model, tensor_parallel_size, self.path, pool, swap_space)
-        self.runners = make(
-            device, data_parallel_size, attention, enforce_eager, self.config, tensors, dtype=dtype, seed=seed,
-            block_size=block_size, max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
+        pool = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override, gpu_memory_utilization
+        self.runners = make_runners(
+            device, data_parallel_size, tensor_parallel_size, attention, enforce_eager, self.config, self.path,
+            is_dummy, pool, swap_space, dtype=dtype, seed=seed, block_size=block_size,
+            max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
-        pools = [runner.allocate_pool(num_blocks, gpu_memory_utilization) for runner in self.runners]
-        window, self.max_model_len = self._pick_window(min(pools), self.runners[0].block_size, max_model_len)
+        self.runner = runner = self.runners[0]
+        pools = [runner.allocate_pool(*pool) for runner in self.runners]
+        window, self.max_model_len = pick_window(self.config, min(pools), runner.block_size, max_model_len)
+        self.max_logprobs = max_logprobs
         self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"
-        self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
-        managers = [_make_block_manager(runner, size, enable_prefix_caching, window, swap_space)
-                    for runner, size in zip(self.runners, pools)]
-        self._make_engine(managers, max_num_seqs, max_num_batched_tokens)
-        self.use_priority, self.max_logprobs = scheduling_policy == "priority", max_logprobs
-        self.default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
-        self.requests: dict[str, Request] = {}  # those under way
-        self.unreported: dict[str, Request] = {}  # those that `step` is to tell of
-        self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
+        default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
+        super().__init__(scheduling_policy == "priority", default_params, seed)
+        # With several processes a step that stops half-way would leave the others waiting.
+        if tensor_parallel_size == 1:
+            for runner in self.runners:
+                runner.interruptible = self.lock.interrupts.let_through
+        self.engines = make_engines(self.runners, pools, enable_prefix_caching, window, swap_space, max_num_seqs,
+                                    max_num_batched_tokens)
+        self.engine, self.scheduler = self.engines[0], self.engines[0].scheduler
+        if len(self.engines) > 1:
+            from nanopaged.scheduling.data_parallel import Pools
+            self.engine = self.scheduler = Pools(self.engines, self.lock.interrupts.let_through)
+        self.script_tokenizer: Any = None
         self.chat_templates: dict = {}  # those that were used, by their source
-        self.arrivals = itertools.count()
-        self.seeds = random.Random(seed)
-        runner = self.runner
         devices, blocks = (" + ".join(map(str, parts)) for parts in ([runner.device for runner in self.runners], pools))
         self.summary = (f"LLM({str(model)!r}: {str(runner.dtype).removeprefix('torch.')} on {devices}, {blocks} blocks "
                         f"of {runner.block_size} tokens, max_model_len {self.max_model_len}, max_num_seqs "
@@ -168,9 +136,10 @@ class LLM:
         if self.lock.process != os.getpid():  # a forked process leaves the block; the engine is its parent's
             return
         with self.lock:
-            self._abort(*self.requests)
+            self.abort(*self.requests)
             self.lock.is_closed, is_cuda = True, self.runner.device.type == "cuda"
-            del self.engine, self.recoveries, self.runner, self.runners
+            self.engines.clear()  # Pools has the same list
+            del self.engine, self.runner, self.runners
             if is_cuda:
                 torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
 
@@ -183,7 +152,6 @@ class LLM:
         if not is_dummy:
             untie(self.config, self.path)
         self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
-        self.script_tokenizer: Any = None
         name, revision = tokenizer
         if name not in (None, model[0]) or revision is not None:
             is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
@@ -192,63 +160,18 @@ class LLM:
             try:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = error.with_traceback(None)  # its frames would keep this LLM in memory
+                self.tokenizer_error = ValueError(str(error))  # the frames of `error` would keep this LLM in memory
         self.eos_token_ids = frozenset(eos_token_ids(self.path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
-
-    def _pick_window(self, num_blocks: int, block_size: int, max_model_len: int | None) -> tuple[int, int]:
-        """The sliding window, or 0, and the most tokens of a text."""
-        limit, size = self.config.max_position_embeddings, num_blocks * block_size
-        # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts
-        # must fit.
-        window = self.config.window if self.config.window < size - block_size else 0
-        if max_model_len is not None and size < max_model_len and not window:
-            raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
-                             f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more "
-                             "memory")
-        return window, max_model_len or (limit if window else min(limit, size))
-
-    def _make_engine(self, managers: list[additions.BlockManager], *limits: int) -> None:
-        """The scheduler and the step loop; with several GPUs, one of each for each of them."""
-        schedulers: list[Any] = [additions.Scheduler(managers[0], *limits)]
-        if len(managers) > 1:
-            from nanopaged.scheduling import data_parallel
-            # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
-            runners = [weakref.proxy(runner) for runner in self.runners]
-            schedulers = data_parallel.make_schedulers(managers, runners, *limits)
-        self.recoveries = [Recovery(*pair) for pair in zip(schedulers, self.runners)]
-        # With several processes a step that stops half-way would leave the others waiting.
-        if self.tensor_parallel_size == 1:
-            for runner in self.runners:
-                runner.interruptible = self.lock.interrupts.let_through
-        engines = [additions.Engine(scheduler, runner, runner.lookahead, recovery.recover)
-                   for scheduler, runner, recovery in zip(schedulers, self.runners, self.recoveries)]
-        self.runner: Runner = self.runners[0]
-        self.scheduler: Any = schedulers[0]
-        self.engine: Any = engines[0]
-        if len(managers) > 1:
-            self.scheduler = data_parallel.Pools(schedulers)
-            self.engine = data_parallel.Engines(engines, self.lock.interrupts.let_through)
-
-    def get_default_sampling_params(self, **given: Any) -> SamplingParams:
-        """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
-        made with generation_config="vllm". `given` settings go before them."""
-        return SamplingParams.from_generation_config(self.default_params, **given)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for scripts, with the calls of one of transformers (nanopaged/text/scripts.py).
         ValueError if the checkpoint has none that can be read."""
         if self.script_tokenizer is None:
             from nanopaged.text.scripts import ScriptTokenizer
-            self.script_tokenizer = ScriptTokenizer(self._check_tokenizer(), self.tokenizer_path)
+            self.script_tokenizer = ScriptTokenizer(self.require_tokenizer(), self.tokenizer_path)
         return self.script_tokenizer
-
-    def _check_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise self.tokenizer_error or ValueError("with skip_tokenizer_init there is no tokenizer; give prompts as "
-                                                     "token ids")
-        return self.tokenizer
 
     # ---- requests, step by step
 
@@ -260,19 +183,19 @@ class LLM:
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
         Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
         """
-        request = self._read_request(prompt, params, priority)
+        request = self.read_request(prompt, params, priority)
+        request.is_reported = True
         with self.lock:
-            self._add(request, is_reported=True)
+            self.add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return an output for every request of `add_request` that got a token: in this step,
         or in steps that other calls computed meanwhile (`generate`, `stream`). Finished requests are gone
         afterwards."""
-        with self.lock.turn(self._has_reports):
-            if not self.unreported:
-                self._step()
-            outputs = [self._read(request, request.output) for request in self.unreported.values()]
+        num_steps = self.num_steps
+        with self.run_until(lambda: bool(self.unreported) or self.num_steps > num_steps):
+            outputs = [request.output() for request in self.unreported.values()]
             self.lock.interrupts.deliver()  # before they are taken: the next call returns them then
             self.unreported = {}
             return outputs
@@ -285,7 +208,7 @@ class LLM:
         """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is
         done). A finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
-        self.lock.change(lambda: self._abort(request_id))
+        self.lock.change(lambda: self.abort(request_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
@@ -294,144 +217,9 @@ class LLM:
             books = self.scheduler.block_manager
             if books.num_free_blocks < books.num_blocks or any(seq.host_table for seq in self.scheduler.waiting):
                 return False
-            for manager in getattr(books, "managers", [books]):
+            for manager in [one.scheduler.block_manager for one in self.engines]:
                 manager.uncache(list(manager.key_of_block))
             return True
-
-    def _has_reports(self) -> bool:
-        return bool(self.unreported)
-
-    def _read_request(self, prompt: Any, params: SamplingParams | None, priority: int = 0) -> Request:
-        """A request that is checked and tokenised, and not queued yet."""
-        if params is None:
-            params = self.get_default_sampling_params()
-        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
-        params = replace(params)  # checked once more: it may have been changed, or be changed later
-        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
-                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
-        text, token_ids = read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
-        params.check_vocabulary(self.config.vocab_size)
-        params.check_logprobs(self.max_logprobs)
-        bad_words = []
-        if params.bad_words:
-            from nanopaged.device.logits import encode_bad_words
-            bad_words = encode_bad_words(params.bad_words, self._check_tokenizer())
-        if params.stop:
-            self._check_tokenizer()  # without one there is no text to find them in
-        structured = params.structured_outputs
-        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
-            grammar = self._grammar_compiler().compile(structured) if structured else None
-        ends = not params.ignore_eos or grammar is not None
-        stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
-        return Request(text, token_ids, params, priority if self.use_priority else 0, stop, bad_words, self.tokenizer,
-                       grammar, read_cache_salt(prompt))
-
-    def _grammar_compiler(self) -> Any:
-        if self.tokenizer is None:
-            raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
-        if self.grammars is None:
-            from nanopaged.text.grammar import GrammarCompiler
-            self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
-        return self.grammars
-
-    def _add(self, request: Request, is_reported: bool = False) -> None:
-        """Queue a request; the caller has the lock."""
-        params, token_ids, arrival = request.params, request.prompt_token_ids, next(self.arrivals)
-        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
-        max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        sequences = [
-            additions.Sequence(list(token_ids), (request.priority, arrival, j), max_len, request.stop_token_ids,
-                            str(arrival),
-                            SequenceSampling(params, wrap_int64(seed + j), request.bad_words, params.logprobs,
-                                             grammar=request.grammar and request.grammar.copy()),
-                            may_look_ahead=not params.logits_processors, root=request.cache_salt or engine.ROOT,
-                            drafter=self.drafting and self.drafting.drafter(params))
-            for j in range(params.n)]
-        if params.prompt_logprobs is not None:
-            self._compute_whole_prompt(sequences[0], params.prompt_logprobs)
-        request.start(str(arrival), sequences, is_reported)
-        self.requests[request.request_id] = request
-        if params.n > 1:
-            from nanopaged.scheduling.samples import Samples
-            samples = Samples(sequences)
-            for seq in sequences:
-                seq.samples = samples
-        for seq in sequences:
-            self.scheduler.add(seq)
-
-    def _compute_whole_prompt(self, seq: additions.Sequence, count: int) -> None:
-        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
-        take memory."""
-        num_values = self.config.vocab_size if count < 0 else min(count, self.config.vocab_size)
-        seq.sampling = seq.sampling._replace(num_prompt_logprobs=count)
-        seq.reads_prefix_cache = False
-        seq.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, PROMPT_LOGPROBS_VALUES // max(1, num_values)))
-
-    def _abort(self, *request_ids: str) -> None:
-        for request_id in request_ids:
-            request = self.requests.pop(request_id, None)
-            self.unreported.pop(request_id, None)
-            if request:
-                for seq in request.sequences:
-                    if seq.status is not engine.Status.FINISHED:
-                        self.scheduler.finish(seq, "abort")
-                request.end()
-                self._check_if_idle()
-
-    def _check_if_idle(self) -> None:
-        """With nothing under way the books must balance. (A beam search may stop when the engine is gone.)"""
-        if not self.lock.is_closed and self.engine.is_idle:
-            self.scheduler.block_manager.check_idle()
-
-    def _step(self) -> None:
-        """Compute a step, and tell the requests what came of the steps that are done; the caller has the lock."""
-        try:
-            self.engine.step()
-            for recovery in self.recoveries:
-                if recovery.is_reduced:
-                    recovery.regrow()
-        finally:
-            while self.engine.updates:
-                self._take(*self.engine.updates.popleft())
-
-    def _take(self, seqs: list[additions.Sequence], sampled: engine.Sampled) -> None:
-        for seq, position, logprobs in sampled.prompt_logprobs:
-            if seq.request_id in self.requests:
-                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
-        for seq in seqs:
-            request = self.requests.get(seq.request_id)
-            if request is None:
-                continue
-            if (end := request.take(seq)) is not None:
-                self.scheduler.finish(seq, *end)
-            if request.finished:
-                del self.requests[request.request_id]
-            if request.is_reported:
-                self.unreported[request.request_id] = request
-        self._check_if_idle()
-
-    def _read(self, request: Request, read: Callable[[], Any]) -> Any:
-        """What `read`, a method of the request, returns. A tokenizer that fails ends this request and no other; the
-        caller holds Ctrl-C back."""
-        try:
-            return read()
-        except BaseException as error:
-            end = request.fail(error)
-            for seq in request.sequences:
-                self.scheduler.finish(seq, *end)
-            request.end()
-            if self.requests.pop(request.request_id, None):
-                self._check_if_idle()  # only here: without the lock (`generate` reads finished requests) steps go on
-            return read()
-
-    @contextmanager
-    def _steps_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
-        """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
-        with self.lock.turn(is_done):
-            while not is_done():
-                self._step()
-                self.lock.pass_on(is_done)
-            yield
 
     # ---- whole runs
 
@@ -446,31 +234,34 @@ class LLM:
         use_tqdm: draw a progress bar on stderr, if that is a terminal or a notebook's cell
         """
         _refuse_lora(lora_request)
-        prompts = as_list(prompts)
-        requests = [self._read_request(*given) for given in _one_for_each(prompts, sampling_params, priority)]
-        pending: list[Request] = []
-        bar = ProgressBar(len(prompts), use_tqdm)
+        requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
+        with self.lock.interrupts.held():
+            self._finish(requests, use_tqdm)
+            return [request.output() for request in requests]
+
+    def _finish(self, requests: list[Request] | list[BeamSearch], use_tqdm: bool) -> None:
+        """Run requests to the end. Ctrl-C comes in a step or after it, and a second one after the clean-up."""
+        pending: list[Request | BeamSearch] = list(requests)
+        bar = ProgressBar(len(requests), use_tqdm)
 
         def is_done() -> bool:
-            while pending and pending[-1].request_id not in self.requests:
+            while pending and pending[-1].finished:
                 pending.pop()
             return not pending
 
-        with self.lock.interrupts.held():  # Ctrl-C comes in a step or after it, and a second one after the clean-up
+        with self.lock.interrupts.held():
             try:
                 with self.lock:
                     for request in requests:
-                        self._add(request)
-                        pending.append(request)
+                        self.add(request)
                 while not is_done():
-                    with self._steps_until(lambda: bar.due or is_done()):
+                    with self.run_until(lambda: bar.due or is_done()):
                         if bar.due:
                             bar.update(sum(request.finished for request in requests),
                                        sum(request.num_new_tokens for request in requests))
-                return [self._read(request, request.output) for request in requests]
             finally:  # an error, or Ctrl-C
                 if pending:
-                    self.lock.defer(lambda: self._abort(*(request.request_id for request in pending)))
+                    self.lock.defer(lambda: self.abort(*(request.request_id for request in pending)))
                 bar.clear()
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
@@ -495,7 +286,7 @@ class LLM:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
         or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
         as a string or as a list of parts: chat_template_content_format is "auto"."""
-        tokenizer = self._check_tokenizer()
+        tokenizer = self.require_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
@@ -517,21 +308,22 @@ class LLM:
         """
         if params is not None and getattr(params, "n", 1) > 1:
             raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
-        return self._pieces(self._read_request(prompt, params))
+        return self._pieces(self.read_request(prompt, params))
 
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         length = 0
         try:
             with self.lock:
-                self._add(request)
+                self.add(request)
             while request.has_news or not request.finished:
                 text = self._next_text(request)
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
         finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
-            self.lock.defer(lambda: self._abort(request.request_id))
-        output = request.output()
+            self.lock.defer(lambda: self.abort(request.request_id))
+        with self.lock.interrupts.held():
+            output = request.output()
         if output.outputs[0].finish_reason == "error":
             raise RequestError(output)
         return output
@@ -539,10 +331,10 @@ class LLM:
     def _next_text(self, request: Request) -> str:
         with self.lock.interrupts.held():  # a second Ctrl-C waits for the abort that the first one causes
             try:
-                with self._steps_until(lambda: request.has_news):
-                    return self._read(request, request.read_text)
+                with self.run_until(lambda: request.has_news):
+                    return request.read_text()
             except BaseException:
-                self.lock.defer(lambda: self._abort(request.request_id))
+                self.lock.defer(lambda: self.abort(request.request_id))
                 raise
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
@@ -555,40 +347,14 @@ class LLM:
         """
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
-        params = replace(params)  # as in _read_request
-        prompts = [read_prompt(prompt, self._check_tokenizer, self.config.vocab_size, self.max_model_len)
-                   for prompt in as_list(prompts)]
-        searches: list[BeamSearch] = []
-        bar = ProgressBar(len(prompts), use_tqdm)
-        with self.lock.interrupts.held():  # as in `generate`
-            try:
-                for text, token_ids in prompts:
-                    max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
-                    group = BeamGroup(params, self.eos_token_ids, max_tokens)
-                    with self.lock:
-                        searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                                   min(group.num_candidates, self.config.vocab_size), self.scheduler))
-                while not all(search.group.done for search in searches):
-                    with self._steps_until(lambda: any(search.can_branch for search in searches)):
-                        for search in searches:
-                            if search.can_branch:
-                                self._branch(search)
-                    if bar.due:
-                        groups = [search.group for search in searches]
-                        bar.update(sum(group.done for group in groups), sum(group.num_new_tokens for group in groups))
-            finally:
-                self.lock.defer(lambda: self._stop(searches))
-                bar.clear()
-        return [beam_output(search.prompt, search.prompt_token_ids, search.group, self.tokenizer)
-                for search in searches]
-
-    def _stop(self, searches: list[BeamSearch]) -> None:
-        for search in searches:
-            search.stop()
-        self._check_if_idle()
-
-    def _branch(self, search: BeamSearch) -> list[tuple]:
-        return search.branch()
+        params, searches = replace(params), []  # as in read_request
+        for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]:
+            max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
+            group = BeamGroup(params, self.eos_token_ids, max_tokens)
+            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
+                                       min(group.num_candidates, self.config.vocab_size), self.scheduler))
+        self._finish(searches, use_tqdm)
+        return [search.output(self.tokenizer) for search in searches]
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's methods for pooling models: ValueError."""
@@ -596,72 +362,6 @@ class LLM:
                          "yet; it has generate, chat and beam_search")
 
     embed = classify = score = reward = encode
-
-
-def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
-                    without_weights: bool = False, token: str | None = None,
-                    cache: str | Path | None = None) -> Path:
-    """The directory of a checkpoint: a bundled name, a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
-
-    A name on the Hub is looked up in the cache of the Hugging Face tools, and otherwise downloaded into that cache, at
-    `revision` (a branch, tag or commit). nanopaged/weights/hub.py describes the download, its errors, and the other
-    arguments. `find_on_disk` describes the errors of other models.
-    """
-    path = find_on_disk(model, revision)
-    if path is None:
-        from nanopaged.weights.hub import download
-        path = download(str(model), revision, check, without_weights, token, cache)
-    return path
-
-
-def _make_runners(device: str, count: int, attention: str, enforce_eager: bool, config: model.ModelConfig, tensors: Any,
-                  **options: Any) -> list[Runner]:
-    """The plain runner, or on CUDA the one with recorded steps. (Attention in torch asks the device for lengths, which
-    cannot be recorded.) With a count above 1, one on each of the first GPUs, with the weights of the first runner."""
-    runners: list[Runner] = []
-    for picked in pick_devices(device, count):
-        runner_class, kernels = _pick_runner(attention, picked, enforce_eager)
-        weights = runners[0].model if runners else tensors
-        runner = runner_class(config, weights, device=picked, kernels=kernels, **options)
-        if not (enforce_eager or runner.fused):  # on a CPU
-            from nanopaged.device.last_layer import skip_rows_without_logits
-            skip_rows_without_logits(runner.model)
-        runners.append(runner)
-    return runners
-
-
-def _split_model(size: int, path: Path, pool: tuple, swap_space: float, device: str, _: int, attention: str,
-                 enforce_eager: bool, config: model.ModelConfig, tensors: Any, **options: Any) -> list[Runner]:
-    """The runner of the first GPU, with a worker process for each other one. pool: the arguments of allocate_pool."""
-    from nanopaged.device.workers import make_driver
-    picked = pick_devices(device, size, "tensor_parallel_size")[0]
-    runner, kernels = _pick_runner(attention, picked, enforce_eager)
-    return [make_driver(runner, size, config, tensors, path, pool, swap_space, device=picked, kernels=kernels,
-                        **options)]
-
-
-def _pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
-    kernels, runner = pick_kernels(attention, device), Runner
-    if kernels is kernel.TORCH and not enforce_eager:
-        from nanopaged.device.rectangles import KERNELS as kernels
-    if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
-        from nanopaged.device.graphs import GraphRunner as runner
-    return runner, kernels
-
-
-def _make_drafting(speculative_config: Any, vocab_size: int) -> Any:
-    if speculative_config is None:
-        return None
-    from nanopaged.scheduling.drafts import Drafting
-    return Drafting(speculative_config, vocab_size)
-
-
-def _make_block_manager(runner: Runner, num_blocks: int, enable_prefix_caching: bool, window: int,
-                        swap_space: float) -> additions.BlockManager:
-    num_host_blocks = runner.allocate_host_pool(swap_space)
-    if window or num_host_blocks:
-        return Swapping(num_blocks, runner.block_size, enable_prefix_caching, window, num_host_blocks)
-    return additions.BlockManager(num_blocks, runner.block_size, enable_prefix_caching)
 
 
 def _one_for_each(prompts: list, settings: Any, priority: Any) -> Iterator[tuple]:

@@ -33,7 +33,7 @@ class Metrics:
     def text(self, model: str) -> str:
         scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
         num_held = pool.num_blocks - pool.num_free_blocks
-        num_cached = sum(len(manager.key_of_block) for manager in getattr(pool, "managers", [pool]))
+        num_cached = sum(len(one.scheduler.block_manager.key_of_block) for one in self.llm.engines)
         finished = {f'{{finished_reason="{reason}"}}': count for reason, count in sorted(self.finish_reasons.items())}
         states = {'{state="held"}': num_held, '{state="free"}': pool.num_free_blocks, '{state="cached"}': num_cached}
         values: list[tuple[str, str, Any, str]] = [

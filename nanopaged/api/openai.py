@@ -139,7 +139,7 @@ class Serving:
 
     def _encode(self, prompt: dict, **options: bool) -> list[int]:
         tokens = prompt.get("prompt_token_ids")
-        return self.llm._check_tokenizer().encode(prompt["prompt"], **options) if tokens is None else tokens
+        return self.llm.require_tokenizer().encode(prompt["prompt"], **options) if tokens is None else tokens
 
     def _params(self, path: str, body: dict, call: dict | None) -> SamplingParams:
         given = {name: body[name] for name in SETTINGS & body.keys()}
@@ -156,7 +156,7 @@ class Serving:
         if path == DETOKENIZE:
             check_number("tokens", tokens := body.get("tokens"), list,
                          lambda x: all(type(token) is int and token >= 0 for token in x), "a list of token ids")
-            return {"prompt": self.llm._check_tokenizer().decode(tokens)}
+            return {"prompt": self.llm.require_tokenizer().decode(tokens)}
         if "messages" not in body:
             check_kind("prompt", body.get("prompt"), str, "a text, unless there are messages")
         prompt = self._render(body, body.get("tools")) if "messages" in body else body

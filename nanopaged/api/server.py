@@ -279,14 +279,14 @@ class Api:
         call = await self._read(path, body)
         try:
             if call.params.structured_outputs and self.llm.tokenizer:
-                grammars = await self._in_thread(self.llm._grammar_compiler)
+                grammars = await self._in_thread(self.llm.grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
             return call, await self._in_thread(self._make_stream, call, body=body)
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None
 
     def _make_stream(self, call: Call) -> Stream:
-        requests = [self.llm._read_request(prompt, call.params, call.priority) for prompt in call.prompts]
+        requests = [self.llm.read_request(prompt, call.params, call.priority) for prompt in call.prompts]
         echoes = call.params.prompt_logprobs
         if echoes is not None:
             num_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -333,7 +333,7 @@ class Api:
         if problem := self.engine.problem():
             raise ApiError(problem, 503)
         if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
-            stream = Stream([self.llm._read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
+            stream = Stream([self.llm.read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
             with self.engine.open(stream):
                 try:
                     await self.engine.outputs(stream)

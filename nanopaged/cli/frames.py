@@ -98,7 +98,7 @@ class Frames:
 
     def __init__(self, llm: Any, show: Callable[[Frame], object]):
         self.llm, self.show = llm, show
-        self.schedulers: list[Any] = [recovery.scheduler for recovery in llm.recoveries]
+        self.schedulers: list[Any] = [one.scheduler for one in llm.engines]
         self.managers: list[Any] = [scheduler.block_manager for scheduler in self.schedulers]
         self.letters: dict[int, str] = {}  # arrival -> the request's name
         self.numbers: dict[SchedulerOutput, int] = {}  # launched step -> its number
@@ -232,7 +232,7 @@ class Frames:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
         samples = None
         for seq, pool, offers in placements:
-            has_samples = seq.samples is samples is not None or pool._run_here(seq.samples, but=seq)
+            has_samples = seq.samples is samples is not None or pool.runs_here(seq.samples, but=seq)
             samples = seq.samples
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
@@ -369,7 +369,7 @@ class Frames:
         found: set[Any] = {seq.listener for seq in grown}
         searches = sorted(found, key=lambda search: search.arrival)
         beams = []
-        for child in (beam for search in searches for beam in search.beams if beam in grown):
+        for child in (beam for search in searches for beam in search.sequences if beam in grown):
             parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
                                                      and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
             beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),

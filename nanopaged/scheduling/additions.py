@@ -69,6 +69,10 @@ class Sequence(engine.Sequence):
         position, because a grammar has forced tokens, and after a wrong draft."""
         return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Drop the tokens behind a stop string."""
+        del self.token_ids[num_tokens:]
+
     def rewind(self, end: int) -> None:
         """A grammar has forced tokens, or a draft was wrong: samples under way continue another text, and K and V from
         position `end` on belong to that text."""
@@ -240,22 +244,16 @@ class Scheduler(engine.Scheduler):
         self.tell("undo", step)
 
 
-def give_up(loop: "Engine", step: SchedulerOutput, error: BaseException) -> None:
-    """No recovery from a failed step."""
-    raise error
-
-
 class Engine(engine.Engine):
     """The step loop with a lookahead of 0 or 1.
 
     updates: SchedulerOutput.sampled and the Sampled of each step that was read, for the caller to take
-    recover: called with the engine, a step whose launch failed, and the error (recovery.py)
     """
     scheduler: Scheduler
 
-    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0, recover: Callable = give_up):
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         super().__init__(scheduler, runner)
-        self.lookahead, self.recover = lookahead, recover
+        self.lookahead = lookahead
         self.updates: deque[tuple[list[Sequence], engine.Sampled]] = deque()
         self.launched: deque[tuple[SchedulerOutput, Callable[[], engine.Sampled]]] = deque()
 
@@ -281,12 +279,7 @@ class Engine(engine.Engine):
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
-        try:
-            read = self.runner.launch(step)
-        except BaseException as error:
-            self.recover(self, step, error)
-        else:
-            self.launched.append((step, read))
+        self.launched.append((step, self.runner.launch(step)))
 
     def update(self) -> None:
         """Read the oldest launched step. If reading fails, the step stays the oldest one, to be read again."""

@@ -29,9 +29,10 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from heapq import merge
-from itertools import chain
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from nanopaged import engine
@@ -69,7 +70,12 @@ class PoolScheduler(Scheduler):
         self.queue: list[Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
         self.placements: list[Placement] = []  # of the last call of `schedule`
-        self._forget_promises()
+        self.forget_promises()
+
+    def forget_promises(self) -> None:
+        """What the sequences placed here will compute, take and cache. Once a step was scheduled, the books know it."""
+        self.promised_tokens, self.promised_blocks = 0, 0
+        self.promised_keys: set[int] = set()
 
     def schedule(self) -> SchedulerOutput:
         if not (self.running or self.waiting or self.queue):  # idle: look for work that was placed elsewhere
@@ -83,8 +89,8 @@ class PoolScheduler(Scheduler):
 
     def return_unbound(self) -> None:
         """Give the waiting sequences that another pool could serve as well back to the queue."""
-        self._forget_promises()
-        here = {samples for samples in {seq.samples for seq in self.waiting} if self._run_here(samples)}
+        self.forget_promises()
+        here = {samples for samples in {seq.samples for seq in self.waiting} if self.runs_here(samples)}
         for seq in list(self.waiting):
             # Its blocks are on this pool's host, or a step of this device that samples for it is not read yet, or
             # another sample of its prompt runs here: it stays.
@@ -92,7 +98,7 @@ class PoolScheduler(Scheduler):
                 engine.discard(self.waiting, seq)
                 insort(self.queue, seq, key=engine.by_order)
 
-    def _run_here(self, samples: Samples | None, but: Sequence | None = None) -> bool:
+    def runs_here(self, samples: Samples | None, but: Sequence | None = None) -> bool:
         """Whether a sample of this prompt, other than `but`, runs in this pool."""
         return samples is not None and any(seq is not but for seq in samples.running(self.block_manager))
 
@@ -112,17 +118,16 @@ class PoolScheduler(Scheduler):
         placements: list[Placement] = []
         loads = {pool: pool.promised_tokens + sum(1 if seq.drafts else seq.num_new_tokens for seq in pool.running)
                  for pool in self.pools}
-        limits = {pool: pool._order_of_blocked() for pool in self.pools}
+        limits = {pool: pool.order_of_blocked() for pool in self.pools}
         for seq in list(self.queue):
+            homes = [pool for pool in self.pools if pool.runs_here(seq.samples)]
             if placements and placements[-1].seq.samples is seq.samples is not None:
                 homes = [placements[-1].pool]
-            else:
-                homes = [pool for pool in self.pools if pool._run_here(seq.samples)]
             offers = {pool: offer for pool in homes or self.pools
-                      if seq.order < limits[pool] and (offer := pool._offer(seq, loads[pool]))}
+                      if seq.order < limits[pool] and (offer := pool.offer(seq, loads[pool]))}
             if offers:
                 best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
-                best._promise(seq, offers[best], loads[best])
+                best.promise(seq, offers[best], loads[best])
                 loads[best] = offers[best].num_tokens
             elif homes:
                 best = homes[0]
@@ -131,64 +136,47 @@ class PoolScheduler(Scheduler):
             placements.append(Placement(seq, best, offers))
             best.add(seq)
         del self.queue[:len(placements)]
-        if self.queue:
-            placements += self._place_before_later(self.queue[0])
+        # One that has no candidate goes where the last of all running sequences is, if that is later in the order: its
+        # pool preempts that one.
+        later = [pool for pool in self.pools if self.queue and pool.running
+                 and pool.running[-1].order > self.queue[0].order]
+        if later:
+            best = max(later, key=lambda pool: pool.running[-1].order)
+            placements.append(Placement(self.queue.pop(0), best, {}))
+            best.add(placements[-1].seq)
         return placements
 
-    def _place_before_later(self, seq: Sequence) -> list[Placement]:
-        """Place a sequence that has no candidate where the last of all running sequences is, if that is later in the
-        order: its pool preempts it."""
-        busy = [pool for pool in self.pools if pool.running and pool.running[-1].order > seq.order]
-        if not busy:
-            return []
-        best = max(busy, key=lambda pool: pool.running[-1].order)
-        engine.discard(self.queue, seq)
-        best.add(seq)
-        return [Placement(seq, best, {})]
-
-    def _order_of_blocked(self) -> tuple:
+    def order_of_blocked(self) -> tuple:
         """The place in the order of the first waiting sequence if too few blocks are free for it. None overtakes it."""
         return next((seq.order for seq in self.waiting[:1] if self.block_manager.plan(seq) is None), (math.inf,))
 
-    def _offer(self, seq: Sequence, load: int) -> Offer | None:
+    def offer(self, seq: Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""
+        manager = self.block_manager
         if load >= self.max_num_batched_tokens or len(self.running) + len(self.waiting) >= self.max_num_seqs:
             return None
-        hit = self.block_manager.plan(seq)
-        if hit is None:
+        if (hit := manager.plan(seq)) is None:
             return None
-        num_shared = self._follow_promises(seq, hit)
-        num_needed = self.block_manager.num_blocks_needed(seq, hit) - num_shared
-        num_free = self.block_manager.num_free_blocks - self.promised_blocks
-        num_cached = min(hit.num_tokens + num_shared * self.block_manager.block_size, seq.num_tokens - 1)
+        num_shared = len(list(takewhile(self.promised_keys.__contains__, self._keys(seq, hit))))
+        num_needed = manager.num_blocks_needed(seq, hit) - num_shared
+        num_free = manager.num_free_blocks - self.promised_blocks
+        num_cached = min(hit.num_tokens + num_shared * manager.block_size, seq.num_tokens - 1)
         return Offer(load + seq.num_tokens - num_cached, num_needed, num_free, hit) if num_needed <= num_free else None
 
-    def _promise(self, seq: Sequence, offer: Offer, load: int) -> None:
+    def promise(self, seq: Sequence, offer: Offer, load: int) -> None:
         self.promised_tokens += offer.num_tokens - load
         self.promised_blocks += offer.num_needed
-        self._follow_promises(seq, offer.hit, extend=True)
+        self.promised_keys.update(self._keys(seq, offer.hit))
 
-    def _forget_promises(self) -> None:
-        """What the sequences placed here will take and cache. Once a step was scheduled, the books know it."""
-        self.promised_tokens = self.promised_blocks = 0
-        self.promised_keys: dict[tuple, int] = {}  # as in BlockManager.prefix_cache; prefix keys are negative for now
-
-    def _follow_promises(self, seq: Sequence, hit: engine.PrefixHit, extend: bool = False) -> int:
-        """The number of blocks after the hit that sequences placed before will cache. extend: promise the others."""
-        size, num_shared, prefix_key = self.block_manager.block_size, 0, hit.prefix_key
+    def _keys(self, seq: Sequence, hit: engine.PrefixHit) -> Iterator[int]:
+        """A number for each block after the hit that the sequence will cache. Two texts with one number would only make
+        an estimate wrong."""
+        size, key = self.block_manager.block_size, hash(hit.prefix_key)
         is_cached = hit.num_cached_blocks == len(hit.blocks)  # else a sample's
-        if not (self.block_manager.enable_prefix_caching and seq.reads_prefix_cache and is_cached):
-            return 0
-        for start in range(hit.num_tokens, len(seq.token_ids) - size + 1, size):
-            key = (prefix_key, tuple(seq.token_ids[start:start + size]))
-            if key in self.promised_keys:
-                num_shared += 1
-            elif extend:
-                self.promised_keys[key] = -1 - len(self.promised_keys)
-            else:
-                break
-            prefix_key = self.promised_keys[key]
-        return num_shared
+        if self.block_manager.enable_prefix_caching and seq.reads_prefix_cache and is_cached:
+            for start in range(hit.num_tokens, len(seq.token_ids) - size + 1, size):
+                key = hash((key, *seq.token_ids[start:start + size]))
+                yield key
 
 
 def make_schedulers(managers: list[BlockManager], runners: list, *limits: int) -> list[PoolScheduler]:
@@ -198,35 +186,57 @@ def make_schedulers(managers: list[BlockManager], runners: list, *limits: int) -
     return pools
 
 
-class Pools:
-    """What users and LLM see of all pools' schedulers, as of one."""
+class Sum:
+    """An attribute that is the sum of all parts' attributes of this name."""
 
-    def __init__(self, pools: list[PoolScheduler]):
-        self.pools, self.block_manager = pools, BlockManagers([pool.block_manager for pool in pools])
-        self.max_num_seqs = pools[0].max_num_seqs  # of each pool
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, whole: Any, owner: type) -> int:
+        return sum(getattr(part, self.name) for part in whole.parts)
+
+
+class BlockManagers:
+    """The books of all pools, as of one."""
+    num_blocks, num_free_blocks, most_blocks_held = Sum(), Sum(), Sum()
+    num_prompt_tokens, num_cached_tokens, num_saved_blocks = Sum(), Sum(), Sum()
+
+    def __init__(self, parts: list[BlockManager]):
+        self.parts, self.block_size = parts, parts[0].block_size
+
+    def check_idle(self) -> None:
+        for manager in self.parts:
+            manager.check_idle()
+
+
+class Pools:
+    """All pools as one: their schedulers, and their step loops. A step launches work on every device that has room for
+    it. Once none has room for more, a step also waits until one device is done."""
+    num_generated_tokens, num_preemptions = Sum(), Sum()
+
+    def __init__(self, engines: list[Any], interruptible: Callable = nullcontext):
+        self.engines, self.interruptible = engines, interruptible
+        self.parts: list[PoolScheduler] = [one.scheduler for one in engines]
+        self.queue, self.max_num_seqs = self.parts[0].queue, self.parts[0].max_num_seqs  # max_num_seqs: of each pool
+        self.block_manager = BlockManagers([pool.block_manager for pool in self.parts])
+        self.updates: deque = deque()
+        for one in engines:
+            one.updates = self.updates
 
     @property
     def waiting(self) -> list[Sequence]:
-        return list(merge(self.pools[0].queue, *(pool.waiting for pool in self.pools), key=engine.by_order))
+        return list(merge(self.queue, *(pool.waiting for pool in self.parts), key=engine.by_order))
 
     @property
     def running(self) -> list[Sequence]:
-        return list(merge(*(pool.running for pool in self.pools), key=engine.by_order))
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return sum(pool.num_generated_tokens for pool in self.pools)
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(pool.num_preemptions for pool in self.pools)
+        return list(merge(*(pool.running for pool in self.parts), key=engine.by_order))
 
     def add(self, seq: Sequence) -> None:
-        insort(self.pools[0].queue, seq, key=engine.by_order)
+        insort(self.queue, seq, key=engine.by_order)
 
     def of(self, seq: Sequence) -> PoolScheduler:
         """The scheduler of the pool that has the sequence's blocks."""
-        return next((pool for pool in self.pools if pool.block_manager is seq.pool), self.pools[0])
+        return next((pool for pool in self.parts if pool.block_manager is seq.pool), self.parts[0])
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         self.of(seq).finish(seq, reason, stop_reason)
@@ -238,66 +248,22 @@ class Pools:
         if seq.status is engine.Status.WAITING and seq not in self.waiting:
             self.add(seq)
 
-
-class BlockManagers:
-    """The books of all pools, as of one."""
-
-    def __init__(self, managers: list[BlockManager]):
-        self.managers, self.block_size = managers, managers[0].block_size
-
-    def __getattr__(self, name: str) -> int:
-        """Numbers of blocks and tokens are sums over the pools: num_blocks, num_free_blocks, num_cached_tokens .."""
-        if not name.startswith(("num_", "most_")):
-            raise AttributeError(f"several pools have no common {name}; look at .managers")
-        return sum(getattr(manager, name) for manager in self.managers)
-
-    def check_idle(self) -> None:
-        for manager in self.managers:
-            manager.check_idle()
-
-
-class Engines:
-    """The step loops of all pools, as one. A step launches work on every device that has room for it. Once none has
-    room for more, a step also waits until one device is done."""
-
-    def __init__(self, engines: list[Any], interruptible: Callable):
-        self.engines, self.interruptible = engines, interruptible
-        self.updates: deque = deque()
-        for one in engines:
-            one.updates = self.updates
-
-    @property
-    def lookahead(self) -> int:
-        return self.engines[0].lookahead
-
-    @lookahead.setter
-    def lookahead(self, lookahead: int) -> None:
-        for one in self.engines:
-            one.lookahead = lookahead
-
-    @property
-    def launched(self) -> list:
-        return list(chain.from_iterable(one.launched for one in self.engines))
-
     @property
     def is_idle(self) -> bool:
-        return all(one.is_idle for one in self.engines) and not self.engines[0].scheduler.queue
+        return not self.queue and all(one.is_idle for one in self.engines)
 
     def step(self) -> None:
-        free = [one for one in self.engines if one.has_room]
-        if any([self._launch(one) for one in free]):
+        if any([self._launch(one) for one in self.engines if one.has_room]):
             return
-        busy = [one for one in self.engines if one.launched]
+        done = busy = [one for one in self.engines if one.launched]
         if not busy:  # only paused sequences are running: they give up their blocks
             for one in self.engines:
                 one.unblock(SchedulerOutput())
-            return
-        while len(busy) > 1 and not any(map(is_done, busy)):
+        while len(busy) > 1 and not (done := [one for one in busy if one.launched[0][1].is_done()]):
             with self.interruptible():
                 time.sleep(POLL_SECONDS)
-        for one in busy:
-            if len(busy) == 1 or is_done(one):
-                one.update()
+        for one in done:
+            one.update()
 
     def _launch(self, one: Engine) -> bool:
         """Launch a step, if there is one. Whether the next is to be planned before any is read: lookahead has room for
@@ -308,9 +274,3 @@ class Engines:
         else:
             one.scheduler.undo(step)
         return bool(step.seqs) and one.has_room
-
-
-def is_done(one: Engine) -> bool:
-    """Whether its oldest launched step can be read without waiting."""
-    result: Any = one.launched[0][1]
-    return result.is_done()

@@ -12,45 +12,48 @@ from nanopaged.scheduling.additions import Engine, Scheduler, SchedulerOutput
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
 
 
-class Recovery:
-    """What an Engine calls when a step fails. It has the scheduler's max_num_batched_tokens, which is halved when a
+class RecoveringEngine(Engine):
+    """An Engine that goes on after a step whose launch failed. The scheduler's max_num_batched_tokens is halved when a
     step runs out of memory, and doubled every 64 steps later."""
 
-    def __init__(self, scheduler: Scheduler, runner: Any):
-        self.scheduler, self.runner = scheduler, runner
-        self.full, self.is_reduced, self.num_small_steps = scheduler.max_num_batched_tokens, False, 0
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
+        super().__init__(scheduler, runner, lookahead)
+        self.full_budget, self.num_small_steps = scheduler.max_num_batched_tokens, 0
 
-    def recover(self, loop: Engine, step: SchedulerOutput, error: BaseException) -> None:
+    def launch(self, step: SchedulerOutput) -> None:
+        try:
+            super().launch(step)
+        except BaseException as error:
+            self.failed(step, error)
+        else:
+            self.done()
+
+    def failed(self, step: SchedulerOutput, error: BaseException) -> None:
         """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
         self._undo(step)
         try:
-            while loop.launched:  # an earlier step's tokens are valid: append them before its sequences start over
-                loop.update()
+            while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
+                self.update()
         except BaseException as failed:  # with grammars a step is sampled late, at the latest when it is read
-            while loop.launched:
-                self._undo(loop.launched.popleft()[0])
+            while self.launched:
+                self._undo(self.launched.popleft()[0])
             if not isinstance(failed, Exception):  # Ctrl-C
                 error = failed
-        if not self._shrink(error):
+        budget = self.scheduler.max_num_batched_tokens // 2
+        if budget == 0 or not self.runner.is_out_of_memory(error):
             raise error
+        print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
+              "gpu_memory_utilization to leave room for more", file=sys.stderr)
+        self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
+
+    def done(self) -> None:
+        """A step was launched. If its budget was a reduced one, the sequence that took the memory may have ended."""
+        if self.scheduler.max_num_batched_tokens < self.full_budget:
+            self.num_small_steps += 1
+            if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
+                budget = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
+                self.scheduler.max_num_batched_tokens = budget
 
     def _undo(self, step: SchedulerOutput) -> None:
         self.runner.forget_rows(step.seqs)
         self.scheduler.undo(step)
-
-    def _shrink(self, error: BaseException) -> bool:
-        """Whether a smaller step may succeed; the next one is."""
-        budget = self.scheduler.max_num_batched_tokens // 2
-        if budget == 0 or not self.runner.is_out_of_memory(error):
-            return False
-        print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
-              "gpu_memory_utilization to leave room for more", file=sys.stderr)
-        self.scheduler.max_num_batched_tokens, self.is_reduced, self.num_small_steps = budget, True, 0
-        return True
-
-    def regrow(self) -> None:
-        """A step with a reduced budget was computed. The sequence that took the memory may have ended."""
-        self.num_small_steps += 1
-        if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
-            self.scheduler.max_num_batched_tokens = min(2 * self.scheduler.max_num_batched_tokens, self.full)
-            self.is_reduced = self.scheduler.max_num_batched_tokens < self.full

@@ -34,6 +34,8 @@ class Samples:
     def __init__(self, seqs: list[Sequence]):
         # Weakly: a sample has this object, and a circle of references lives until the garbage collector comes by.
         self.seqs = deque(weakref.ref(seq) for seq in seqs)
+        for seq in seqs:
+            seq.samples = self
 
     def running(self, manager: BlockManager) -> Iterator[Sequence]:
         """Those that run with blocks of this pool."""

@@ -56,7 +56,8 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
     defaults = dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16),
                     enforce_eager=CUDA and not graphs and str(options.get("device")) != "cpu")
     llm = LLM(str(path) if path.is_dir() else model, **defaults | options)
-    llm.engine.lookahead = llm.engine.lookahead if lookahead is None else lookahead
+    for one in llm.engines:
+        one.lookahead = one.lookahead if lookahead is None else lookahead
     return llm
 
 
@@ -101,6 +102,18 @@ def complaint(function, *arguments, kind=ValueError, **more) -> str:
     message = str(caught.value)
     assert type(caught.value) is kind and "\n" not in message and ". " not in re.sub(r"\(.*\)", "", message)
     return message
+
+
+def let_fail(runner, error, when):
+    """From now on the launch of a step raises the error if when(step)."""
+    launch = runner.launch
+
+    def call(step):
+        if when(step):
+            raise error
+        return launch(step)
+
+    runner.launch = call
 
 
 def tokens_of(outputs):

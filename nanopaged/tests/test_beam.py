@@ -17,8 +17,8 @@ import torch
 
 from kernel import TORCH
 from model import Batch, build_model
+from nanopaged.api.assemble import find_checkpoint
 from nanopaged.api.beam import BeamGroup
-from nanopaged.api.llm import find_checkpoint
 from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
@@ -28,6 +28,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
 SETTINGS = ("beam_width", "max_tokens", "length_penalty", "early_stopping")
 MODES = (False, True, "never")
+PENALTIES = [0.0, 1.0, 2.0, -1.0, 0.3]
 MAX_LENGTH = 64  # of any text here
 
 
@@ -128,68 +129,6 @@ def test_beams_fork_and_die():
     assert summary(beams) == [([a, dot], -1.1, "stop")] and not beams.done
 
 
-def test_the_best_live_beam_may_come_from_the_worse_parent():
-    beams = group()
-    beams.extend([[(1, -1.0), (2, -1.5)]])
-    assert beams.extend([[(3, -2.0), (4, -2.5)], [(5, -0.25), (6, -4.0)]]) == [(1, 5), (0, 3)]
-    assert [beam.cumulative_logprob for beam in beams.live] == [-1.75, -3.0]
-
-
-def test_equal_candidates_go_by_parent_then_as_given():
-    beams = group(beam_width=3)
-    assert beams.extend([[(7, -1.0), (5, -1.0), (6, -1.0), (4, -1.0)]]) == [(0, 7), (0, 5), (0, 6)]
-    assert beams.extend([[(9, -2.0), (8, -2.0)], [(9, -1.0)], [(1, -2.0), (2, -2.0)]]) == [(1, 9), (0, 9), (0, 8)]
-
-
-def test_of_equal_scores_the_one_that_ended_first_is_kept():
-    beams = group([0], length_penalty=1.0, early_stopping="never")
-    beams.extend([[(0, -1.0), (1, -1.0), (2, -1.0)]])
-    beams.extend([[(0, -1.0), (3, -1.25)], [(0, -1.0), (3, -1.25)]])  # scores of -1, like that of the first step
-    assert [beam.token_ids for beam in beams.results()] == [[0], [1, 0]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_beams_end_at_once(mode):
-    beams = group([0], early_stopping=mode)
-    beams.extend([[(1, -1.0), (2, -1.5), (3, -2.0)]])
-    origins = beams.extend([[(0, -0.5), (3, -4.0), (4, -5.0)], [(0, -0.5), (3, -5.0), (4, -6.0)]])
-    assert summary(beams) == [([1, 0], -1.5, "stop"), ([2, 0], -2.0, "stop")]
-    if mode == "never":  # -5 would be a score of -0.5 at ten tokens, and -1 is the worst so far
-        assert origins == [(0, 3), (0, 4)] and not beams.done
-    else:
-        assert origins == [] == beams.live and beams.done
-
-
-def test_every_eos_token_may_come_before_the_live_ones():
-    beams = group([0, 1, 2], beam_width=2, early_stopping="never")
-    assert beams.num_candidates == 5
-    assert beams.extend([[(2, -1.0), (0, -1.5), (1, -2.0), (7, -2.5), (5, -3.0)]]) == [(0, 7), (0, 5)]
-    assert summary(beams) == [([2], -1.0, "stop"), ([0], -1.5, "stop")]  # the third is not among the best two
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_token(mode):
-    beams = group([0], max_tokens=1, early_stopping=mode)
-    assert beams.extend([[(3, -0.5), (0, -1.0), (4, -2.0)]]) == [] and beams.done
-    assert summary(beams) == [([3], -0.5, "length"), ([0], -1.0, "stop")]
-
-
-def test_eos_as_the_last_token_is_a_stop():
-    beams = group([0], max_tokens=2)
-    beams.extend([[(1, -1.0), (2, -1.5), (3, -2.0)]])
-    beams.extend([[(0, -0.5), (3, -4.0), (4, -5.0)], [(5, -0.5), (3, -5.0), (4, -6.0)]])
-    assert summary(beams) == [([1, 0], -1.5, "stop"), ([2, 5], -2.0, "length")]
-
-
-def test_eos_at_the_first_step():
-    beams = group([0])
-    assert beams.extend([[(0, -1.0), (1, -1.5), (2, -2.0)]]) == [(0, 1), (0, 2)]
-    assert summary(beams) == [([0], -1.0, "stop")]
-    assert beams.extend([[(3, -1.0), (0, -1.5), (4, -2.0)], [(0, -0.25), (3, -5.0), (4, -6.0)]]) == []
-    assert summary(beams) == [([0], -1.0, "stop"), ([2, 0], -2.25, "stop")]
-    assert [beam.score for beam in beams.results()] == [-1.0, -1.125]
-
-
 def test_the_three_kinds_of_early_stopping():
     """Two texts end with scores of -1 and -1.5. The best live beam stands at -2.8 after two tokens, which is a score of
     -1.4: better than the worst, so False goes on. A step later it stands at -7.8 after three, -2.6, and False ends;
@@ -209,47 +148,6 @@ def test_the_three_kinds_of_early_stopping():
     assert steps("never") == [first, second, third]
 
 
-def test_a_live_beam_that_can_only_draw_level_is_not_worth_going_on():
-    beams = group([0], early_stopping=False)
-    beams.extend([[(0, -1.0), (1, -1.5), (2, -2.0)]])
-    assert beams.extend([[(3, -1.5), (0, -1.5), (4, -3.0)], [(3, -4.0), (0, -4.0), (4, -6.0)]]) == []
-    assert [beam.score for beam in beams.results()] == [-1.0, -1.5]  # as the best live beam's -3 after two tokens
-
-
-@pytest.mark.parametrize("penalty, best", [(0.0, [0]), (0.5, [0]), (1.0, [1, 2, 0]), (2, [1, 2, 0]), (-1.0, [0])])
-def test_length_penalty(penalty, best):
-    beams = group([0], length_penalty=penalty)
-    beams.extend([[(0, -1.0), (1, -1.5), (2, -9.0)]])
-    beams.extend([[(2, -0.25), (3, -9.0), (4, -9.0)], [(2, -9.0), (3, -9.0), (4, -9.0)]])
-    beams.extend([[(0, -0.25), (3, -9.0), (4, -9.0)], [(2, -9.0), (3, -9.0), (4, -9.0)]])
-    results = beams.results()
-    assert beams.done and results[0].token_ids == best
-    assert {tuple(beam.token_ids): beam.score for beam in results} == {
-        (0,): -1.0, (1, 2, 0): pytest.approx(-2.0 / 3**penalty)}
-
-
-def test_one_beam_is_greedy_and_ends_with_the_first_eos():
-    for mode, penalty in itertools.product(MODES, (0.0, 3.0, -1.0)):
-        beams = group([0], beam_width=1, early_stopping=mode, length_penalty=penalty)
-        assert beams.extend([[(3, -0.5), (0, -1.0)]]) == [(0, 3)]
-        assert beams.extend([[(0, -0.5), (4, -0.75)]]) == []
-        assert summary(beams) == [([3, 0], -1.0, "stop")]
-
-
-def test_ignore_eos():
-    beams = group([0], ignore_eos=True, max_tokens=2)
-    assert beams.num_candidates == 2
-    assert beams.extend([[(0, -0.5), (1, -1.0)]]) == [(0, 0), (0, 1)]
-    assert beams.extend([[(0, -0.5), (1, -1.0)]] * 2) == []
-    assert summary(beams) == [([0, 0], -1.0, "length"), ([0, 1], -1.5, "length")]
-
-
-def test_nothing_is_left_when_every_token_is_an_eos():
-    beams = group([0, 1], beam_width=4)
-    assert beams.extend([[(1, -0.5), (0, -1.0)]]) == [] and beams.done
-    assert summary(beams) == [([1], -0.5, "stop"), ([0], -1.0, "stop")]
-
-
 def test_candidates_are_one_list_for_each_live_beam():
     beams = group()
     with pytest.raises(ValueError, match="candidates of 2 beams were given, and 1 are live"):
@@ -261,11 +159,59 @@ def test_candidates_are_one_list_for_each_live_beam():
 
 
 # --------------------------------------------------------------------------------------------------
-# A model that is a table
+# Against the search as beam.py's first lines tell it
 # --------------------------------------------------------------------------------------------------
 
-PENALTIES = [0.0, 1.0, 2.0, -1.0, 0.3]
+class Reference:
+    """All candidates in one list, sorted. live: (tokens, logprob); ended: (score, tokens, logprob, finish reason)"""
 
+    def __init__(self, params: BeamSearchParams, eos: set[int]):
+        self.params, self.eos, self.live, self.ended = params, set() if params.ignore_eos else eos, [([], 0.0)], []
+
+    def score(self, logprob, length):
+        return logprob / length ** self.params.length_penalty
+
+    def extend(self, candidates):
+        width, most = self.params.beam_width, self.params.max_tokens
+        found = [(before + logprob, parent, [*tokens, token]) for parent, (tokens, before) in enumerate(self.live)
+                 for token, logprob in candidates[parent]]
+        found.sort(key=lambda candidate: -candidate[0])  # stable: equal ones stay in the order of parents
+        reasons = ["stop" if tokens[-1] in self.eos else "length" if len(tokens) == most else None
+                   for _, _, tokens in found]
+        self.ended += [(self.score(logprob, len(tokens)), tokens, logprob, reason)
+                       for (logprob, _, tokens), reason in list(zip(found, reasons))[:width] if reason]
+        self.ended = sorted(self.ended, key=lambda beam: -beam[0])[:width]
+        kept = [candidate for candidate, reason in zip(found, reasons) if not reason][:width]
+        early, may_end = self.params.early_stopping if width > 1 else True, len(self.ended) == width
+        if kept and may_end and early is not True:
+            longest = most if early == "never" and self.params.length_penalty > 0 else len(kept[0][2])
+            may_end = self.score(kept[0][0], longest) <= self.ended[-1][0]
+        kept = [] if may_end else kept
+        self.live = [(tokens, logprob) for logprob, _, tokens in kept]
+        return [(parent, tokens[-1]) for _, parent, tokens in kept]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_step_equals_the_reference(seed):
+    """Log probabilities are quarters, so sums are exact and many candidates and scores are equal."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        params = BeamSearchParams(rng.randint(1, 4), rng.randint(1, 6), rng.choice(PENALTIES), rng.random() < 0.2,
+                                  rng.choice(MODES))
+        eos, vocab_size = set(rng.sample(range(3), rng.randint(0, 3))), rng.choice([3, 5, 12])
+        beams, expected = BeamGroup(params, frozenset(eos), params.max_tokens), Reference(params, eos)
+        while not beams.done:
+            rows = [sorted(((token, -rng.randint(1, 12) / 4) for token in rng.sample(range(vocab_size), vocab_size)),
+                           key=lambda pair: -pair[1])[:beams.num_candidates] for _ in beams.live]
+            assert beams.extend(rows) == expected.extend(rows)
+            assert [(beam.token_ids, beam.cumulative_logprob) for beam in beams.live] == expected.live
+            assert [(beam.score, beam.token_ids, beam.cumulative_logprob, beam.finish_reason)
+                    for beam in beams.results()] == expected.ended
+
+
+# --------------------------------------------------------------------------------------------------
+# A model that is a table
+# --------------------------------------------------------------------------------------------------
 
 class Table:
     """A model with random log probabilities after every text, made up when they are asked for."""

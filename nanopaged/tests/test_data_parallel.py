@@ -4,23 +4,21 @@ A CPU counts as any number of devices, so everything but speed is tested without
 test_paged.py run with 1 to 3 pools, too.
 """
 import threading
-from contextlib import nullcontext
 from functools import cache
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import engine
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.api import llm as api
+from nanopaged.api import assemble
 from nanopaged.cli.main import main
 from nanopaged.cli.trace import Trace
 from nanopaged.scheduling import additions
-from nanopaged.scheduling.data_parallel import Engines, Pools, make_schedulers
+from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.samples import Samples
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, freed_at_once, load, tokens_of
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, freed_at_once, let_fail, load, tokens_of
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
@@ -37,18 +35,17 @@ def pools(count, model="qwen3", **options):
 def texts(llm):
     """What mixed requests generate, while every pool keeps its promises."""
     requests = [llm.add_request(prompt, SETTINGS[i % len(SETTINGS)]) for i, prompt in enumerate(PROMPTS)]
-    done, events = {}, {"preempted": 0, "placed": 0}
-    schedulers = getattr(llm.scheduler, "pools", [llm.scheduler])
+    done, num_preempted = {}, 0
     while llm.has_unfinished_requests():
         for output in llm.step():
             done[output.request_id] = output
-        for scheduler in schedulers:
-            check_books(scheduler)
-            events["preempted"] += len(scheduler.block_manager.step.preempted)
+        for one in llm.engines:
+            check_books(one.scheduler)
+            num_preempted += len(one.scheduler.block_manager.step.preempted)
     beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
     llm.scheduler.block_manager.check_idle()
     found = [[(sample.token_ids, sample.finish_reason) for sample in done[request].outputs] for request in requests]
-    return found + [[beam.tokens for beam in output.sequences] for output in beams], events
+    return found + [[beam.tokens for beam in output.sequences] for output in beams], num_preempted
 
 
 @cache
@@ -67,9 +64,9 @@ def test_outputs_do_not_depend_on_the_number_of_pools(variant):
     dict(max_num_seqs=2), dict(max_num_batched_tokens=5), dict(lookahead=1), dict(num_blocks=14, lookahead=1)], ids=str)
 def test_outputs_do_not_depend_on_what_the_pools_lack(options):
     for size in (2, 3):
-        found, events = texts(pools(size, **options))
+        found, num_preempted = texts(pools(size, **options))
         assert found == from_one_pool()
-    assert events["preempted"] or "num_blocks" not in options
+    assert num_preempted or "num_blocks" not in options
 
 
 def test_windows_and_an_fp8_cache_in_two_pools():
@@ -88,10 +85,29 @@ def sequence(tokens, max_new=4, **settings):
     return additions.Sequence(list(tokens), (0, next(ARRIVALS), 0), len(tokens) + max_new, **settings)
 
 
-def schedulers(size, num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512):
-    managers = [additions.BlockManager(num_blocks, block_size) for _ in range(size)]
-    runners = [SimpleNamespace(forget_rows=lambda seqs: None)] * size
-    return make_schedulers(managers, runners, max_num_seqs, max_num_batched_tokens)
+class FakeRunner:
+    """Steps that are done when the test says so."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, step):
+        result = lambda: engine.Sampled([1] * len(step.sampled))  # noqa: E731  a function with an attribute
+        result.done = False
+        result.is_done = lambda: result.done
+        self.launched.append(result)
+        return result
+
+    def forget_rows(self, seqs):
+        pass
+
+
+def schedulers(num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512, lookahead=0):
+    """Two pools as one, and each of them."""
+    runners = [FakeRunner(), FakeRunner()]
+    parts = make_schedulers([additions.BlockManager(num_blocks, block_size) for _ in runners], runners, max_num_seqs,
+                            max_num_batched_tokens)
+    return Pools([additions.Engine(part, runner, lookahead) for part, runner in zip(parts, runners)]), *parts
 
 
 def tokens_offered(scheduler):
@@ -99,10 +115,10 @@ def tokens_offered(scheduler):
 
 
 def test_a_sequence_goes_where_the_next_step_has_the_fewest_tokens():
-    first, second = parts = schedulers(2)
+    whole, first, second = schedulers()
     seqs = [sequence(range(start, start + n)) for start, n in ((0, 40), (50, 8), (70, 8), (90, 8))]
     for seq in seqs:
-        Pools(parts).add(seq)
+        whole.add(seq)
     assert first.schedule().num_tokens == [40]
     assert tokens_offered(first) == [[40, 40], [48, 8], [48, 16], [48, 24]]
     assert first.running == seqs[:1] and second.waiting == seqs[1:]
@@ -110,35 +126,35 @@ def test_a_sequence_goes_where_the_next_step_has_the_fewest_tokens():
 
 
 def test_among_equals_a_sequence_goes_where_most_blocks_are_free():
-    first, second = parts = schedulers(2)
-    Pools(parts).add(holder := sequence(range(20)))
+    whole, first, second = schedulers()
+    whole.add(holder := sequence(range(20)))
     first.update(first.schedule(), engine.Sampled([1]))
     holder.max_len = holder.num_computed_tokens + 1  # nothing is left to compute: it only holds blocks
-    Pools(parts).add(seq := sequence(range(30, 40)))
+    whole.add(seq := sequence(range(30, 40)))
     first.schedule()
     assert tokens_offered(first) == [[10, 10]] and seq in second.waiting
 
 
 def test_a_sequence_follows_its_cached_prefix_unless_another_pool_has_a_smaller_step():
-    first, second = parts = schedulers(2)
-    Pools(parts).add(sequence(range(40), max_new=1))
+    whole, first, second = schedulers()
+    whole.add(sequence(range(40), max_new=1))
     first.update(first.schedule(), engine.Sampled([1]))
-    Pools(parts).add(seq := sequence([*range(40), 99]))
+    whole.add(seq := sequence([*range(40), 99]))
     second.schedule()
     assert tokens_offered(second) == [[1, 41]] and not second.running
     first.schedule()
     assert first.running == [seq] and seq.num_hit_tokens == 40
     first.finish(seq, "abort")
     for tokens in (range(100, 180), [*range(40), 98]):  # 80 tokens are on their way to the first pool
-        Pools(parts).add(other := sequence(tokens))
+        whole.add(other := sequence(tokens))
     first.schedule()
     assert tokens_offered(first) == [[80, 80], [81, 41]] and other in second.waiting
 
 
 def test_chats_with_one_system_prompt_spread_and_each_pool_computes_it_once():
-    parts, common, computed = schedulers(2, 1000, 16, 64, 8192), list(range(1000)), {}
+    (whole, *parts), common, computed = schedulers(1000, 16, 64, 8192), list(range(1000)), {}
     for i in range(64):
-        Pools(parts).add(sequence(common + [2000 + i] * 20, max_new=30))
+        whole.add(sequence(common + [2000 + i] * 20, max_new=30))
     for _ in range(2):
         for pool in parts:
             step = pool.schedule()
@@ -149,18 +165,18 @@ def test_chats_with_one_system_prompt_spread_and_each_pool_computes_it_once():
 
 
 def test_no_pool_idles_while_a_sequence_waits_that_it_could_serve():
-    first, second = parts = schedulers(2, max_num_seqs=1)
+    whole, first, second = schedulers(max_num_seqs=1)
     seqs = [sequence(range(10 * i, 10 * i + 8)) for i in range(3)]
     for seq in seqs:
-        Pools(parts).add(seq)
+        whole.add(seq)
     first.schedule()
     second.schedule()
     assert [first.running, second.running, first.queue] == [[seqs[0]], [seqs[1]], [seqs[2]]]
     second.finish(seqs[1], "abort")
     assert second.schedule().seqs == [seqs[2]]
-    first, second = parts = schedulers(2)  # placed, and not admitted yet: an idle pool takes it over
+    whole, first, second = schedulers()  # placed, and not admitted yet: an idle pool takes it over
     for seq in (seqs := [sequence(range(40)), sequence(range(50, 58))]):
-        Pools(parts).add(seq)
+        whole.add(seq)
     first.schedule()
     assert second.waiting == [seqs[1]]
     first.finish(seqs[0], "abort")
@@ -174,7 +190,7 @@ def test_a_sequence_does_not_wait_behind_one_that_its_pool_has_no_blocks_for():
         pool.update(found, engine.Sampled([1] * len(found.sampled)))
         return found
 
-    first, second = parts = schedulers(2, num_blocks=40)
+    whole, first, second = schedulers(num_blocks=40)
     first.add(sequence(range(32), max_new=1))
     step(first)
     first.add(sequence(range(400, 440), max_new=50))
@@ -186,22 +202,22 @@ def test_a_sequence_does_not_wait_behind_one_that_its_pool_has_no_blocks_for():
     first.add(bound)
     step(first)
     assert first.waiting == [bound]
-    Pools(parts).add(other := sequence([*range(32), 99]))
+    whole.add(other := sequence([*range(32), 99]))
     step(first)
     assert step(second).seqs == [other]
 
 
 def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
-    first, second = parts = schedulers(2, num_blocks=10)
+    whole, first, second = schedulers(num_blocks=10)
     seqs = [sequence(range(100 * i, 100 * i + 36)) for i in range(2)]
     for seq in seqs:
-        Pools(parts).add(seq)
-    for part in parts:
+        whole.add(seq)
+    for part in (first, second):
         part.schedule()
         part.update(part.block_manager.step, engine.Sampled([1]))
     urgent = sequence(range(300, 336))
     urgent.order = (-1, next(ARRIVALS), 0)
-    Pools(parts).add(urgent)
+    whole.add(urgent)
     first.schedule()
     assert second.waiting == [urgent]
     assert second.schedule().preempted == [seqs[1]] and second.running == [urgent]
@@ -245,57 +261,36 @@ def test_a_preempted_sequence_may_come_back_in_another_pool():
 # The loop
 # --------------------------------------------------------------------------------------------------
 
-class FakeRunner:
-    """Steps that are done when the test says so."""
-
-    def __init__(self):
-        self.launched = []
-
-    def launch(self, step):
-        result = lambda: engine.Sampled([1] * len(step.sampled))  # noqa: E731  a function with an attribute
-        result.done = False
-        result.is_done = lambda: result.done
-        self.launched.append(result)
-        return result
-
-    def forget_rows(self, seqs):
-        pass
-
-
-def test_no_device_waits_for_another_ones_step():
-    for lookahead in (0, 1):
-        runners = [FakeRunner(), FakeRunner()]
-        managers = [additions.BlockManager(100, 4) for _ in runners]
-        parts = make_schedulers(managers, runners, 8, 64)
-        loops = [additions.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
-        engines, scheduler = Engines(loops, nullcontext), Pools(parts)
-        scheduler.add(sequence(range(60), max_new=50))  # the first device has a long prompt
-        scheduler.add(sequence(range(100, 104), max_new=50))
-        for i in range(10):
-            timer = threading.Timer(0.01, lambda: setattr(runners[1].launched[i], "done", True))
-            timer.start()
-            engines.step()
-            timer.join()
-        assert len(runners[1].launched) >= 10 and len(runners[0].launched) == 1 + lookahead
-        assert len(scheduler.running[1].token_ids) == 4 + 10 - lookahead
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_no_device_waits_for_another_ones_step(lookahead):
+    whole, *_ = schedulers(100, 4, 8, 64, lookahead)
+    busy, quick = [one.runner.launched for one in whole.engines]
+    whole.add(sequence(range(60), max_new=50))  # the first device has a long prompt
+    whole.add(sequence(range(100, 104), max_new=50))
+    for i in range(10):
+        timer = threading.Timer(0.01, lambda: setattr(quick[i], "done", True))
+        timer.start()
+        whole.step()
+        timer.join()
+    assert len(quick) >= 10 and len(busy) == 1 + lookahead
+    assert len(whole.running[1].token_ids) == 4 + 10 - lookahead
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_one_busy_device_has_its_lookahead(lookahead):
-    runners = [FakeRunner(), FakeRunner()]
-    parts = make_schedulers([additions.BlockManager(100, 4) for _ in runners], runners, 8, 64)
-    loops = [additions.Engine(scheduler, runner, lookahead) for scheduler, runner in zip(parts, runners)]
-    engines, depths, update = Engines(loops, nullcontext), [], loops[0].update
-    loops[0].update = lambda: (depths.append(len(loops[0].launched)), update())
-    Pools(parts).add(sequence(range(6), max_new=5))
-    while not engines.is_idle:
-        engines.step()
-    assert depths[:4] == [1 + lookahead] * 4 and not runners[1].launched
+    whole, *_ = schedulers(100, 4, 8, 64, lookahead)
+    (first, second), depths = whole.engines, []
+    update = first.update
+    first.update = lambda: (depths.append(len(first.launched)), update())
+    whole.add(sequence(range(6), max_new=5))
+    while not whole.is_idle:
+        whole.step()
+    assert depths[:4] == [1 + lookahead] * 4 and not second.runner.launched
 
 
 def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
     """A step that only preempted is not launched, so the one before may still be under way when the next is planned."""
-    pool, other = parts = schedulers(2, num_blocks=4)
+    whole, pool, _ = schedulers(num_blocks=4)
     first, last = sequence(range(8), may_look_ahead=False), sequence(range(50, 58))
     pool.add(first)
     pool.add(last)
@@ -303,7 +298,7 @@ def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
     step = pool.schedule()
     assert step.preempted == [last] and not step.seqs
     pool.undo(step)
-    Pools(parts).finish(first, "abort")
+    whole.finish(first, "abort")
     assert not pool.schedule().seqs
     pool.update(launched, engine.Sampled([1, 2]))
     assert pool.schedule().seqs == [last] and last.token_ids[8:] == [2]
@@ -312,63 +307,41 @@ def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
     llm = pools(2)
     expected = tokens_of(pools(1).generate(PROMPTS, GREEDY))
-    requests, launch, calls = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS], llm.runners[1].launch, count()
-
-    def fails_once(step):
-        if next(calls) == 3:
-            raise RuntimeError("device 1")
-        return launch(step)
-
-    llm.runners[1].launch = fails_once
-    errors, done = 0, {}
+    requests, calls, errors, done = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS], count(), 0, {}
+    let_fail(llm.runners[1], RuntimeError("device 1"), lambda step: next(calls) == 3)
     while llm.has_unfinished_requests():
         try:
             done |= {output.request_id: output for output in llm.step()}
         except RuntimeError as error:
             assert str(error) == "device 1"
             errors += 1
-        for scheduler in llm.scheduler.pools:
-            check_books(scheduler)
+        for one in llm.engines:
+            check_books(one.scheduler)
     assert errors == 1 and tokens_of([done[request] for request in requests]) == expected
     llm.scheduler.block_manager.check_idle()
 
 
 def test_a_device_out_of_memory_computes_smaller_steps_alone(capsys):
     llm = pools(2, max_num_batched_tokens=64)
-    expected, launch = tokens_of(pools(1).generate(PROMPTS, GREEDY)), llm.runners[1].launch
-
-    def small_card(step):
-        if sum(step.num_tokens) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(step)
-
-    llm.runners[1].launch = small_card
-    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
-    assert [pool.max_num_batched_tokens for pool in llm.scheduler.pools] == [64, 16]
+    let_fail(llm.runners[1], torch.OutOfMemoryError("CUDA out of memory"), lambda step: sum(step.num_tokens) > 20)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == tokens_of(pools(1).generate(PROMPTS, GREEDY))
+    assert [one.scheduler.max_num_batched_tokens for one in llm.engines] == [64, 16]
     assert "out of memory" in capsys.readouterr().err
 
 
 def test_sequences_outside_a_step_that_ran_out_of_memory_go_on(capsys):
     """Both devices fail at once, in a step whose token budget was spent before the running sequences had their turn."""
-    llm, failing = pools(2, max_num_batched_tokens=20, scheduling_policy="priority"), set()
-
-    def fails_once(runner, launch):
-        def call(step):
-            if runner in failing:
-                failing.discard(runner)
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return launch(step)
-        return call
-
+    llm, failing = pools(2, max_num_batched_tokens=20, scheduling_policy="priority"), []
     for runner in llm.runners:
-        runner.launch = fails_once(runner, runner.launch)
+        let_fail(runner, torch.OutOfMemoryError("CUDA out of memory"),
+                 lambda step, runner=runner: runner in failing and not failing.remove(runner))
     params, done = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), set()
     for i in range(2):
         llm.add_request([1, 2, 3 + i], params)
     llm.step()
     for i in range(2):
         llm.add_request(list(range(60 * i, 60 * i + 40)), params, priority=-1)
-    failing.update(llm.runners)
+    failing += llm.runners
     for _ in range(60):
         done |= {output.request_id for output in llm.step() if output.finished}
     assert done == {"0", "1", "2", "3"} and not failing
@@ -395,8 +368,8 @@ def test_threads_streams_and_aborts():
 # --------------------------------------------------------------------------------------------------
 
 def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
-    reads, read = [], api.read_tensors
-    monkeypatch.setattr(api, "read_tensors", lambda path: reads.append(path) or read(path))
+    reads, read = [], assemble.read_tensors
+    monkeypatch.setattr(assemble, "read_tensors", lambda path: reads.append(path) or read(path))
     llm = pools(3)
     manager = llm.scheduler.block_manager
     assert len(reads) == 1 and len(llm.runners) == 3
@@ -404,8 +377,6 @@ def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
     llm.generate(PROMPTS, GREEDY)
     assert manager.num_prompt_tokens == sum(map(len, PROMPTS)) and manager.num_free_blocks == 600
     assert llm.scheduler.num_generated_tokens == len(PROMPTS) * GREEDY.max_tokens
-    with pytest.raises(AttributeError, match="managers"):
-        manager.free_queue
 
 
 @pytest.mark.parametrize("size, model", [(2, "shakespeare"), (1, "qwen3")])  # qwen3 is a checkpoint without a tokenizer
@@ -487,5 +458,5 @@ def test_two_gpus(graphs):
     assert [runner.device.index for runner in llm.runners] == [0, 1]
     assert texts(llm)[0] == expected
     small = load("qwen3", num_blocks=6, block_size=16, graphs=graphs, data_parallel_size=2)
-    found, events = texts(small)
-    assert found == expected and events["preempted"]
+    found, num_preempted = texts(small)
+    assert found == expected and num_preempted

@@ -357,8 +357,8 @@ def test_a_pool_whose_drafts_are_undecided_takes_no_more_requests_than_others(ex
     llm.add_request(PROMPTS[0], GREEDY)
     while not any(seq.drafter.metrics.num_draft_steps for seq in llm.scheduler.running):
         llm.step()
-    [busy] = [one for one in llm.engine.engines if one.scheduler.running]
-    [idle] = [one for one in llm.engine.engines if one is not busy]
+    [busy] = [one for one in llm.engines if one.scheduler.running]
+    [idle] = [one for one in llm.engines if one is not busy]
     busy.launch(step := busy.scheduler.schedule())
     assert step.num_drafts
     for i in range(4):

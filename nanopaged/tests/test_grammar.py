@@ -185,7 +185,7 @@ def mixed(llm):
     done = {}
     while llm.has_unfinished_requests():
         done |= {output.request_id: output for output in llm.step()}
-        for scheduler in getattr(llm.scheduler, "pools", [llm.scheduler]):
+        for scheduler in [one.scheduler for one in llm.engines]:
             check_books(scheduler)
     llm.scheduler.block_manager.check_idle()
     return [[(sample.text, sample.token_ids) for sample in done[request].outputs] for request in requests]
@@ -352,7 +352,7 @@ def takes_hours(index):
 
 
 def test_a_grammar_that_takes_hours_is_given_up(llguidance):
-    compiler = load(device="cpu")._grammar_compiler()
+    compiler = load(device="cpu").grammar_compiler()
     compiler.compile_seconds = 0.3
     good = StructuredOutputsParams(regex="[ab]")
 

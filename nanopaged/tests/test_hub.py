@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from nanopaged import LLM
-from nanopaged.api.llm import find_checkpoint
+from nanopaged.api.assemble import find_checkpoint
 from nanopaged.tests.helpers import GOLDEN, complaint
 from nanopaged.text.chat import load_chat_template
 from nanopaged.weights import hub

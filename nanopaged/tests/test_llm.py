@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
-from nanopaged.api import llm as llm_module
 from nanopaged.tests.helpers import (
     BUNDLED,
     GOLDEN,
@@ -146,10 +145,10 @@ def test_requests_without_settings_follow_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
-def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(monkeypatch, count, longest):
+def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(count, longest):
     """The log probabilities of all tokens take as much memory as many steps."""
-    monkeypatch.setattr(llm_module, "PROMPT_LOGPROBS_VALUES", 30)
     llm = load()
+    llm.prompt_logprobs_values = 30
     launch, seen = llm.runner.launch, []
     llm.runner.launch = lambda step: seen.append(max(step.num_tokens)) or launch(step)
     outputs = llm.generate([list(range(40))], SamplingParams(max_tokens=2, prompt_logprobs=count, temperature=0))

@@ -359,8 +359,8 @@ def interrupted_requests(llm, rng, num_lines):
         finally:
             sys.settrace(None)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        for scheduler in getattr(llm.scheduler, "pools", [llm.scheduler]):
-            check_books(scheduler)
+        for one in llm.engines:
+            check_books(one.scheduler)
         assert set(llm.requests) <= set(ids)  # what was interrupted has left nothing behind
         assert {seq.request_id for seq in llm.scheduler.running + llm.scheduler.waiting} <= set(ids)
     llm.scheduler.block_manager.check_idle()

@@ -112,7 +112,7 @@ def test_another_model_is_not_found(serving):
 
 def test_errors_have_the_codes_that_clients_look_for(serving, llm):
     with pytest.raises(ValueError, match="This model's maximum context length is 1024 tokens") as caught:
-        llm._read_request({"prompt_token_ids": [1] * 2000}, SamplingParams())
+        llm.read_request({"prompt_token_ids": [1] * 2000}, SamplingParams())
     error = ApiError.of(caught.value)
     assert error.status == 400 and error.body["error"]["code"] == "context_length_exceeded"
 
@@ -193,7 +193,7 @@ def test_any_json_in_any_field_is_read_or_refused(serving, llm):
         try:
             call = read(serving, path, **{name: rng.choice(values) for name in names})
             for prompt in call.prompts:
-                llm._read_request(prompt, call.params, call.priority)
+                llm.read_request(prompt, call.params, call.priority)
         except ApiError as error:
             assert error.status in (400, 404)
         except ValueError as error:

@@ -75,7 +75,7 @@ def test_a_request_keeps_the_log_probabilities_that_it_wants():
     params = [SamplingParams(temperature=0, max_tokens=3, logprobs=n, prompt_logprobs=n) for n in (1, -1, 0, 5)]
     ids = [llm.add_request("ROMEO:", p) for p in params]
     requests = [llm.requests[request_id] for request_id in ids]
-    with llm._steps_until(lambda: not llm.requests):
+    with llm.run_until(lambda: not llm.requests):
         llm.unreported.clear()
     for request, count in zip(requests, (1, llm.config.vocab_size, 0, 5)):
         raw = request.samples[0].new_logprobs + [*request.new_prompt_logprobs.values()]

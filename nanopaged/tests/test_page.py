@@ -52,8 +52,8 @@ def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[LLM, dict, l
     """An engine, its page's data, and for each launched step the state of the scheduler by other means."""
     llm = load("shakespeare", **dict(device="cpu", num_blocks=18, block_size=4, max_num_seqs=256) | options)
     page, witnessed = Page(llm, most_frames), []
-    for gpu, (runner, recovery) in enumerate(zip(llm.runners, llm.recoveries)):
-        def launch(step, gpu=gpu, scheduler=recovery.scheduler, launch=runner.launch):
+    for gpu, (runner, one) in enumerate(zip(llm.runners, llm.engines)):
+        def launch(step, gpu=gpu, scheduler=one.scheduler, launch=runner.launch):
             witnessed.append((gpu, [list(seq.block_table) for seq in scheduler.running],
                               [seq.num_computed_tokens for seq in scheduler.running],
                               [llm.tokenizer.decode(seq.token_ids[:seq.num_computed_tokens])
@@ -156,7 +156,7 @@ def test_a_page_on_request(tmp_path, capsys):
 
 
 def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
-    step, steps = LLM._step, []
+    step, steps = LLM.advance, []
 
     def interrupted(llm):
         steps.append(llm)
@@ -164,7 +164,7 @@ def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return step(llm)
 
-    monkeypatch.setattr(LLM, "_step", interrupted)
+    monkeypatch.setattr(LLM, "advance", interrupted)
     assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nanopaged import SamplingParams, StructuredOutputsParams, kernel, model
-from nanopaged.api import llm as api
+from nanopaged.api import assemble
 from nanopaged.cli.main import main
 from nanopaged.device import parallel, workers
 from nanopaged.device.graphs import GraphRunner
@@ -72,9 +72,9 @@ def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds. With four
     ranks each kv head is on two."""
     llm = split(**options)
-    found, events = texts(llm)
+    found, num_preempted = texts(llm)
     assert found == mixed_texts()
-    assert events["preempted"] or "num_blocks" not in options
+    assert num_preempted or "num_blocks" not in options
 
 
 def mixed_texts():
@@ -135,7 +135,7 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     for owner, name, value in forked.pretended():
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
-    monkeypatch.setattr(api, "_pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
+    monkeypatch.setattr(assemble, "pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
     prompts, continuations, _ = expectations(variant)
     llm, replayed = split(variant, max_num_batched_tokens=40, max_num_seqs=4), []
     run = llm.runner._run

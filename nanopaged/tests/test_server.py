@@ -29,7 +29,6 @@ uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 pytest.importorskip("starlette", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
-from nanopaged.api import async_llm  # noqa: E402
 from nanopaged.api import server as http  # noqa: E402  it needs these packages
 from nanopaged.api.metrics import Metrics  # noqa: E402
 
@@ -355,8 +354,8 @@ def test_200_connections_at_once(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_blocks_of_a_client_that_leaves_are_free_within_two_steps(server, stream, monkeypatch):
-    steps, step = [], server.llm._step
-    monkeypatch.setattr(server.llm, "_step", lambda: (step(), steps.append(time.monotonic())))
+    steps, step = [], server.llm.advance
+    monkeypatch.setattr(server.llm, "advance", lambda: (step(), steps.append(time.monotonic())))
     with server.send(request(dict(LONG, stream=stream, n=3))) as connection:
         wait_until(lambda: len(steps) > 3)
         assert len(server.llm.scheduler.running) == 3
@@ -369,18 +368,18 @@ def test_the_blocks_of_a_client_that_leaves_are_free_within_two_steps(server, st
 
 def test_the_abort_of_a_client_that_left_comes_before_the_next_step(server):
     """Once the event loop has noticed it."""
-    engine, steps, step = server.api.engine, [], server.llm._step
+    engine, steps, step = server.api.engine, [], server.llm.advance
     aborts, abort, tell = [], engine._abort, engine._tell
     engine._abort = lambda stream: (aborts.append(len(steps)), abort(stream))
     engine._tell = lambda function, *arguments: (
         aborts.append(len(steps)) if function == engine._abort else None, tell(function, *arguments))
-    server.llm._step = lambda: (step(), steps.append(1))
+    server.llm.advance = lambda: (step(), steps.append(1))
     try:
         with server.send(request(dict(LONG, stream=True))):
             wait_until(lambda: len(steps) > 3)
         wait_until(server.is_idle)
     finally:
-        del engine._abort, engine._tell, server.llm._step
+        del engine._abort, engine._tell, server.llm.advance
     noticed, done = aborts
     assert done - noticed <= 2 and len(steps) - noticed <= 2
 
@@ -486,7 +485,7 @@ def test_the_engine_sleeps_when_idle(server):
 
 def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
     """And all of them in turn."""
-    monkeypatch.setattr(async_llm, "LOOP_SHARE", 0.0)
+    monkeypatch.setattr(server.api.engine, "loop_share", 0.0)
     engine, served = server.api.engine, []
     monkeypatch.setattr(engine, "_deliver", lambda news: (served.append((len(news), len(server.llm.requests))),
                                                           type(engine)._deliver(news)))
@@ -504,8 +503,8 @@ def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
 
 def test_the_event_loop_is_woken_once_per_step(server, monkeypatch):
     engine, steps, wakes = server.api.engine, [], []
-    step, wake = server.llm._step, engine.loop.call_soon_threadsafe
-    monkeypatch.setattr(server.llm, "_step", lambda: (steps.append(1), step()))
+    step, wake = server.llm.advance, engine.loop.call_soon_threadsafe
+    monkeypatch.setattr(server.llm, "advance", lambda: (steps.append(1), step()))
     monkeypatch.setattr(engine, "_deliver", lambda news: (wakes.append(len(news)), type(engine)._deliver(news)))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: server.post(dict(GREEDY, prompt=f"ROMEO {i}:")), range(8)))
@@ -826,7 +825,7 @@ def test_failures_that_are_no_exceptions_or_come_outside_of_a_step(server, monke
 
 def test_a_step_that_hangs_is_said(server, monkeypatch):
     launch, may_end = server.llm.runner.launch, threading.Event()
-    monkeypatch.setattr(async_llm, "HANG_SECONDS", 0.1)
+    monkeypatch.setattr(server.api.engine, "hang_seconds", 0.1)
     monkeypatch.setattr(server.llm.runner, "launch", lambda step: (may_end.wait(20), launch(step))[1])
     with server.send(request(dict(GREEDY, prompt="ROMEO:"))) as connection:
         wait_until(lambda: server.exchange(request(b"", "/health", "GET"))[0] == 503)
@@ -843,7 +842,7 @@ def test_an_engine_that_is_gone_refuses_and_the_server_ends(capsys):
     def fail(*_):
         raise RuntimeError("worse")
 
-    running.api.engine._obey = running.api.engine._fail = fail
+    running.api.engine._take_turn = running.api.engine._fail = fail
     try:
         for _ in range(2):
             status, found = running.post(dict(GREEDY, prompt="ROMEO:"))

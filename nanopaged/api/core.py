@@ -1,0 +1,185 @@
+"""The engine's core. LLM (llm.py) is its face for a caller, AsyncLLM (async_llm.py) its face for a server.
+
+    read_request     a prompt and its settings become a Request: checked, tokenised, a sequence for each sample
+    add, abort       the scheduler gets its sequences, or loses them       } while the caller
+    advance          one step; its requests get what came of it            } holds `lock`
+    run_until        the one loop: steps until something is done, be it by the steps of other threads
+"""
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from nanopaged import engine, model
+from nanopaged.api.beam import BeamSearch
+from nanopaged.api.lock import StepLock
+from nanopaged.api.request import Request
+from nanopaged.inputs import as_python, check_kind, check_number, read_cache_salt, read_prompt
+from nanopaged.sampling_params import SamplingParams, SequenceSampling, wrap_int64
+from nanopaged.scheduling.additions import Engine, Sequence
+
+PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
+
+
+class Core:
+    """Reads requests, adds and aborts them, and computes steps."""
+    # What LLM sets
+    config: model.ModelConfig
+    tokenizer: Any  # None: there is none
+    tokenizer_error: ValueError | None
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    max_logprobs: int
+    drafting: Any  # None: no drafts
+    engines: list[Engine]  # one for each pool
+    engine: Any  # the step loop of all pools
+    scheduler: Any  # of all pools
+
+    prompt_logprobs_values = 2**23  # most log probabilities of a step of a sequence with prompt_logprobs
+
+    def __init__(self, use_priority: bool, default_params: dict[str, Any], seed: int) -> None:
+        self.use_priority, self.default_params = use_priority, default_params
+        self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
+        self.requests: dict[str, Any] = {}  # those under way: Request or BeamSearch
+        self.unreported: dict[str, Request] = {}  # those that LLM.step is to tell of
+        self.num_steps = 0
+        self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
+        self.arrivals, self.seeds = itertools.count(), random.Random(seed)
+
+    # ---- without the lock
+
+    def read_request(self, prompt: Any, params: SamplingParams | None, priority: int = 0) -> Request:
+        """A request that is checked and tokenised, and not queued yet. ValueError if it can never run."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
+        params = replace(params)  # checked once more: it may have been changed, or be changed later
+        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
+                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
+        text, token_ids = self.read_prompt(prompt)
+        params.check_vocabulary(self.config.vocab_size)
+        params.check_logprobs(self.max_logprobs)
+        bad_words = []
+        if params.bad_words:
+            from nanopaged.device.logits import encode_bad_words
+            bad_words = encode_bad_words(params.bad_words, self.require_tokenizer())
+        if params.stop:
+            self.require_tokenizer()  # without one there is no text to find them in
+        structured = params.structured_outputs
+        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
+            grammar = self.grammar_compiler().compile(structured) if structured else None
+        sampling = SequenceSampling(params, 0, bad_words, params.logprobs, grammar=grammar)
+        sequences = self._make_sequences(token_ids, priority, sampling, read_cache_salt(prompt))
+        return Request(text, token_ids, params, sequences, self.tokenizer)
+
+    def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
+
+    def _make_sequences(self, token_ids: list[int], priority: int, sampling: SequenceSampling,
+                        cache_salt: str | None) -> list[Sequence]:
+        """A sequence for each sample of a request."""
+        params, grammar, arrival = sampling.params, sampling.grammar, next(self.arrivals)
+        ends = not params.ignore_eos or grammar is not None
+        stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
+        max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
+        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
+        sequences = []
+        for j in range(params.n):
+            count = params.prompt_logprobs if j == 0 else None
+            own = sampling._replace(seed=wrap_int64(seed + j), grammar=grammar and grammar.copy(),
+                                    num_prompt_logprobs=count)
+            sequences.append(Sequence(
+                list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), own,
+                may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
+                drafter=self.drafting and self.drafting.drafter(params),
+                **({} if count is None else self._whole_prompt(count))))
+        if params.n > 1:
+            from nanopaged.scheduling.samples import Samples
+            Samples(sequences)
+        return sequences
+
+    def _whole_prompt(self, count: int) -> dict[str, Any]:
+        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
+        take memory."""
+        num_values = max(1, self.config.vocab_size if count < 0 else min(count, self.config.vocab_size))
+        chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
+        return dict(reads_prefix_cache=False, max_chunk=chunk)
+
+    def get_default_sampling_params(self, **given: Any) -> SamplingParams:
+        """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
+        made with generation_config="vllm". `given` settings go before them."""
+        return SamplingParams.from_generation_config(self.default_params, **given)
+
+    def require_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer. ValueError if there is none."""
+        if self.tokenizer is None:
+            raise self.tokenizer_error or ValueError("with skip_tokenizer_init there is no tokenizer; give prompts as "
+                                                     "token ids")
+        return self.tokenizer
+
+    def grammar_compiler(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
+        if self.grammars is None:
+            from nanopaged.text.grammar import GrammarCompiler
+            self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
+        return self.grammars
+
+    @contextmanager
+    def run_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
+        with self.lock.turn(is_done):
+            while not is_done():
+                self.advance()
+                self.lock.pass_on(is_done)
+            yield
+
+    # ---- with the lock
+
+    def add(self, request: Request | BeamSearch) -> None:
+        self.requests[request.request_id] = request
+        for seq in request.sequences:
+            self.scheduler.add(seq)
+
+    def abort(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            request = self.requests.pop(request_id, None)
+            self.unreported.pop(request_id, None)
+            if request:
+                for seq in request.sequences:
+                    if seq.status is not engine.Status.FINISHED:
+                        self.scheduler.finish(seq, "abort")
+                request.end()
+                self._check_if_idle()
+
+    def advance(self) -> None:
+        """Compute a step, and tell the requests what came of the steps that are done."""
+        try:
+            self.engine.step()
+            self.num_steps += 1
+        finally:
+            while self.engine.updates:
+                self._take(*self.engine.updates.popleft())
+
+    def _take(self, seqs: list[Sequence], sampled: engine.Sampled) -> None:
+        for seq, position, logprobs in sampled.prompt_logprobs:
+            if seq.request_id in self.requests:
+                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
+        for seq in seqs:
+            request = self.requests.get(seq.request_id)
+            if request is None:
+                continue
+            if (end := request.take(seq)) is not None:
+                self.scheduler.finish(seq, *end)
+            if request.finished:
+                del self.requests[request.request_id]
+            if request.is_reported:
+                self.unreported[request.request_id] = request
+        self._check_if_idle()
+
+    def _check_if_idle(self) -> None:
+        """With nothing under way the books must balance."""
+        if self.engine.is_idle:
+            self.scheduler.block_manager.check_idle()
