@@ -634,19 +634,18 @@ def server(quick: bool) -> None:
 def serving(llm: LLM) -> Iterator[int]:
     """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
     from nanopaged.api.openai import Serving
-    from nanopaged.api.server import Api, bind
-    api, listener = Api(Serving(llm, "bench", llm.chat_prompt)), bind("127.0.0.1", 0)
-    listening = api.server("127.0.0.1", None)
-    thread = threading.Thread(target=listening.run, kwargs=dict(sockets=[listener]))
+    from nanopaged.api.server import Server, bind
+    server, listener = Server(Serving(llm, "bench", llm.chat_prompt), "127.0.0.1", None), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listener]))
     thread.start()
     try:
-        while not listening.started:
+        while not server.started:
             time.sleep(0.01)
         yield listener.getsockname()[1]
     finally:
-        listening.should_exit = True
+        server.should_exit = True
         thread.join()
-        api.engine.stop()
+        server.engine.stop()
 
 
 def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[float]]]:

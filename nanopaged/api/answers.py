@@ -51,22 +51,21 @@ class Sent:
 @dataclass
 class Call:
     """A client's request, and how its outputs are written."""
+    serving: Any  # a nanopaged.api.openai.Serving
     path: str
-    model: str
     prompts: list[dict]  # as LLM.add_request takes them
     params: SamplingParams
     priority: int
     stream: bool
     echo: bool
-    tokenizer: Any
-    token_bytes: Callable[[], list[bytes]] = list
     make_reader: Callable[[], Any] = lambda: None
-    adds: frozenset[str] = frozenset()  # of openai.ADDS and openai.STREAM_OPTIONS
+    adds: frozenset[str] = frozenset()  # of openai.ADDS
     only_echo: bool = False  # a token is generated, and not shown
     created: int = field(default_factory=lambda: int(time.time()))
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
 
     def __post_init__(self) -> None:
+        self.model, self.tokenizer = self.serving.model, self.serving.llm.tokenizer
         self.is_chat, self.adds_ids = self.path == CHAT, "return_token_ids" in self.adds
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.kind = "chat.completion" if self.is_chat else "text_completion"
@@ -190,7 +189,7 @@ class Call:
     def _chat_logprobs(self, token: int, logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
         def entry(other: int) -> dict[str, Any]:
             text = self._text_of(other, logprobs[other])
-            data = b"".join(self.token_bytes()[other:other + 1]) if self.tokenizer else text.encode()
+            data = b"".join(self.serving.token_bytes[other:other + 1]) if self.tokenizer else text.encode()
             return {"token": text, "logprob": _finite(logprobs[other]), "bytes": list(data)}
 
         best = [other for other in logprobs if (logprobs[other].rank or 0) <= (self.params.logprobs or 0)]

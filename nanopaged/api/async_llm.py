@@ -28,6 +28,8 @@ from nanopaged.api.request import Request
 from nanopaged.outputs import RequestOutput
 
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
+TURN = 1000  # later requests go before the first sample of a call that has several, 2,000 before the second, ..
+CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS = 256, 32  # of prompts in a step on a CPU
 JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 
@@ -84,6 +86,8 @@ class AsyncLLM(threading.Thread):
         self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
         self.is_stopped = False
         self.metrics = Metrics(core)
+        self.schedulers = [one.scheduler for one in core.engines]
+        self.most_tokens = self.schedulers[0].max_num_batched_tokens
 
     # ---- in the event loop
 
@@ -166,6 +170,7 @@ class AsyncLLM(threading.Thread):
     def _take_turn(self) -> None:
         """A step, and outputs for those that wait."""
         core, started = self.core, time.monotonic()
+        self._limit_prompts()
         num_steps, num_tokens = core.num_steps, core.scheduler.num_generated_tokens
         with core.run_until(lambda: core.num_steps > num_steps or not core.requests):
             if core.num_steps > num_steps:
@@ -173,6 +178,14 @@ class AsyncLLM(threading.Thread):
                 self._measure(core.scheduler.num_generated_tokens - num_tokens)
         with core.lock:  # what the event loop told meanwhile is done: clients that began to wait get these outputs
             self._serve(time.monotonic() - started)
+
+    def _limit_prompts(self) -> None:
+        """On a CPU a step of 8,192 prompt tokens takes a second, and texts under way wait for its end. In steps of 256
+        tokens a long prompt takes no longer, and 32 tokens take as long as the next tokens of a few texts."""
+        for scheduler in self.schedulers if self.core.runners[0].device.type == "cpu" else ():
+            num_texts = sum(seq.num_tokens > seq.num_prompt_tokens for seq in scheduler.running)
+            most = num_texts + (CPU_TOKENS_BESIDE_TEXTS if num_texts else CPU_TOKENS)
+            scheduler.max_num_batched_tokens = min(self.most_tokens, most)
 
     def _measure(self, num_tokens: int) -> None:
         """A step has ended, with this many new tokens."""
@@ -221,7 +234,12 @@ class AsyncLLM(threading.Thread):
 
     def _add(self, stream: Stream, arrival: float) -> None:
         self.streams[stream] = None
+        number = int(stream.num_sequences > 1)
         for request in stream.requests:
+            for seq in request.sequences:
+                priority, place, j = seq.order
+                seq.order = priority, place + TURN * number, j, place
+                number += 1
             self.core.add(request)
             self.arrivals[request] = arrival
         stream.arrival = arrival

@@ -16,6 +16,7 @@ from nanopaged import engine, model
 from nanopaged.api.beam import BeamSearch
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
+from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_python, check_kind, check_number, read_cache_salt, read_prompt
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, wrap_int64
 from nanopaged.scheduling.additions import Engine, Sequence
@@ -33,7 +34,8 @@ class Core:
     max_model_len: int
     max_logprobs: int
     drafting: Any  # None: no drafts
-    engines: list[Engine]  # one for each pool
+    runners: list[Runner]  # one for each pool
+    engines: list[Engine]  # as above
     engine: Any  # the step loop of all pools
     scheduler: Any  # of all pools
 

@@ -22,16 +22,26 @@ from nanopaged.api.tools import FORMATS, THINK, Reader, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number
 from nanopaged.sampling_params import SamplingParams
 
-SETTINGS = {  # passed on to SamplingParams
+MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
+MOST_CHARS = {"tools": 262_144, "structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
+              "allowed_token_ids": 32_768, "stop": 8192, "stop_token_ids": 8192, "bad_words": 8192}  # as JSON
+SETTINGS = {  # passed on to SamplingParams, which checks them
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
-COMMON = SETTINGS | {"model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "priority",
-                     "cache_salt", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"}
-FIELDS = {
-    COMPLETIONS: COMMON | {"prompt", "echo"},
-    CHAT: COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template_kwargs",
-                    "add_generation_prompt", "continue_final_message", "reasoning_effort"}}
+FLAG, OBJECT = (bool, lambda _: True, "true or false"), (dict, lambda _: True, "an object")
+COUNT = int, lambda x: 0 <= x <= MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}"
+COMMON = dict.fromkeys(SETTINGS | {"model", "max_tokens", "priority", "cache_salt"}) | {
+    "n": (int, lambda x: 1 <= x <= MOST_SAMPLES_OF_A_PROMPT, f"an integer from 1 to {MOST_SAMPLES_OF_A_PROMPT}"),
+    "truncate_prompt_tokens": (int, lambda x: x == -1 or x > 0, "a positive integer, or -1"),
+    "stream": FLAG, "stream_options": OBJECT, "response_format": OBJECT, "return_token_ids": FLAG,
+    "prompt_logprobs": COUNT}
+FIELDS: dict[str, dict[str, tuple | None]] = {  # field -> check_number's arguments, or None: checked elsewhere
+    COMPLETIONS: COMMON | {"prompt": None, "echo": FLAG, "logprobs": COUNT},
+    CHAT: COMMON | {"logprobs": FLAG, "top_logprobs": COUNT, "add_generation_prompt": FLAG,
+                    "continue_final_message": FLAG} | dict.fromkeys(
+                        {"messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
+                         "reasoning_effort"})}
 IGNORED = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
            "prompt_cache_retention", "prediction", "verbosity", "request_id", "spaces_between_special_tokens",
            "modalities"}  # they have no meaning here
@@ -40,12 +50,8 @@ NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these v
     "detokenize": (True,), "functions": ([],), "function_call": ("none", "auto"), "logits_processors": ([],),
     "documents": ([],), "mm_processor_kwargs": ({},), "include_reasoning": (True,), "echo": (False,)}
 TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
-ADDS = {"return_token_ids", "prompt_logprobs"}  # to an answer
-STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
-FLAGS = {"stream", "echo", "add_generation_prompt", "continue_final_message", "return_token_ids"}
-MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
-MOST_CHARS = {"tools": 262_144, "structured_outputs": 65_536, "response_format": 65_536, "logit_bias": 32_768,
-              "allowed_token_ids": 32_768, "stop": 8192, "stop_token_ids": 8192, "bad_words": 8192}  # as JSON
+STREAM_OPTIONS = "continuous_usage_stats", "include_obfuscation", "include_usage"
+ADDS = {"return_token_ids", "prompt_logprobs", *STREAM_OPTIONS}  # to an answer
 
 
 @dataclass
@@ -84,7 +90,8 @@ class Serving:
         if path == RESPONSES:
             make, body, path = partial(ResponseCall, given=body), read_response(body), CHAT
         body = _check_fields(path, body)
-        adds = frozenset(_read_stream_options(body) + [name for name in ADDS if body.get(name, False) is not False])
+        adds = frozenset(name for name, value in (body | body.get("stream_options", {})).items()
+                         if name in ADDS and value is not False)
         tools, call = read_tools(body) if path == CHAT else (None, None)
         kind = "forced" if call else self.tool_parser if tools else None
         if kind in FORMATS:
@@ -103,13 +110,11 @@ class Serving:
             thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
         reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
         if length is not None:  # from the left; -1: what goes with max_tokens
-            check_number("truncate_prompt_tokens", length, int, lambda x: x == -1 or x > 0, "a positive integer, or -1")
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-        return make(path, self.model, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
-                    body.get("stream", False), body.get("echo", False), self.llm.tokenizer, lambda: self.token_bytes,
-                    reader, adds, only_echo)
+        return make(self, path, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
+                    body.get("stream", False), body.get("echo", False), reader, adds, only_echo)
 
     @cached_property
     def max_chars(self) -> int:
@@ -143,7 +148,7 @@ class Serving:
 
     def _params(self, path: str, body: dict, call: dict | None) -> SamplingParams:
         given = {name: body[name] for name in SETTINGS & body.keys()}
-        given |= _read_logprobs(path, body) | _read_format(body, call)
+        given |= _read_logprobs(body) | _read_format(body, call)
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
@@ -176,15 +181,20 @@ def _check_fields(path: str, body: dict) -> dict:
         raise ValueError(f"{path} has no field {unknown[0]!r:.80} here; leave it out")
     if (needed := "messages" if path == CHAT else "prompt") not in body:
         raise ValueError(f"{path} needs the field {needed!r}, which is missing")
-    for name in FLAGS & body.keys():
-        check_kind(name, body[name], bool, "true or false")
+    for name, value in body.items():
+        if check := FIELDS[path][name]:
+            check_number(name, value, *check)
     for name in MOST_CHARS.keys() & body.keys():
         if len(json.dumps(body[name])) > MOST_CHARS[name]:
             raise ValueError(f"{name} has more than {MOST_CHARS[name]} characters; give less")
+    options = body.get("stream_options") or {}
+    if options and not body.get("stream"):
+        raise ValueError('stream_options needs "stream": true')
+    for name in options:
+        check_choice("a field of stream_options", name, STREAM_OPTIONS)
+        check_kind(name, options[name], bool, "true or false")
     if isinstance(stop := body.get("stop"), list) and len(stop) > MOST_STOPS:
         raise ValueError(f"stop has {len(stop)} strings; give at most {MOST_STOPS}")
-    check_number("n", body.get("n", 1), int, lambda x: 1 <= x <= MOST_SAMPLES_OF_A_PROMPT,
-                 f"an integer from 1 to {MOST_SAMPLES_OF_A_PROMPT}")
     return body
 
 
@@ -196,41 +206,24 @@ def _read_prompts(prompt: Any) -> list[dict]:
     return [{"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} for prompt in prompts]
 
 
-def _read_stream_options(body: dict) -> list[str]:
-    """Those that are true."""
-    check_kind("stream_options", options := body.get("stream_options", {}), dict, "an object")
-    if options and not body.get("stream"):
-        raise ValueError('stream_options needs "stream": true')
-    for name in options:
-        check_choice("a field of stream_options", name, tuple(sorted(STREAM_OPTIONS)))
-        check_kind(name, options[name], bool, "true or false")
-    return [name for name in options if options[name]]
-
-
-def _read_logprobs(path: str, body: dict) -> dict[str, int]:
+def _read_logprobs(body: dict) -> dict[str, int]:
     """logprobs and top_logprobs, which differ between the two paths, as SamplingParams' settings."""
-    def count(name: str) -> int:
-        check_number(name, found := body.get(name, 0), int, lambda x: 0 <= x <= MOST_LOGPROBS,
-                     f"an integer from 0 to {MOST_LOGPROBS}")
-        return found
-
-    if path == CHAT:
-        check_kind("logprobs", wanted := body.get("logprobs", False), bool, "true or false")
-        if (best := count("top_logprobs")) and not wanted:
-            raise ValueError('top_logprobs needs "logprobs": true')
-    else:
-        wanted, best = "logprobs" in body, count("logprobs")
+    wanted, best, echo = body.get("logprobs", False), body.get("top_logprobs", 0), body.get("echo", False)
+    if best and not wanted:
+        raise ValueError('top_logprobs needs "logprobs": true')
+    if wanted is not False and wanted is not True:  # /v1/completions has their number here
+        wanted, best = True, wanted
     if "prompt_logprobs" in body and body.get("stream"):
         raise ValueError('prompt_logprobs does not go with "stream": true; leave one out')
     given = {"logprobs": best} if wanted else {}
-    if "prompt_logprobs" in body or wanted and body.get("echo"):
-        given["prompt_logprobs"] = max(count("prompt_logprobs"), best if body.get("echo") else 0)
+    if "prompt_logprobs" in body or wanted and echo:
+        given["prompt_logprobs"] = max(body.get("prompt_logprobs", 0), best if echo else 0)
     return given
 
 
 def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
     """response_format, structured_outputs or the call that must be made, as SamplingParams' structured_outputs."""
-    check_kind("response_format", given := body.get("response_format", {"type": "text"}), dict, "an object")
+    given = body.get("response_format", {"type": "text"})
     check_choice("the type of response_format", kind := given.get("type"), ("text", "json_object", "json_schema"))
     schema = given.get("json_schema") if kind == "json_schema" else {
         "schema": given.get("schema", given.get("value", {"type": "object"}))}  # llama.cpp's name, Hugging Face's

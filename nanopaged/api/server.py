@@ -23,9 +23,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from nanopaged import SamplingParams, __version__
@@ -36,13 +36,11 @@ from nanopaged.api.responses import RESPONSES
 
 try:
     import uvicorn
-    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect
     from starlette.requests import Request as HttpRequest
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Route, Router
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ValueError(f"the server needs starlette and uvicorn ({error}); pip install starlette uvicorn") from None
@@ -61,26 +59,32 @@ ANY_HOST = ("/health", "/ping", "/metrics")
 
 
 class Guard:
-    """The checks of a request's headers, before all others, and an id in the answer's: an ASGI middleware."""
+    """An ASGI application: checks a request's headers, gives the request to the router, and adds an id to the answer.
+    What goes wrong is an error in OpenAI's form."""
 
-    def __init__(self, app: Any, names: Collection[str], api_key: str | None) -> None:
-        self.app, self.key = app, (api_key or "").encode()
+    def __init__(self, router: Router, names: Collection[str], api_key: str | None) -> None:
+        self.router, self.key = router, (api_key or "").encode()
         self.names = {"localhost", *(name.strip().lower() for name in names)} - {""}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        app = self.app
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            request_id = headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:128]
-            if problem := self._find_problem(scope, headers):
-                app = error_response(problem, {"Connection": "close"})
+        headers, has_started = dict(scope["headers"]), False
+        request_id = headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:128]
 
         async def send_with_id(message: Any) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                has_started, message["headers"] = True, [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        await app(scope, receive, send_with_id)
+        try:
+            problem = self._find_problem(scope, headers)
+            app = error_response(problem, {"Connection": "close"}) if problem else self.router
+            await app(scope | {"app": self}, receive, send_with_id)
+        except Exception as error:
+            if not has_started:
+                await error_response(error)(scope, receive, send_with_id)
+            if not isinstance(error, (ApiError, HTTPException, ClientDisconnect)):
+                raise  # uvicorn logs it
 
     def _find_problem(self, scope: Any, headers: dict[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1")
@@ -107,6 +111,7 @@ class Guard:
 
 class Protocol(H11Protocol):
     """uvicorn's, with a time limit for headers. Its own limit is for a kept connection that is silent."""
+    header_seconds = HEADER_SECONDS
     headers_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -120,68 +125,26 @@ class Protocol(H11Protocol):
     def _set_limit(self) -> None:
         is_waiting = self.cycle is None or self.cycle.response_complete
         if is_waiting and self.headers_due is None:
-            self.headers_due = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+            self.headers_due = self.loop.call_later(self.header_seconds, self.transport.abort)
         elif not is_waiting and self.headers_due is not None:
             self.headers_due.cancel()
             self.headers_due = None
 
 
-class Server(uvicorn.Server):
-    """uvicorn's. Requests that outlast the limit of a shutdown, or a second signal, end with an error."""
-    end_requests: Callable[[], None]
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        limit = self.config.timeout_graceful_shutdown or 0
-        asyncio.get_running_loop().call_later(limit, self.hurry)
-        self.config.timeout_graceful_shutdown = limit + 10  # uvicorn's way prints a traceback for each request
-        await super().shutdown(sockets)
-
-    def handle_exit(self, number: int, frame: Any) -> None:
-        if self.should_exit:
-            self.hurry()
-        else:
-            super().handle_exit(number, frame)
-
-    def hurry(self) -> None:
-        self.end_requests()
-        for connection in list(self.server_state.connections):  # some do not read their errors
-            asyncio.get_running_loop().call_later(3, connection.transport.abort)
-
-
-def is_address(name: str) -> bool:
+def is_address(name: str, is_loopback: bool = False) -> bool:
     with suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
+        return ipaddress.ip_address(name).is_loopback or not is_loopback
     return False
 
 
-def is_local(host: str) -> bool:
-    return host == "localhost" or is_address(host) and ipaddress.ip_address(host).is_loopback
-
-
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    if isinstance(error, HTTPException):  # starlette's, for a path or a method
-        headers, allowed = error.headers, (error.headers or {}).get("Allow")
-        error = ApiError(f"the methods of this path are {allowed}" if allowed else error.detail, error.status_code)
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    if isinstance(error, HTTPException):  # the router's, for a method
+        headers = dict(error.headers or {})
+        error = ApiError(f"the methods of this path are {headers['Allow']}", error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server failed; its log has the reason", 500)
     more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
     return JSONResponse(error.body, error.status, {**(headers or {}), **more})
-
-
-async def read_body(request: HttpRequest, most_bytes: int) -> bytes:
-    body = bytearray()
-    too_large = ApiError(f"the body has more than {most_bytes} bytes; send several requests", 413)
-    if int(request.headers.get("content-length", 0)) > most_bytes:  # HTTP's parser has checked the number
-        raise too_large
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > most_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise ApiError(f"the body did not arrive within {BODY_SECONDS} seconds", 408) from None
-    return bytes(body)
 
 
 def parse(body: bytes) -> Any:
@@ -194,45 +157,51 @@ def parse(body: bytes) -> Any:
         raise ApiError(f"the body is not JSON ({error})") from None
 
 
-class Api:
-    """The endpoints."""
+class Server(uvicorn.Server):
+    """uvicorn's, with an engine and the endpoints."""
+    most_sequences, body_seconds = MOST_SEQUENCES, BODY_SECONDS
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> None:
         self.serving, self.llm = serving, serving.llm
         self.most_bytes = max(MOST_BODY_BYTES, 8 * self.llm.max_model_len)
         self.threads, self.large_thread = ThreadPoolExecutor(NUM_THREADS), ThreadPoolExecutor(1)
         self.is_out_of_files = False
-
-    def app(self, names: Collection[str], api_key: str | None) -> Starlette:
-        @asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(self.say_once)
-            self.engine = AsyncLLM(self.llm, loop)
-            self.engine.start()
-            yield
-            if self.llm.grammars:
-                await self.llm.grammars.close()
-
-        async def refuse(request: HttpRequest, error: Exception) -> Response:
-            if isinstance(error, HTTPException) and error.status_code == 404:
-                error = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
-            return error_response(error)
-        routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT, RESPONSES)]
-        routes += [Route(path, self.convert, methods=["POST"]) for path in TEXT_PATHS]
+        routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT, RESPONSES, *TEXT_PATHS)]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
             ("/ping", self.health), ("/metrics", self.metrics), ("/version", self.version))]
-        kinds = ApiError, HTTPException, ClientDisconnect, Exception
-        return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, names, api_key)],
-                         exception_handlers=dict.fromkeys(kinds, refuse))
+        no_path = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
+        router = Router(routes, default=error_response(no_path))
+        super().__init__(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
+            Guard(router, {host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="off",
+            log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
 
-    def server(self, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> Server:
-        server = Server(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
-            self.app({host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="on", log_level="warning",
-            access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
-        server.end_requests = lambda: self.engine.end()
-        return server
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self.say_once)
+        self.engine = AsyncLLM(self.llm, loop)
+        self.engine.start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        limit = self.config.timeout_graceful_shutdown or 0
+        self.engine.loop.call_later(limit, self.hurry)
+        self.config.timeout_graceful_shutdown = limit + 10  # uvicorn's way prints a traceback for each request
+        await super().shutdown(sockets)
+        if self.llm.grammars:
+            await self.llm.grammars.close()
+
+    def handle_exit(self, number: int, frame: Any) -> None:
+        if self.should_exit:
+            self.hurry()
+        else:
+            super().handle_exit(number, frame)
+
+    def hurry(self) -> None:
+        """Requests under way end with an error."""
+        self.engine.end()
+        for connection in list(self.server_state.connections):  # some do not read their errors
+            self.engine.loop.call_later(3, connection.transport.abort)
 
     def say_once(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """asyncio reports each connection that it cannot accept, with a traceback."""
@@ -244,16 +213,33 @@ class Api:
                   "raise the limit (ulimit -Hn)", file=sys.stderr)
 
     async def answer(self, request: HttpRequest) -> Response:
-        """The endpoints that generate."""
-        body = await read_body(request, self.most_bytes)
+        """The endpoints that generate, and those of TEXT_PATHS."""
+        body = await self.read_body(request)
         call, stream = await self._unless_gone(request, self._prepare(request.url.path, body))
-        if (num_sequences := self.engine.num_unfinished()) + stream.num_sequences > MOST_SEQUENCES:
-            raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try again "
-                           "later", 503)
+        if stream is None:
+            return JSONResponse(call)
+        if (num_sequences := self.engine.num_unfinished()) + stream.num_sequences > self.most_sequences:
+            raise ApiError(f"the server has {num_sequences} samples under way and {self.most_sequences} at most; try "
+                           "again later", 503)
         if call.stream:
             return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's
         return await self._unless_gone(request, self._whole(call, stream))
+
+    async def read_body(self, request: HttpRequest) -> bytes:
+        body = bytearray()
+        too_large = ApiError(f"the body has more than {self.most_bytes} bytes; send several requests", 413)
+        if int(request.headers.get("content-length", 0)) > self.most_bytes:  # HTTP's parser has checked the number
+            raise too_large
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.most_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(f"the body did not arrive within {self.body_seconds} seconds", 408) from None
+        return bytes(body)
 
     async def _unless_gone(self, request: HttpRequest, work: Coroutine) -> Any:
         """The result of the work, which is cancelled when the client leaves."""
@@ -267,21 +253,21 @@ class Api:
             done.cancel()
             gone.cancel()
 
-    def _in_thread(self, function: Callable, *arguments: Any, body: bytes = b"") -> Awaitable:
-        """What may take a while, without the event loop."""
-        threads = self.large_thread if len(body) > LARGE_BODY_BYTES else self.threads
-        return self.engine.loop.run_in_executor(threads, function, *arguments)
+    def _in_thread(self, is_large: bool, function: Callable, *arguments: Any) -> Awaitable:
+        """What may take a while, without the event loop; of what is large one at a time."""
+        return self.engine.loop.run_in_executor(self.large_thread if is_large else self.threads, function, *arguments)
 
-    def _read(self, path: str, body: bytes) -> Awaitable:
-        return self._in_thread(lambda: self.serving.read(path, parse(body)), body=body)
-
-    async def _prepare(self, path: str, body: bytes) -> tuple[Call, Stream]:
-        call = await self._read(path, body)
+    async def _prepare(self, path: str, body: bytes) -> tuple[Any, Stream | None]:
+        """The call and its stream; for a path of TEXT_PATHS the answer."""
+        is_large = len(body) > LARGE_BODY_BYTES
+        call = await self._in_thread(is_large, lambda: self.serving.read(path, parse(body)))
+        if path in TEXT_PATHS:
+            return call, None
         try:
             if call.params.structured_outputs and self.llm.tokenizer:
-                grammars = await self._in_thread(self.llm.grammar_compiler)
+                grammars = await self._in_thread(False, self.llm.grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
-            return call, await self._in_thread(self._make_stream, call, body=body)
+            return call, await self._in_thread(is_large, self._make_stream, call)
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None
 
@@ -297,9 +283,10 @@ class Api:
         return Stream(requests, call.stream and echoes is None)
 
     async def _whole(self, call: Call, stream: Stream) -> Response:
+        is_echo = call.params.prompt_logprobs is not None
         with self.engine.open(stream):
             await self.engine.outputs(stream)
-            return await self._in_thread(lambda: JSONResponse(call.response([*stream.take_news().values()])))
+            return await self._in_thread(is_echo, lambda: JSONResponse(call.response([*stream.take_news().values()])))
 
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
         def write() -> str:
@@ -310,15 +297,12 @@ class Api:
             try:
                 while not stream.is_taken:
                     news = await self.engine.outputs(stream)
-                    if text := write() if call.params.logprobs is None else await self._in_thread(write):
+                    is_long = call.params.logprobs is not None
+                    if text := await self._in_thread(not stream.in_parts, write) if is_long else write():
                         yield text.encode()
                 yield call.end(list(stream.latest.values())).encode()
             except ApiError as error:  # the status has been sent
                 yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
-
-    async def convert(self, request: HttpRequest) -> Response:
-        body = await read_body(request, self.most_bytes)
-        return JSONResponse(await self._read(request.url.path, body))
 
     async def models(self, request: HttpRequest) -> Response:
         card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
@@ -367,18 +351,18 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
           allowed_hosts: Collection[str] = ()) -> int:
     """Serve until SIGTERM or Ctrl-C; then requests under way have SHUTDOWN_SECONDS to finish, or until the signal comes
     again. The exit code."""
-    if not (api_key or is_local(host)):
+    if not (api_key or host == "localhost" or is_address(host, is_loopback=True)):
         print(f"warning: whoever reaches {host} may use this server; give it a key with --api-key", file=sys.stderr)
     with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    api = Api(serving)
+    server = Server(serving, host, api_key, allowed_hosts)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
         signal.signal(number, lambda *_: None)
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
-    api.server(host, api_key, allowed_hosts).run(sockets=[listener])
-    api.engine.stop()
+    server.run(sockets=[listener])
+    server.engine.stop()
     return 0

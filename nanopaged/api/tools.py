@@ -28,6 +28,7 @@ LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_flexible": False}
 NO_PARAMETERS = {"type": "object", "properties": {}}
 THINKERS = ("deepseek_r1", "qwen3")  # the models with these thoughts
 THINK, THOUGHT = "<think>", "</think>"
+NO_MARKER = "\ud800"  # half a character, which no text contains
 
 
 def find_parser(template: str) -> str | None:
@@ -117,7 +118,7 @@ class Reader:
         while self.held and not (self.num_calls and self.held.isspace()):
             if self.kind == "llama3_json" and not MAY_BE_LLAMAS.match(self.held):
                 self.kind = None
-            text, found = self._take_until(FORMATS[self.kind][1] if self.kind else "\0", ended)
+            text, found = self._take_until(FORMATS[self.kind][1] if self.kind else NO_MARKER, ended)
             delta["content"] += text
             if not found or not ended and len(self.held) < self.next_try:
                 return

@@ -1,4 +1,5 @@
 """OpenAI's API without HTTP: requests read, answers written, and prompt files in the batch format."""
+import itertools
 import json
 import random
 import sys
@@ -11,9 +12,11 @@ from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.api.openai import FIELDS, IGNORED, Serving
 from nanopaged.tests.helpers import shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
+from nanopaged.tests.test_tools import merge
 
 PATHS = [COMPLETIONS, CHAT]
-MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
+MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+           "/tokenize": {}, "/detokenize": {}}
 NEEDS_GRAMMAR = "structured outputs need it; .ci/run installs it for its last part"
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
@@ -60,13 +63,10 @@ def test_every_setting_reaches_the_sampling_parameters(serving):
         assert {name: getattr(params, name) for name in given} == given | {"logit_bias": {5: 1.0}}
 
 
-def test_the_length_without_max_tokens_is_openais(serving):
-    assert read(serving).params.max_tokens == 16
+def test_settings_that_are_not_given(serving, llm):
+    assert read(serving).params.max_tokens == 16  # OpenAI's
     assert read(serving, CHAT).params.max_tokens is None
     assert read(serving, CHAT, max_completion_tokens=5, max_tokens=None).params.max_tokens == 5
-
-
-def test_a_request_without_settings_has_the_checkpoints(serving, llm):
     assert read(serving).params.temperature == llm.default_params["temperature"] == 0.8
 
 
@@ -78,39 +78,29 @@ def test_the_four_forms_of_prompts(serving, prompt, expected):
     assert read(serving, prompt=prompt).prompts == expected
 
 
-def test_fields_without_a_meaning_are_ignored_and_others_refused_by_name(serving):
-    for path in PATHS:
-        ignored = read(serving, path, **dict.fromkeys(IGNORED, "x"), suffix=None, **GREEDY)
-        assert ignored.params == read(serving, path, **GREEDY).params
-        for name in ("best_of", "functions", "audio", "lora", "include_reasoning", "x" * 10**6):
-            error = refusal(serving, path, **{name: 2})
-            assert error.status == 400 and name[:70] in str(error) and len(str(error)) < 200
-        error = refusal(serving, path, chat_template="{{ 1 }}")
-        assert "chat_template" in str(error) and "operator" in str(error)
-
-
-def test_fields_that_ask_for_nothing_are_accepted(serving):
+def test_fields_that_ask_for_nothing_are_accepted_and_others_refused_by_name(serving):
     """What OpenAI's, vLLM's and LangChain's clients send without being asked."""
     neutral = dict(best_of=1, suffix="", use_beam_search=False, length_penalty=1.0, early_stopping=False, echo=False,
                    spaces_between_special_tokens=True, detokenize=True, functions=[], function_call="auto",
                    include_reasoning=True, documents=[], modalities=["text"], logits_processors=[])
     for path in PATHS:
-        call = read(serving, path, **neutral, **GREEDY, add_special_tokens=path == COMPLETIONS)
+        call, is_chat = read(serving, path, **neutral, **GREEDY, add_special_tokens=path == COMPLETIONS), path == CHAT
         assert call.params == read(serving, path, **GREEDY).params and not call.echo
-        for name, value in dict(best_of=3, use_beam_search=True, length_penalty=2, detokenize=False,
-                                add_special_tokens=path == CHAT).items():
-            assert name in str(refusal(serving, path, **{name: value}))
-    assert "echo" in str(refusal(serving, CHAT, echo=True))
+        ignored = read(serving, path, **dict.fromkeys(IGNORED, "x"), suffix=None, **GREEDY)
+        assert ignored.params == call.params
+        for name, value in dict(best_of=3, use_beam_search=True, length_penalty=2, detokenize=False, functions=2,
+                                add_special_tokens=is_chat, audio=2, lora=2, include_reasoning=2,
+                                chat_template="{{ 1 }}", **{"x" * 10**6: 2, "echo" if is_chat else "tools": 2}).items():
+            error = refusal(serving, path, **{name: value})
+            assert error.status == 400 and name[:70] in str(error) and len(str(error)) < 200
+        assert "operator" in str(refusal(serving, path, chat_template="{{ 1 }}"))
 
 
-def test_another_model_is_not_found(serving):
+def test_errors_have_the_codes_that_clients_look_for(serving, llm):
     assert read(serving, model="bard").model == "bard"
     error = refusal(serving, model="gpt-4")
     assert error.status == 404 and "gpt-4" in str(error) and "bard" in str(error)
     assert error.body["error"]["code"] == "model_not_found"
-
-
-def test_errors_have_the_codes_that_clients_look_for(serving, llm):
     with pytest.raises(ValueError, match="This model's maximum context length is 1024 tokens") as caught:
         llm.read_request({"prompt_token_ids": [1] * 2000}, SamplingParams())
     error = ApiError.of(caught.value)
@@ -134,11 +124,6 @@ def test_tokenize_and_detokenize(serving, llm):
     assert serving.read("/detokenize", {"tokens": ids}) == {"prompt": "ROMEO: é"}
     [rendered] = read(serving, CHAT).prompts
     assert serving.read("/tokenize", MINIMAL[CHAT])["tokens"] == rendered["prompt_token_ids"]
-    for path, body, word in (("/tokenize", {}, "prompt"), ("/detokenize", {"tokens": ["a"]}, "tokens"),
-                             ("/detokenize", {"tokens": [-1]}, "tokens"), ("/tokenize", [], "object"),
-                             ("/tokenize", {"model": "x", "prompt": ""}, "bard")):
-        assert word in str(pytest.raises(ApiError, serving.read, path, body).value)
-
 
 @pytest.mark.parametrize("path, fields, word", [
     (COMPLETIONS, dict(n=129), "n"), (CHAT, dict(n=0), "n"), (COMPLETIONS, dict(logprobs=21), "logprobs"),
@@ -174,9 +159,13 @@ def test_tokenize_and_detokenize(serving, llm):
     (COMPLETIONS, dict(messages=[]), "messages"), (COMPLETIONS, dict(stream="yes"), "stream"),
     (COMPLETIONS, dict(stream_options={"include_usage": True}), "stream_options"),
     (COMPLETIONS, dict(stream=True, stream_options={"x": True}), "stream_options"),
+    (COMPLETIONS, dict(stream=True, stream_options=5), "stream_options must be an object"),
+    (COMPLETIONS, dict(response_format=5), "response_format must be an object"),
+    (CHAT, dict(add_generation_prompt=1), "add_generation_prompt must be true or false"),
     (COMPLETIONS, dict(temperature="hot"), "temperature"), (COMPLETIONS, dict(max_tokens=0), "max_tokens"),
     (CHAT, dict(chat_template_kwargs=[1]), "chat_template_kwargs"),
-    (CHAT, dict(chat_template_kwargs={"messages": []}), "messages")])
+    (CHAT, dict(chat_template_kwargs={"messages": []}), "messages"), ("/tokenize", {}, "prompt"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens")])
 def test_what_is_refused_with_a_sentence(serving, path, fields, word):
     error = refusal(serving, path, **fields)
     assert error.status == 400 and word in str(error) and len(str(error)) < 300
@@ -241,32 +230,31 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, {"
 CALL = '{"name": "now", "arguments": {"zone": 1}}'
 
 
-def stream(serving, path=COMPLETIONS, **fields) -> list[dict]:
-    """The events of a stream, one step after the other."""
-    llm, call, events, output = serving.llm, read(serving, path, stream=True, **fields), "", None
+def stream(serving, path=COMPLETIONS, every=1, **fields) -> list[dict]:
+    """The events of a stream, for so many steps together."""
+    llm, call, events = serving.llm, read(serving, path, stream=True, **fields), ""
     llm.add_request(call.prompts[0], call.params)
-    while llm.has_unfinished_requests():
-        for output in llm.step():
+    for step in itertools.count(1):
+        [output] = llm.step()
+        if step % every == 0 or output.finished:
             events += call.events(0, output)
-    return parse(events + call.end([output]))
+        if output.finished:
+            break
+    events += call.end([output])
+    assert events.endswith("data: [DONE]\n\n") and events.count("[DONE]") == 1
+    return parse(events)
 
 
-def merge(events: list[dict], index: int = 0) -> tuple[dict, str]:
-    """The message and the finish_reason of a streamed chat, as OpenAI's client puts them together."""
-    message, reason = {"role": "", "content": ""}, None
-    for choice in (event["choices"][0] for event in events if event["choices"]):
-        if choice["index"] != index:
-            continue
-        delta, reason = choice["delta"], choice["finish_reason"] or reason
-        for name in delta.keys() - {"tool_calls"}:
-            message[name] = message.get(name, "") + delta[name]
-        for call in delta.get("tool_calls", ()):
-            calls = message.setdefault("tool_calls", [])
-            if call["index"] == len(calls):
-                assert call["id"] and call["type"] == "function"
-                calls.append({"function": {"name": call["function"]["name"], "arguments": ""}})
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    return message, reason
+def parse(events: str) -> list[dict]:
+    lines = events.split("\n\n")
+    assert lines.pop() == "" and all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+
+
+def message_of(events: list[dict], index: int = 0) -> tuple[dict, str]:
+    """The message and the finish_reason of a streamed chat."""
+    found = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return merge(choice["delta"] for choice in found), found[-1]["finish_reason"]
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])
@@ -283,7 +271,7 @@ def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
         arguments = json.loads(call["function"]["arguments"])
         names.add(call["function"]["name"])
         assert arguments == {} if call["function"]["name"] == "now" else arguments["at"]["city"] in ("Rome", "Bath")
-        message, reason = merge(events, choice_["index"])
+        message, reason = message_of(events, choice_["index"])
         assert reason == "tool_calls" and message["content"] == ""
         assert message["tool_calls"] == [{"function": call["function"]}]
     assert names == ({"weather", "now"} if choice == "required" else {"weather"})
@@ -311,7 +299,7 @@ def test_calls_that_the_model_writes(llm, serving, kind, text, content):
     assert choice["message"]["content"] == content and choice["finish_reason"] == ("tool_calls" if is_call else "stop")
     assert [call["function"] for call in choice["message"].get("tool_calls", ())] == [
         call["function"] for call in calls if is_call]
-    message, reason = merge(stream(serving, CHAT, **fields))
+    message, reason = message_of(stream(serving, CHAT, **fields))
     assert message == dict(role="assistant", content=content or "", **{"tool_calls": calls} if is_call else {})
     assert reason == choice["finish_reason"]
     [choice] = answer(serving, CHAT, **fields | {"tool_choice": "none"})["choices"]
@@ -330,9 +318,9 @@ def test_thoughts_have_a_field_of_their_own(llm):
     call = read(serving, CHAT, max_tokens=3, reasoning_effort="low")
     [output] = llm.generate(call.prompts, call.params)
     output.outputs[0].text = "Hm.\n</think>\n\nHi."
-    assert call.response([output])["choices"][0]["message"] == dict(
-        role="assistant", content="Hi.", reasoning_content="Hm.")
-    assert merge(parse(call.events(0, output)))[0] == dict(role="assistant", content="Hi.", reasoning_content="Hm.")
+    message = dict(role="assistant", content="Hi.", reasoning_content="Hm.")
+    assert call.response([output])["choices"][0]["message"] == message
+    assert message_of(parse(call.events(0, output)))[0] == message
     assert seen == [{"reasoning_effort": "low"}]
     call = read(serving, CHAT, structured_outputs={"choice": ["x"]})  # a grammar leaves no room for thoughts
     output.outputs[0].text = "x"
@@ -478,34 +466,18 @@ def test_a_text_that_went_wrong_is_an_error(serving):
         assert caught.value.status == 500
 
 
-def parse(events: str) -> list[dict]:
-    lines = events.split("\n\n")
-    assert lines.pop() == "" and all(line.startswith("data: ") and "\n" not in line for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
-
-
 @pytest.mark.parametrize("every", [1, 3], ids=["each step", "merged"])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_adds_up_to_the_answer(serving, llm, path, every):
     fields = dict(n=2, seed=5, max_tokens=12, temperature=1, logprobs=2 if path == COMPLETIONS else True)
     fields |= {"echo": True} if path == COMPLETIONS else {"top_logprobs": 2}
     whole = answer(serving, path, **fields)
-    call = read(serving, path, **fields, stream=True, stream_options={"include_usage": True})
-    request_id, events, steps = llm.add_request(call.prompts[0], call.params), "", 0
-    while llm.has_unfinished_requests():
-        [output] = llm.step()
-        steps += 1
-        if steps % every == 0 or output.finished:
-            events += call.events(0, output)
-    assert output.request_id == request_id
-    events += call.end([output])
-    assert events.endswith("data: [DONE]\n\n") and events.count("[DONE]") == 1
-    *parts, last = parse(events)
+    *parts, last = stream(serving, path, every, **fields, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert len(parts) < 2 * 12 or every == 1
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
-        assert all(part["usage"] is None and part["id"] == call.id for part in parts)
+        assert all(part["usage"] is None and part["id"] == last["id"] for part in parts)
         assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
         logprobs = [part["logprobs"] for part in mine if part["logprobs"]]
         if path == CHAT:
@@ -518,17 +490,13 @@ def test_a_stream_adds_up_to_the_answer(serving, llm, path, every):
                 assert sum((found[key] for found in logprobs), []) == values, key
 
 
-def test_a_stream_sends_no_half_character_and_no_stop_string(serving, llm):
-    call = read(serving, prompt="ROMEO:", stream=True, stop="is", seed=1, max_tokens=40, n=4, temperature=1)
-    llm.add_request(call.prompts[0], call.params)
-    events = ""
-    while llm.has_unfinished_requests():
-        events += "".join(call.events(0, output) for output in llm.step())
-    ended = [part["choices"][0] for part in parse(events) if part["choices"][0]["finish_reason"]]
+def test_a_stream_sends_no_stop_string(serving):
+    events = stream(serving, prompt="ROMEO:", stop="is", seed=1, max_tokens=40, n=4, temperature=1)
+    found = [event["choices"][0] for event in events]
+    ended = [choice for choice in found if choice["finish_reason"]]
     assert len(ended) == 4 and any(choice["stop_reason"] == "is" for choice in ended)
     for index in range(4):
-        text = "".join(part["choices"][0]["text"] for part in parse(events) if part["choices"][0]["index"] == index)
-        assert "is" not in text
+        assert "is" not in "".join(choice["text"] for choice in found if choice["index"] == index)
 
 
 # --------------------------------------------------------------------------------------------------

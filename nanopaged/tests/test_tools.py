@@ -13,31 +13,38 @@ LLAMA = '{"name": "weather", "parameters": %s}'
 WEATHER, TIME = ("weather", CITY), ("time", {})
 
 
-def accumulate(reader: Reader, pieces: list[str]) -> dict:
-    """What OpenAI's client makes of the deltas."""
-    message: dict = {"reasoning_content": "", "content": "", "calls": [], "ids": []}
-    for i, piece in enumerate(pieces, 1):
-        delta = reader.add(piece, ended=i == len(pieces))
-        assert all(delta.values()) and delta.keys() <= {"reasoning_content", "content", "tool_calls"}
-        for name in ("reasoning_content", "content"):
-            message[name] += delta.get(name, "")
+def merge(deltas) -> dict:
+    """The message of a stream, as OpenAI's client puts it together."""
+    message: dict = {"content": ""}
+    for delta in deltas:
+        for name in delta.keys() - {"tool_calls"}:
+            message[name] = message.get(name, "") + delta[name]
         for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
             if "id" in call:
-                assert call["index"] == len(message["calls"]) and call["type"] == "function"
-                message["calls"].append([call["function"]["name"], ""])
-                message["ids"].append(call["id"])
-            message["calls"][call["index"]][1] += call["function"]["arguments"]
-    assert len(set(message["ids"])) == len(message["ids"])
+                assert call["index"] == len(calls) and call["type"] == "function"
+                calls.append({"id": call["id"], "function": {"name": call["function"]["name"], "arguments": ""}})
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    ids = [call.pop("id") for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
     return message
+
+
+def add_all(reader: Reader, pieces: list[str]) -> list[dict]:
+    deltas = [reader.add(piece, ended=i == len(pieces)) for i, piece in enumerate(pieces, 1)]
+    assert all(all(delta.values()) and delta.keys() <= {"reasoning_content", "content", "tool_calls"}
+               for delta in deltas)
+    return deltas
 
 
 def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, str, list]:
     """(thoughts, content, calls), the same in pieces of any size."""
-    found = [accumulate(Reader(kind, thinks), [text[i:i + size] for i in range(0, len(text), size)] + [""])
-             for size in (1, 2, 3, 7, 50, len(text) + 1)]
-    assert all({**other, "ids": 0} == {**found[0], "ids": 0} for other in found)
-    return found[0]["reasoning_content"], found[0]["content"], [
-        (name, json.loads(arguments)) for name, arguments in found[0]["calls"]]
+    first, *others = [merge(add_all(Reader(kind, thinks), [text[i:i + size] for i in range(0, len(text), size)] + [""]))
+                      for size in (1, 2, 3, 7, 50, len(text) + 1)]
+    assert all(other == first for other in others)
+    functions = [call["function"] for call in first.get("tool_calls", ())]
+    return first.get("reasoning_content", ""), first["content"], [
+        (function["name"], json.loads(function["arguments"])) for function in functions]
 
 
 @pytest.mark.parametrize("kind, text, content, calls", [
@@ -61,7 +68,7 @@ def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, 
     ("mistral", "[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
     ("forced", '{"name":"weather","arguments":%s}' % ARGUMENTS, "", [WEATHER]),
     ("forced", '{"name":"we', '{"name":"we', []),
-    (None, "  plain <tool_call> \n", "  plain <tool_call> \n", [])])
+    (None, "  plain <tool_call> \0\n", "  plain <tool_call> \0\n", [])])
 def test_calls_in_the_formats_of_models(kind, text, content, calls):
     assert read(text, kind) == ("", content, calls)
     if kind != "forced":
@@ -89,8 +96,9 @@ def test_text_is_sent_as_it_comes():
 
 
 def test_calls_of_mistral_have_the_ids_that_its_templates_want():
-    message = accumulate(Reader("mistral"), ["[TOOL_CALLS]f{}", ""])
-    assert len(message["ids"][0]) == 9 and message["ids"][0].isalnum()
+    [delta] = filter(None, add_all(Reader("mistral"), ["[TOOL_CALLS]f{}", ""]))
+    [call] = delta["tool_calls"]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
 def test_a_long_call_takes_linear_time():
