@@ -35,7 +35,9 @@ class Progress:
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.before = self._counts()
-        self.pool.most_blocks_held = self.blocks_in_use
+        for one in llm.engines:
+            manager = one.scheduler.block_manager
+            manager.most_blocks_held = manager.num_blocks - manager.num_free_blocks
         self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
 
     def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None

@@ -317,6 +317,14 @@ def test_the_last_line_says_what_cut_a_text(call, options, said):
     assert last == said if said else "ended" not in last
 
 
+@pytest.mark.parametrize("pools", [1, 2])
+def test_the_status_line_has_the_most_blocks_of_this_run(call, pools):
+    for num_tokens, blocks in ((40, 8), (20, 4)):  # of two texts, less than the longer run before
+        printed = call(prompt=["O", "A"], max_tokens=num_tokens, ignore_eos=True, num_blocks=30, block_size=10,
+                       data_parallel_size=pools, device="cpu", attention="torch").err
+        assert f", {blocks}/{30 * pools} blocks" in printed
+
+
 def test_one_is_no_plural(call):
     assert "pool of 20 blocks of 1 token, " in call(prompt=ROMEO, num_blocks=20, block_size=1, max_tokens=1).err
     assert "pool of 1 block of 16 tokens, " in call(prompt="O", num_blocks=1, max_tokens=1).err
