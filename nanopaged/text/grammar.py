@@ -108,6 +108,8 @@ class GrammarCompiler:
                 process.stdin.write(json.dumps(source).encode() + b"\n")
                 if await process.stdout.readline():
                     self.process = process
+                else:
+                    await process.wait()  # it ends itself after compile_seconds
             finally:
                 if self.process is None and process.returncode is None:
                     process.kill()
