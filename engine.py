@@ -7,8 +7,8 @@ leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains why the cache is a pool of **blocks** with `block_size` token slots, and why a sequence has a
 **block table** (paging; Kwon et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts
-of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. The second text's 31st token takes no block, its 33rd takes
-one, and nothing is ever moved.
+of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block,
+computing its 33rd takes one, and nothing is ever moved.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated. K and V of the first `num_computed_tokens` are in the
 KV cache, or will be after the scheduled steps. A whole prompt, a part of a prompt, one decoded token, the tail that a
@@ -22,8 +22,8 @@ up with `num_tokens`. When it has, the step samples the next token.
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
 `Engine` runs this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
-nanopaged/api/llm.py has what users call. LLM runs subclasses of Sequence, BlockManager, Scheduler and Engine. They add
-what a reader of paging does not need, planning ahead of the GPU above all (nanopaged/scheduling/additions.py).
+nanopaged/api/llm.py has what users call. LLM runs subclasses of these classes, with what a reader of paging does not
+need, planning ahead of the GPU above all (nanopaged/scheduling/additions.py).
 """
 import itertools
 from bisect import bisect_left, insort
@@ -52,6 +52,7 @@ class Sequence:
 
         WAITING -> RUNNING     admitted: it gets a batch row and the blocks that it can share; others as it is computed
         RUNNING -> WAITING     preempted: its blocks are freed (with swapping: SWAPPED, its blocks move to the host)
+        SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
     `schedule` counts tokens as computed, and `update` appends the sampled token. The counters of a prompt with the
@@ -94,7 +95,8 @@ class Sequence:
         return min(self.num_tokens, self.max_len - 1) - self.num_computed_tokens
 
     def append(self, token: int) -> None:
-        """Take a sampled token, and finish if it is a stop token, the last possible one, or no token."""
+        """Take a sampled token, and finish if it is a stop token, the last possible one, or -1 (none could be
+        sampled)."""
         if token < 0:
             return self.finish("error", self.stop_reason or NO_TOKEN)
         self.token_ids.append(token)
@@ -110,7 +112,7 @@ class Sequence:
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
     """What one step computes: how many tokens of each scheduled sequence, and which of these sequences sample a token.
-    The runner makes the copies of blocks before."""
+    The runner copies blocks before the forward pass."""
     budget: int = 0  # tokens that may still be scheduled
     seqs: list = field(default_factory=list)  # Sequence
     num_tokens: list[int] = field(default_factory=list)
@@ -200,7 +202,9 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            self._evict(table[index])  # a sample that has ended had filled and offered the block; now its tokens change
+            # Of two samples of a prompt of 6 tokens, A filled block 1 with tokens 4 to 7, offered the block and ended.
+            # B shares it for tokens 4 and 5, and writes its own token 6 now: the key is not true any more.
+            self._evict(table[index])
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -210,7 +214,7 @@ class BlockManager:
             self.step.copies.append((table[index], copy))
             self._decref(table[index])
             table[index] = copy
-            seq.num_sent_blocks = min(seq.num_sent_blocks, index)
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
         for _ in range(num_missing):
             table.append(self._pop_free_block())
         return True
@@ -250,8 +254,9 @@ class BlockManager:
 
     def admit(self, seq: Sequence) -> bool:
         """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
-        step computes their tokens. False, taking none, if too few blocks are free for all its tokens so far. These
-        blocks are not reserved: if they are gone when a later chunk needs them, sequences are preempted."""
+        step computes their tokens. False, taking none, if too few blocks are free for all its tokens so far. The blocks
+        that `allocate` will add are counted, and not reserved: if they are gone when a later chunk needs them,
+        sequences are preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -263,7 +268,8 @@ class BlockManager:
         return hit if self.num_blocks_needed(seq, hit) <= self.num_free_blocks else None
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
-        # A hit block with ref_count 0 is still in the free queue, so it counts as needed.
+        # Of 10 tokens (3 blocks of 4) two blocks were found: 0, which A holds, and 7, which is free and still cached.
+        # Two free blocks are needed: 7 and a new one.
         return cdiv(seq.num_tokens, self.block_size) - sum(self.ref_counts[block] > 0 for block in hit.blocks)
 
     def start(self, seq: Sequence, hit: PrefixHit) -> None:
@@ -332,16 +338,16 @@ class Scheduler:
     """Decides what each step computes.
 
     **One order rules**: priority, then arrival. `running` and `waiting` are kept in it. The token budget is given out
-    from the front of the order. When the pool runs dry, the last sequences in the order lose their blocks (preemption).
-    They keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text
-    out for a newer prompt, but an older long prompt takes the whole budget before a newer one gets any. With priorities
-    a decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
+    from the front of the order. When the pool runs dry, the last running sequences lose their blocks (preemption). They
+    keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text out for
+    a newer prompt, but an older long prompt takes the whole budget before a newer prompt gets any. With priorities a
+    decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
     later ones wait until earlier ones end.
 
     Every accepted sequence can run alone: LLM refuses a prompt that is longer than the pool, and limits max_len to the
-    pool's tokens. So the first sequence in the order
-    always fits, at the latest after all others are preempted. With equal priorities every other one becomes the first
-    in the end.
+    pool's tokens. (With a sliding window longer texts fit, see scheduling/window.py.) So the first sequence in the
+    order always fits, at the latest after all others are preempted. With equal priorities every other one becomes the
+    first in the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -365,7 +371,8 @@ class Scheduler:
             running    A   B       D           A and B have got their tokens: turn is 2, and running[turn] is D
             waiting            C       E       C comes before D: C is admitted, and becomes running[turn]
 
-        If C does not fit, not even in D's place, the step admits no other sequence, so that none overtakes C."""
+        C was preempted before, or is more urgent. If C needs room, D and what runs behind D are preempted, and never A
+        or B. If C does not fit even so, the step admits no other sequence, so that none overtakes C."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn

@@ -6,19 +6,20 @@ share one architecture. Each token is a vector x of hidden_size numbers, and eve
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-The sum of these additions is the **residual stream**. In the code `residual` is this sum without the last addition,
-and `x` is that addition; each norm first adds the two. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
-positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
-share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
-config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
+The sum of these additions is the **residual stream**. In the code the last addition waits for the next norm, which adds
+and normalises in one pass: `x` is that addition, and `residual` the stream without it. `ModelConfig` holds the
+switches: LayerNorm or RMSNorm, learned positions or rope (`rotate` in kernel.py), biases or none, an MLP with or
+without a gate, the number of query heads that share a kv head. The decoder never asks for a family by name;
+`nanopaged/weights/families.py` translates each family's config.json and tensor names. Each layer writes the new tokens'
+K and V into the cache before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not in the cache yet. It fills one slot in every layer:
 
-    step      tokens in            positions   cached before   slots written   sampled
-    prefill   The cat sat on the   0 1 2 3 4   0               0 1 2 3 4       mat
-    decode    mat                  5           5               5               .
-    decode    .                    6           6               6               Then
+    step      tokens in            positions   in KV cache before   slots written   sampled
+    prefill   The cat sat on the   0 1 2 3 4   0                    0 1 2 3 4       mat
+    decode    mat                  5           5                    5               .
+    decode    .                    6           6                    6               Then
 
 Both are the same computation, but their cost differs. A step reads every weight once, two bytes in bfloat16. T tokens
 need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 190 FLOPs
@@ -58,8 +59,8 @@ class Batch:
         query_start_loc    0   1   2               6
         seq_lens           7   5   4
 
-    Only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i] up to
-    query_start_loc[i + 1], and its keys through row i of the block tables.
+    In a layer, only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i]
+    up to query_start_loc[i + 1], and its keys through row i of the block tables.
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
@@ -68,9 +69,9 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
-    max_query_len: int  # the longest query; above 1 prefill's kernel is launched, too (a CUDA graph passes 1 or 2)
+    max_query_len: int  # the longest query; above 1 the kernel is launched for prefill, too (CUDA graphs: 1 or 2)
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # the first sequences, those with one new token (a CUDA graph passes the number of all)
+    num_decodes: int  # sequences with one new token, which come first (a CUDA graph passes the number of all)
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
     shared: dict[Any, Any] = field(default_factory=dict)  # what attention computes once for all layers; rectangles.py
@@ -197,7 +198,7 @@ class Layer(nn.Module):
         x, residual = self.input_layernorm(x, residual)  # [T, D]
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        # Norm, rope and storing k and v (chapter 1's `store_kv`) only move memory, so one launch does all of it.
+        # Norm, rope and storing k and v (chapter 1's `store_kv`) wait for memory, so one launch does all three.
         q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
                                      k_scale, v_scale)
         return q, residual
@@ -283,7 +284,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """The angle per position of each pair of a head's numbers, [head_dim // 2] float32. The scaled types slow rotations
-    down, so contexts longer than the trained one have no unknown angle."""
+    down, so longer contexts than the trained one meet no angle that training did not have."""
     rope = config.rope
     frequency = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     if rope["rope_type"] == "linear":

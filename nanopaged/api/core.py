@@ -2,8 +2,8 @@
 
     read_request     a prompt and its settings become a Request: checked, tokenised, a sequence for each sample
     add, abort       the scheduler gets its sequences, or loses them       } while the caller
-    advance          one step; its requests get what came of it            } holds `lock`
-    run_until        the one loop: steps until something is done, be it by the steps of other threads
+    advance          one step; requests get what was read                } holds `lock`
+    run_until        the one loop: steps until something is done, possibly by steps of other threads
 """
 import itertools
 import random
@@ -21,7 +21,7 @@ from nanopaged.inputs import as_python, check_kind, check_number, read_cache_sal
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, wrap_int64
 from nanopaged.scheduling.additions import Engine, Sequence
 
-PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step of a sequence with prompt_logprobs
+PROMPT_LOGPROBS_CHUNK = 512  # at most this many tokens of a prompt with prompt_logprobs in a step
 
 
 class Core:
@@ -39,7 +39,7 @@ class Core:
     engine: Any  # the step loop of all pools
     scheduler: Any  # of all pools
 
-    prompt_logprobs_values = 2**23  # most log probabilities of a step of a sequence with prompt_logprobs
+    prompt_logprobs_values = 2**23  # and at most this many log probabilities
 
     def __init__(self, use_priority: bool, default_params: dict[str, Any], seed: int) -> None:
         self.use_priority, self.default_params = use_priority, default_params
@@ -99,7 +99,7 @@ class Core:
                 **({} if count is None else self._whole_prompt(count))))
         if params.n > 1:
             from nanopaged.scheduling.samples import Samples
-            Samples(sequences)
+            Samples(sequences)  # sets Sequence.samples of each
         return sequences
 
     def _whole_prompt(self, count: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Core:
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
-        made with generation_config="vllm". `given` settings go before them."""
+        made with generation_config="vllm". `given` settings take precedence."""
         return SamplingParams.from_generation_config(self.default_params, **given)
 
     def require_tokenizer(self) -> Any:
@@ -173,7 +173,7 @@ class Core:
             request = self.requests.get(seq.request_id)
             if request is None:
                 continue
-            if (end := request.take(seq)) is not None:
+            if (end := request.take(seq)) is not None:  # (reason, stop_reason): a stop string, or an error
                 self.scheduler.finish(seq, *end)
             if request.finished:
                 del self.requests[request.request_id]

@@ -11,23 +11,22 @@ and returns a `LaunchedStep` (transfer.py), which the engine calls for the token
 when the next one is launched: transfer.py says why.)
 
 **Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
-its sampling settings. A step sends its new tokens as one message of integers, and only the changed entries of its
-rows. (For prompts Triton's kernel gets a work list in addition.)
-The sampled tokens stay on the device, too. With a lookahead (graphs.py) the next step reads them there, so it can be
-launched before the host knows them.
+its sampling settings. A step sends the changed entries of its rows as one message of integers, and its new tokens as
+another. (For prompts Triton's kernel gets a work list in addition.) The sampled tokens stay on the device, too. With a
+lookahead (graphs.py) the next step reads them there, so it can be launched before the host knows them.
 
 **The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
 num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
 tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
 
-This file is the plain path, and runs alone with `enforce_eager=True`. What else takes the place of its parts:
+This file is the plain path. What takes the place of its parts, as a rule unless `enforce_eager=True`:
 
     part                      in its place                                        where that is chosen
     Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     modules of model.py       compiled functions (fused.py)                       GraphRunner
     the last Layer            one that skips rows (last_layer.py)                 everywhere but with enforce_eager
-    attention                 kernel.py's in Triton; in torch rectangles.py       choices.py; a CPU
+    attention in torch        one call for all sequences (rectangles.py)          everywhere but with enforce_eager
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
 
@@ -179,7 +178,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and gives
-        `start` a function that samples. Neither waits for the device, unless attention is in torch."""
+        `start` a function that samples. The host waits for the device in neither, unless attention is in torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self._move_blocks(step)

@@ -49,7 +49,7 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
-    would return at once. Use either only after all earlier steps have been read.
+    would return at once. Use both in the order of the launches.
 
     As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. The
     call waits for the copy, and puts the tokens in the scheduler's order.

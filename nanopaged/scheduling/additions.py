@@ -1,4 +1,5 @@
-"""The four classes of chapter 3 as LLM runs them: planning ahead of the GPU, and what the rarer features need.
+"""The classes of chapter 3 as LLM runs them: planning ahead of the GPU, and what the rarer features need. (recovery.py
+and data_parallel.py build on them.)
 
 **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one are
 known. With a lookahead of 1:
@@ -7,12 +8,13 @@ known. With a lookahead of 1:
     device              step 1 ................... step 2 ................... step 3
 
 When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on the
-device, where step 2 finds them. A sequence that turns out to be finished has wasted one token. Its blocks are freed at
-once although a launched step still writes into one of them. That is safe: a step that reuses the block is launched
-later, and the device runs steps in order. With a lookahead of 0 each step is read before the next one is planned. A
-lookahead of 2 would not keep the device busier, and is not supported. The counters of a prompt with the tokens 0 to 7:
+device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain. Its
+blocks are freed at once although a launched step still writes into one of them. That is safe: a step that reuses the
+block is launched later, and the device runs steps in order. With a lookahead of 0 each step is read before the next one
+is planned. A lookahead of 2 would not keep the device busier, and is not supported. The counters of a prompt with the
+tokens 0 to 7:
 
-                          admitted   0 to 7 scheduled   8 scheduled   8 sampled   9 scheduled
+                          admitted   0 to 7 scheduled   8 scheduled   8 read      9 scheduled
     num_computed_tokens   0          8                  9             9           10
     num_pending_tokens    0          1                  2             1           2
     num_tokens            8          9                  10            10          11
@@ -96,7 +98,8 @@ class BlockManager(engine.BlockManager):
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.step = SchedulerOutput()
-        # Tokens of prompts, those that were found, the blocks that have them; after `schedule`, of all steps so far
+        # Sums over first admissions: tokens of prompts, those that were found, their blocks; and the most blocks held
+        # after any step was scheduled
         self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
 
     def begin_step(self) -> SchedulerOutput:
@@ -154,7 +157,8 @@ class Scheduler(engine.Scheduler):
         self.observers: list[Callable[[str, Any], object]] = []  # told of each change (nanopaged/cli/frames.py)
 
     def tell(self, change: str, of: Any = None) -> None:
-        """The method of this name has changed a step or a sequence. "begin": a step is going to be scheduled."""
+        """The method of this name has changed a step or a sequence. "begin": a step is going to be scheduled;
+        "release": a sequence gave up its blocks."""
         for observe in self.observers:
             observe(change, of)
 
@@ -185,8 +189,13 @@ class Scheduler(engine.Scheduler):
         return super()._preempt(step)
 
     def update(self, step: Any, sampled: engine.Sampled) -> None:
-        """For a sequence without additions a sample is pending unless the sequence has ended, and `new` is the sample.
-        For a stop string, an abort or another error the caller calls `finish`."""
+        """What a sample for position p does:
+
+            no addition, right draft    the sample is appended
+            a grammar forces tokens     they are appended, too; rewind to p + 1, whose K and V may be computed already
+            wrong draft                 the sample is appended; rewind to p, where K and V are the draft's
+
+        For a stop string and an abort the caller calls `finish`."""
         for i, (seq, position, sample) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
             if seq.status is engine.Status.FINISHED or not seq.is_pending(position):
                 continue
@@ -200,7 +209,6 @@ class Scheduler(engine.Scheduler):
                     seq.append(token)
                     self.num_generated_tokens += token >= 0
             if len(new) > 1 or not is_right:
-                # The sample's own K and V may be computed already. They hold, unless a wrong draft was in its place.
                 seq.rewind(position + 1 if is_right else position)
             if seq.status is engine.Status.FINISHED:
                 self.release(seq)
@@ -274,8 +282,8 @@ class Engine(engine.Engine):
     @property
     def has_room(self) -> bool:
         """Whether the next step may be planned before another is read: at most `lookahead` steps are launched, and none
-        has drafts. (A sequence with undecided drafts would sit the next step out. Then half of the sequences would
-        compute in even steps and half in odd ones, and a step of half the sequences takes hardly less time.)"""
+        has drafts. (A sequence with undecided drafts has no next input, so a step planned now would leave it out, and
+        it would stay out of phase. A step of half the sequences takes hardly less time.)"""
         return len(self.launched) <= self.lookahead and not any(step.num_drafts for step, _ in self.launched)
 
     def launch(self, step: SchedulerOutput) -> None:
@@ -293,9 +301,9 @@ class Engine(engine.Engine):
     def unblock(self, step: SchedulerOutput) -> None:
         """Undo a step that computes nothing: the sequences that it preempted are not moved to the host after all.
 
-        With a launched step, everything waits for its tokens. Without one, the first sequence in the order, which
-        always fits, is paused (a beam that waits for others), and so are all that run: they give up their blocks, and
-        `resume` queues them again."""
+        While an earlier step is launched, all sequences wait for its tokens. Otherwise the first sequence in the order,
+        which always fits, is paused (a beam that waits for others), and so are all that run: they give up their blocks,
+        and `resume` queues them again."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):
