@@ -73,7 +73,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
     Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`).
+    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`, at the end of this file).
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
