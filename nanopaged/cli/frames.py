@@ -38,7 +38,8 @@ class Frame:
     work: list = field(default_factory=list)
     waits: list = field(default_factory=list)  # [name, why]
     placed: list = field(default_factory=list)  # [name, pool, [[pool, tokens of its next step], ..], samples there]
-    found: list = field(default_factory=list)  # [name, tokens, shared blocks, with whom, blocks that were free]
+    # [name, tokens, shared blocks, with those that held them at that moment, blocks that were free]
+    found: list = field(default_factory=list)
     swapped_in: list = field(default_factory=list)  # [name, host blocks, blocks]
     slid_out: list = field(default_factory=list)  # [name, block]
     taken: list = field(default_factory=list)  # [name, blocks]
@@ -46,7 +47,8 @@ class Frame:
     copied: list = field(default_factory=list)  # [block, copy, holders of the copy, holders of the block]
     registered: list = field(default_factory=list)  # block
     preempted: list = field(default_factory=list)  # [name, blocks, host blocks that they go to]
-    drafted: list = field(default_factory=list)  # [name, Words, the position where they stood before or None]
+    # [name, Words, the position where they stood before or None, the text of each draft as in `texts`]
+    drafted: list = field(default_factory=list)
     attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
     # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
     sampled: list = field(default_factory=list)
@@ -168,17 +170,22 @@ class Frames:
     def _tell_text(self, seq: Sequence, frame: Frame) -> None:
         """The tokens that were not told before; all of them if a beam of that name had others. A token that ends
         within a character is told as its bytes; the one that completes the character has it."""
-        name, tokenizer = self._name(seq), self.llm.tokenizer
+        name = self._name(seq)
         told, count, detokenizer = self.told_texts.get(name, (None, 0, None))
         if told is not seq:
-            count, detokenizer = 0, tokenizer and tokenizer.detokenizer(skip_special_tokens=False)
+            count, detokenizer = 0, self._detokenizer()
             frame.seqs[name] = [list(self.letters).index(seq.order[1]), seq.order[2], seq.num_prompt_tokens,
                                 seq.max_len]
         if count < len(seq.token_ids):
             new = seq.token_ids[count:]
-            frame.texts[name] = [count, [detokenizer.add([token]) or list(self._token_bytes[token]) or ""
-                                         if detokenizer else f"{token} " for token in new]]
+            frame.texts[name] = [count, [self._piece(detokenizer, token) for token in new]]
             self.told_texts[name] = seq, len(seq.token_ids), detokenizer
+
+    def _detokenizer(self) -> Any:
+        return self.llm.tokenizer and self.llm.tokenizer.detokenizer(skip_special_tokens=False)
+
+    def _piece(self, detokenizer: Any, token: int) -> Words:
+        return detokenizer.add([token]) or list(self._token_bytes[token]) or "" if detokenizer else f"{token} "
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
@@ -213,7 +220,9 @@ class Frames:
             if seq.drafts:  # custom proposers say where they found them, or not
                 found = getattr(seq.drafter.proposer, "found", None)
                 where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
-                frame.drafted.append([self._name(seq), self._words(seq.drafts), where])
+                detokenizer = self._detokenizer()
+                pieces = [self._piece(detokenizer, token) for token in seq.drafts]
+                frame.drafted.append([self._name(seq), self._words(seq.drafts), where, pieces])
         self._attention(step, frame)
         for seq in step.seqs:
             num_computed = seq.num_computed_tokens - len(seq.drafts)
@@ -279,6 +288,7 @@ class Frames:
         for seq in self.state.running[pool]:
             for block in _real(seq.block_table):
                 holders.setdefault(block, []).append(seq)
+        admitted = {seq: i for i, seq in enumerate(self.state.running[pool])}
         came = dict(step.swaps_in)  # host block -> block
         for seq in self.state.running[pool]:
             name, table, old = self._name(seq), seq.block_table, before.tables.get(seq)
@@ -287,8 +297,9 @@ class Frames:
             num_old = engine.cdiv(seq.num_hit_tokens, self.managers[pool].block_size) if old is None else len(old)
             given = [block for block in table[:num_old] if block not in moved]
             if old is None and given:  # the sequence was admitted in this step
-                shared = [block for block in given if len(holders[block]) > 1]
-                others = dict.fromkeys(other for block in shared for other in holders[block] if other is not seq)
+                held = {block: others for block in given if (others := [
+                    other for other in holders[block] if other in before.tables or admitted[other] < admitted[seq]])}
+                shared, others = list(held), dict.fromkeys(itertools.chain(*held.values()))
                 frame.found.append([name, min(seq.num_hit_tokens, len(given) * self.managers[pool].block_size), shared,
                                     self._names(others), [block for block in given if block not in shared]])
             if hosts:
@@ -358,6 +369,8 @@ class Frames:
         alive = {*self.state.running[pool], *self.state.waiting}
         ended = [seq for seq in dict.fromkeys(step.sampled) if seq in before.num_known and seq not in alive]
         frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
+        for seq in ended:
+            self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
         return frame
 
     def _beams(self) -> list[list]:

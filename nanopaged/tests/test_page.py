@@ -192,6 +192,12 @@ DUMP = """<script>{
   const shown = LOOK.map(i => { show(i)
     const labels = [...document.querySelectorAll("#pools .b")].map(e => e.getAttribute("aria-label"))
     return {labels: labels.filter(label => !label.startsWith("host")), words: $("events").innerText,
+      rows: Object.fromEntries(Object.keys(stop.lens).map(name => [name,
+        [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e => [e.textContent, e.className])])),
+      told: Object.fromEntries([...document.querySelectorAll(".row")].map(e =>
+        [e.querySelector(".name").textContent, e.querySelector("small").textContent])),
+      wrong: document.querySelectorAll("#pools .wrong").length,
+      dark: document.querySelectorAll("#pools .tok.new").length, right: document.querySelectorAll("#pools .draft").length,
       lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
       saving: $("saving").innerText} })
   if (tour.length) travel(2)
@@ -233,7 +239,8 @@ def assert_played(run: dict, played: dict, look: list[int]):
         _, tables, lens, texts, cached = known[at - 1]
         assert (stop["tables"], stop["lens"]) == (tables, lens)
         assert lens.keys() <= stop["texts"].keys()
-        assert all(texts[name] == text for name, text in stop["texts"].items())
+        chosen = known[at] if at < len(known) and known[at][0]["kind"] == "tokens" else known[at - 1]
+        assert all(chosen[3][name] == text for name, text in stop["texts"].items())  # a step's with what it chose
         assert set(stop["cached"]) == {f"{pool}/{block}" for pool, blocks in enumerate(cached) for block in blocks}
         filled = {}  # (pool, block) -> the tokens in each text that lists it
         for name, (pool, table, _) in tables.items():
@@ -267,13 +274,13 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     assert titles == ["Texts are admitted", "Prefill: the prompt", "Decode: one token", "A full block",
                       "A shared beginning", "Samples of one prompt", "Copy-on-write", "The pool is full",
                       "A text is preempted", "A text returns", "Drafts", "The window",
-                      "A text ends, its blocks are free"]
+                      "A text ends, its blocks are free", "What paging saves"]
     assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:8])
     assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("guesses were right") == 1
     causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
-    assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "found", "taken"]  # A0; A1; B0, B0
-    full = [kinds for kinds in causes if "preempted" in kinds and "taken" in kinds]
-    assert full and all(kinds.index("preempted") < kinds.index("taken") for kinds in full)
+    assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "registered", "found"]  # A0; A1; B0
+    assert [kinds[:3] for kinds in causes if "preempted" in kinds and "taken" in kinds] == [
+        ["taken", "preempted", "taken"]]  # A0 takes the last free block, so that A1 finds none
     assert any("; 3 of 3 guesses were right." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     told, later, focused = result["told"]  # a focused block, and after its text has ended
@@ -284,6 +291,67 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     assert "only 3 of them would have fitted" in result["shown"][0]["saving"]
     read = re.findall(r"It reads the K and V of tokens (\d+) to (\d+)", str(result["shown"]))
     assert read and all(int(first) == max(0, int(last) - 23) for first, last in read)  # the window is of 24 tokens
+
+
+@needs_chromium
+def test_what_the_page_says_is_true(tmp_path, capsys):
+    """Who needs a block, what is computed again, who holds a block, what is masked, and every token that is written or
+    chosen, in the run of the README: seen by a reader who knew nothing, and wrong before."""
+    path = tmp_path / "run.html"
+    assert main([*EXAMPLE, "--trace", str(path)]) == 0
+    run = run_of(path.read_text())
+    result = played(path, look := list(range(39)))
+    steps = [(i, stop, shown) for i, (stop, shown) in enumerate(zip(result["all"], result["shown"])) if shown["dark"]]
+    frames = [frame for frame in run["frames"] if frame["kind"] == "step"]
+    assert len(steps) == len(frames) and len(look) == len(result["all"])
+    kinds, computed = set(), {}
+    for frame, (i, stop, shown) in zip(frames, steps):
+        drafts = sum(row[5] for row in frame["work"])
+        again = sum(row[1] == "again" for row in frame["work"])  # nothing is written for it
+        assert (shown["dark"], shown["right"]) == (frame["num_tokens"] - again, drafts)
+        for name, kind, start, end, samples, _ in frame["work"]:
+            classes = [each.split()[1:] for _, each in shown["rows"][name]]  # of each token that is drawn
+            assert len(classes) == len(stop["texts"][name])
+            assert samples and classes[-1] == ["next"] and len(classes) == end + 1
+            if kind == "recompute":
+                kinds.add(kind)
+                told = f"computes tokens {start} to {computed[name] - 1} again and token {computed[name]} for the first"
+                assert f"{told} time" in shown["told"][name] and end == computed[name] + 1
+            computed[name] = end
+        for name, blocks, _ in frame.get("preempted", []):
+            taker = [other for other, taken in frame.get("taken", []) if set(taken) & set(blocks)]
+            itself = f"{name} needs a block, none is free, and the text that came last gives way: that is {name} itself"
+            assert (itself in shown["words"]) == (not taker), i
+            assert not taker or f"{taker[0]} needs a block" in shown["words"]
+            kinds.add("by another" if taker else "itself")
+    assert kinds == {"recompute", "by another", "itself"}
+    returned = next(shown for frame, (_, _, shown) in zip(frames, steps) if frame["work"][0][1] == "recompute")
+    assert "blocks 0 4, free but not overwritten yet" in returned["words"]  # by B0, before B1 comes
+    assert "block 0, which B0 holds too" in returned["words"]
+    assert "token 0, before the window of the last query" in returned["attention"]
+    assert "block 0, which A0 and A1 hold too" in result["shown"][0]["words"]
+    texts = re.findall(r'Its text: "(.*)"\.', "\n".join(shown["words"] for shown in result["shown"]))
+    assert len(texts) == 4 and texts[0].endswith("daughter") and texts[3].endswith("\\n")  # the last tokens too
+
+
+@needs_chromium
+def test_wrong_drafts_are_drawn(tmp_path):
+    """A wrong draft is struck through in the pool, and the token chosen in its place is drawn in the text."""
+    def call(llm):
+        llm.generate("ROMEO:\nI love thee. I love", SamplingParams(max_tokens=60, temperature=0))
+    _, run, _ = recorded(tmp_path, call, num_blocks=40, speculative_config=dict(num_speculative_tokens=4))
+    result = played(tmp_path / "run.html", look := list(range(60)))
+    assert_played(run, result, look)
+    drafts = wrong = 0
+    for stop, shown in zip(result["all"], result["shown"]):
+        guessed = [notes for kind, e in stop["events"] if kind == "sampled" for notes in [e[2]] if "drafts" in notes]
+        assert shown["right"] == sum(notes["drafts"] for notes in guessed)
+        assert shown["wrong"] == sum(notes["drafts"] - notes["right"] for notes in guessed)
+        drafts, wrong = drafts + shown["right"], wrong + shown["wrong"]
+        for name, row in shown["rows"].items():
+            text = [cls for _, cls in row if "wrong" not in cls]
+            assert len(text) == len(stop["texts"][name]) and "next" in text[-1]
+    assert drafts > wrong > 0
 
 
 @needs_chromium
