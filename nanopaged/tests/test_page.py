@@ -193,11 +193,13 @@ DUMP = """<script>{
     const labels = [...document.querySelectorAll("#pools .b")].map(e => e.getAttribute("aria-label"))
     return {labels: labels.filter(label => !label.startsWith("host")), words: $("events").innerText,
       rows: Object.fromEntries(Object.keys(stop.lens).map(name => [name,
-        [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e => [e.textContent, e.className])])),
+        [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e =>
+          [e.textContent, e.className])])),
       told: Object.fromEntries([...document.querySelectorAll(".row")].map(e =>
         [e.querySelector(".name").textContent, e.querySelector("small").textContent])),
       wrong: document.querySelectorAll("#pools .wrong").length,
-      dark: document.querySelectorAll("#pools .tok.new").length, right: document.querySelectorAll("#pools .draft").length,
+      dark: document.querySelectorAll("#pools .tok.new").length,
+      drafts: document.querySelectorAll("#pools .draft").length,
       lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
       saving: $("saving").innerText} })
   if (tour.length) travel(2)
@@ -308,7 +310,7 @@ def test_what_the_page_says_is_true(tmp_path, capsys):
     for frame, (i, stop, shown) in zip(frames, steps):
         drafts = sum(row[5] for row in frame["work"])
         again = sum(row[1] == "again" for row in frame["work"])  # nothing is written for it
-        assert (shown["dark"], shown["right"]) == (frame["num_tokens"] - again, drafts)
+        assert (shown["dark"], shown["drafts"]) == (frame["num_tokens"] - again, drafts)
         for name, kind, start, end, samples, _ in frame["work"]:
             classes = [each.split()[1:] for _, each in shown["rows"][name]]  # of each token that is drawn
             assert len(classes) == len(stop["texts"][name])
@@ -345,9 +347,9 @@ def test_wrong_drafts_are_drawn(tmp_path):
     drafts = wrong = 0
     for stop, shown in zip(result["all"], result["shown"]):
         guessed = [notes for kind, e in stop["events"] if kind == "sampled" for notes in [e[2]] if "drafts" in notes]
-        assert shown["right"] == sum(notes["drafts"] for notes in guessed)
+        assert shown["drafts"] == sum(notes["drafts"] for notes in guessed)
         assert shown["wrong"] == sum(notes["drafts"] - notes["right"] for notes in guessed)
-        drafts, wrong = drafts + shown["right"], wrong + shown["wrong"]
+        drafts, wrong = drafts + shown["drafts"], wrong + shown["wrong"]
         for name, row in shown["rows"].items():
             text = [cls for _, cls in row if "wrong" not in cls]
             assert len(text) == len(stop["texts"][name]) and "next" in text[-1]
