@@ -353,6 +353,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
         for name, row in shown["rows"].items():
             text = [cls for _, cls in row if "wrong" not in cls]
             assert len(text) == len(stop["texts"][name]) and "next" in text[-1]
+            assert len(row) - len(text) == max(0, shown["wrong"] - 1)  # the chosen token has the place of the first
     assert drafts > wrong > 0
 
 
