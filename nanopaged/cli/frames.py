@@ -299,9 +299,9 @@ class Frames:
             if old is None and given:  # the sequence was admitted in this step
                 held = {block: others for block in given if (others := [
                     other for other in holders[block] if other in before.tables or admitted[other] < admitted[seq]])}
-                shared, others = list(held), dict.fromkeys(itertools.chain(*held.values()))
+                shared, holding = list(held), dict.fromkeys(itertools.chain(*held.values()))
                 frame.found.append([name, min(seq.num_hit_tokens, len(given) * self.managers[pool].block_size), shared,
-                                    self._names(others), [block for block in given if block not in shared]])
+                                    self._names(holding), [block for block in given if block not in shared]])
             if hosts:
                 frame.swapped_in.append([name, hosts, [came[host] for host in hosts]])
             frame.slid_out += [[name, block] for block, now in zip(old or (), table) if now == NULL != block]
