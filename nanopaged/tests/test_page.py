@@ -260,7 +260,7 @@ def assert_played(run: dict, played: dict, look: list[int]):
             expected = [(pool, block) for pool in range(run["pools"]) for block in range(len(labels) // run["pools"])]
             for (pool, block), label in zip(expected, labels, strict=True):
                 names = [name for name, (where, table, _) in tables.items() if where == pool and block in table]
-                state = "held by" if names else "free, its tokens can" if block in cached[pool] else "free"
+                state = "held by" if names else "free, its tokens are" if block in cached[pool] else "free"
                 assert label.strip().startswith(state) and all(name in label for name in names)
                 assert names or block in cached[pool] or label == " free"
 
