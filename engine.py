@@ -119,7 +119,7 @@ class SchedulerOutput:
     sampled: list = field(default_factory=list)  # Sequence
     preempted: list = field(default_factory=list)  # Sequence
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
-    cached: list[int] = field(default_factory=list)  # blocks that this step offers to the prefix cache
+    cached: list[int] = field(default_factory=list)  # blocks that the step offers to the prefix cache, unless it fails
 
 
 class Sampled(NamedTuple):
@@ -160,8 +160,8 @@ class BlockManager:
 
         (0, abcd) -> block 0, prefix key 1      (1, efxy) -> block 3, prefix key 2
 
-    A freed block stays in the prefix cache until it is reused.
-    The block that was freed longest ago is reused first (LRU). A sequence frees its last block first, because a block
+    (A request's cache_salt takes the place of the 0.) A freed block stays in the prefix cache until it is reused. The
+    block that was freed longest ago is reused first (LRU). A sequence frees its last block first, because a block
     cannot be found without those before it.
 
     **Copy-on-write.** Samples of one prompt and beams (scheduling/samples.py, api/beam.py) also share a block that is
@@ -388,7 +388,7 @@ class Scheduler:
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # the sequence was the last of all, and was preempted; no waiting one may overtake it
-                self.compute(seq, num_tokens, step)
+                self._compute(seq, num_tokens, step)
             turn += 1
         return step
 
@@ -427,7 +427,7 @@ class Scheduler:
         step.preempted.append(seq)
         return seq
 
-    def compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
+    def _compute(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> None:
         """Let the step compute the sequence's next num_tokens tokens, whose blocks it has."""
         step.seqs.append(seq)
         step.num_tokens.append(num_tokens)
