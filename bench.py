@@ -301,7 +301,7 @@ def random_llm(shape: dict[str, Any], with_tokenizer: bool = False, **options: A
         if with_tokenizer:
             (Path(folder) / "tokenizer.json").write_text(json.dumps(random_tokenizer()))
         try:
-            return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False) | options)
+            return LLM(folder, **dict(load_format="dummy", enable_prefix_caching=False, warm_up=True) | options)
         except ValueError as error:  # the card is too small
             raise LeftOut(error) from None
 
@@ -453,7 +453,7 @@ def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: st
         TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     program = (f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench\n"
-               f"llm = bench.random_llm(bench.SHAPES[{shape!r}], max_model_len=4096, {options})\n"
+               f"llm = bench.random_llm(bench.SHAPES[{shape!r}], max_model_len=4096, warm_up=False, {options})\n"
                "llm.generate([[1, 2, 3]], bench.exactly(1))\nprint(time.time())")
     started = time.time()
     argv = [sys.executable, "-c", program]

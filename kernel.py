@@ -60,6 +60,7 @@ from torch import Tensor
 from nanopaged import tiles
 from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
 from nanopaged.optional_triton import triton as triton
+from nanopaged.sampling_params import SMALLEST_TEMPERATURE
 from nanopaged.tiles import cdiv as cdiv
 from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_tile
 
@@ -750,3 +751,256 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """An fp8 tensor as bytes, which torch can index on a CPU."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+# --------------------------------------------------------------------------------------------------
+# Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
+#
+# The library computes the large matrix products of a step. These kernels compute what stands between the products, each
+# in one launch where plain torch needs several, and products of one row. `nanopaged/device/fused.py` puts them into the
+# model, graphs.py and logits.py beside it into sampling. Each names the plain form that it replaces. What does not
+# depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
+# --------------------------------------------------------------------------------------------------
+
+
+def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
+                 eps: float) -> tuple[Tensor, Tensor]:
+    """`model.Norm.forward` for x [T, D], or for partial products of it [count, T, D]; a tuple: those of several GPUs.
+    The sum is taken in float32 and rounded once."""
+    parts = tuple(x) if isinstance(x, tuple) else (x,)
+    (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
+    padded = tiles.next_power_of_2(size)
+    add_and_norm_kernel[(num_rows,)](
+        parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
+        COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
+        num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device))
+    return out, total
+
+
+@jit
+def add_and_norm_kernel(parts, residual, weight, bias, out, total, eps, num_rows, COUNT: tl.constexpr,
+                        SIZE: tl.constexpr, PADDED: tl.constexpr, CENTER: tl.constexpr, PDL: tl.constexpr):
+    """Grid (row,). CENTER: layer norm, else RMS norm."""
+    i = tl.arange(0, PADDED)
+    inside, row = i < SIZE, tl.program_id(0).to(tl.int64)
+    factor = tl.load(weight + i, mask=inside, other=0.0)
+    _wait_for_previous_kernel(PDL)
+    x = tl.load(residual + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    for gpu in tl.static_range(len(parts)):
+        for n in tl.static_range(COUNT):
+            x += tl.load(parts[gpu] + (n * num_rows + row) * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    rounded = x.to(total.dtype.element_ty)
+    tl.store(total + row * SIZE + i, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    if CENTER:
+        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
+    x = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    if CENTER:
+        x = x * factor.to(tl.float32) + tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    else:
+        x = x.to(factor.dtype).to(tl.float32) * factor.to(tl.float32)
+    tl.store(out + row * SIZE + i, x.to(out.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """`model.activate`."""
+    out = x.new_empty(len(x), x.shape[1] // (2 if gated else 1))
+    tile = min(1024, tiles.next_power_of_2(out.shape[1]))
+    activate_kernel[(len(x), cdiv(out.shape[1], tile))](
+        x, out, out.shape[1], TILE=tile, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+    return out
+
+
+@jit
+def activate_kernel(x, out, size, TILE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+                    PDL: tl.constexpr):
+    """Grid (row, tile of the result's columns)."""
+    _wait_for_previous_kernel(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = x + row * size * (2 if GATED else 1) + i
+    gate = tl.load(at, mask=i < size, other=0.0)
+    up = gate
+    if GATED:
+        up = tl.load(at + size, mask=i < size, other=0.0)
+    tl.store(out + row * size + i, _activate(gate, up, GATED, ACTIVATION), mask=i < size)
+
+
+@jit
+def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Rounded as in plain torch: after the activation, and after the product."""
+    x = gate.to(tl.float32)
+    if ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "silu" or ACTIVATION == "swish":
+        y = x * tl.sigmoid(x)
+    else:  # gelu_tanh; tanh(z) is 2 * sigmoid(2 * z) - 1
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    y = y.to(gate.dtype)
+    if GATED:
+        y = (y.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return y
+
+
+def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
+                   gated: bool = False) -> Tensor:
+    """F.linear for x [1, in] and weight [out, in]; with an activation, `model.activate` of it (gated: the first half of
+    the weight's rows is the gate). The library's kernels are made for many rows; plain sums read the weights faster."""
+    num_out, size = len(weight) // (2 if gated else 1), x.shape[1]
+    out = x.new_empty(1, num_out) if out is None else out
+    tile = min(2048, tiles.next_power_of_2(cdiv(size, 2)))  # the fastest of 27 forms for ten products on an H200
+    rows = max(2, 2048 // tile)
+    one_row_kernel[(cdiv(num_out, rows),)](
+        x, weight, weight if bias is None else bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile,
+        BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+    return out
+
+
+@jit
+def one_row_kernel(x, weight, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+                   BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    """Grid (ROWS rows of the weight,). A program adds up ROWS x TILE products side by side, and sums them at the end.
+    The loop loads a tile of weights before it needs it, the first one before the program waits."""
+    row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
+    at, exists = weight + row.to(tl.int64)[:, None] * SIZE + i[None, :], (row < num_out)[:, None]
+    up_at = at + num_out.to(tl.int64) * SIZE
+    gate = _load_weights(at, exists, i, SIZE)
+    up = gate
+    sums, up_sums = tl.zeros([ROWS, TILE], tl.float32), tl.zeros([ROWS, TILE], tl.float32)
+    if GATED:
+        up = _load_weights(up_at, exists, i, SIZE)
+    _wait_for_previous_kernel(PDL)
+    for start in range(0, SIZE, TILE):
+        factor = tl.load(x + start + i, mask=start + i < SIZE, other=0.0).to(tl.float32)[None, :]
+        sums += gate.to(tl.float32) * factor
+        gate = _load_weights(at + start + TILE, exists, start + TILE + i, SIZE)  # after the last tile: none
+        if GATED:
+            up_sums += up.to(tl.float32) * factor
+            up = _load_weights(up_at + start + TILE, exists, start + TILE + i, SIZE)
+    y, up_y = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    if BIAS:
+        y += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
+        if GATED:
+            up_y += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)
+    y = y.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        y = _activate(y, up_y.to(out.dtype.element_ty), GATED, ACTIVATION)
+    tl.store(out + row, y, mask=row < num_out)
+
+
+@jit
+def _load_weights(at, exists, column, SIZE: tl.constexpr):
+    """.cg keeps weights, which are read once, out of the L1 cache."""
+    return tl.load(at, mask=exists & (column < SIZE)[None, :], other=0.0, cache_modifier=".cg")
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+# --------------------------------------------------------------------------------------------------
+
+# The factors of two hashes: SplitMix64's (Steele et al. 2014), and lowbias32's (Wellons 2018).
+HASH = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x7FEB352D, 0x846CA68B
+GOLDEN, MIX_1, MIX_2, LOW_1, LOW_2 = (tl.constexpr(number) for number in HASH)
+COLDEST, LARGEST = tl.constexpr(SMALLEST_TEMPERATURE), tl.constexpr(3e38)
+
+
+def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
+    """logits.add_bias of nanopaged/device."""
+    return _edit(logits, slots, bias, bias, bias, BIAS=True)
+
+
+def penalise(logits: Tensor, slots: Tensor, seen: Tensor, settings: Tensor) -> Tensor:
+    """logits.penalise of nanopaged/device."""
+    return _edit(logits, slots, logits, seen, settings, BIAS=False)
+
+
+def _edit(logits: Tensor, slots: Tensor, bias: Tensor, seen: Tensor, settings: Tensor, BIAS: bool) -> Tensor:
+    out, tile = torch.empty_like(logits, dtype=torch.float32), 1024
+    edit_kernel[(len(logits), cdiv(logits.shape[1], tile))](
+        logits, slots, bias, seen, settings, out, logits.shape[1], TILE=tile, BIAS=BIAS,
+        **launch_options(logits.device))
+    return out
+
+
+@jit
+def edit_kernel(logits, slots, bias, seen, settings, out, size, TILE: tl.constexpr, BIAS: tl.constexpr,
+                PDL: tl.constexpr):
+    """Grid (row, tile of the vocabulary)."""
+    _wait_for_previous_kernel(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot, inside = tl.load(slots + row), i < size
+    x = tl.load(logits + row * size + i, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias + slot * size + i, mask=inside, other=0.0)
+    else:
+        count, numbers = tl.load(seen + slot * size + i, mask=inside, other=0), settings + slot * 5
+        repetition = tl.load(numbers + 1).to(tl.float32, bitcast=True)
+        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        x -= tl.load(numbers + 2).to(tl.float32, bitcast=True) * (count >> 1)
+        x -= tl.where(count > 1, tl.load(numbers + 3).to(tl.float32, bitcast=True), 0.0)
+    tl.store(out + row * size + i, x, mask=inside)
+
+
+def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """sampler.pick of nanopaged/device in two launches: the best token of each tile, then the best of these."""
+    num_rows, size = logits.shape
+    tile = min(2048, tiles.next_power_of_2(size))
+    num_tiles = cdiv(size, tile)
+    best = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    at, out = torch.empty_like(best, dtype=torch.int32), torch.empty_like(position)
+    pick_kernel[(num_rows, num_tiles)](
+        logits, temperature, seed, position, best, at, logits.stride(0), temperature.stride(0), seed.stride(0), size,
+        TILE=tile, **launch_options(logits.device))
+    best_of_tiles_kernel[(num_rows,)](best, at, out, num_tiles, TILES=tiles.next_power_of_2(num_tiles), num_warps=1,
+                                      **launch_options(logits.device))
+    return out
+
+
+@jit
+def pick_kernel(logits, temperature, seed, position, best, at, logits_row, temperature_row, seed_row, size,
+                TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (row, tile of the vocabulary)."""
+    _wait_for_previous_kernel(PDL)
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * logits_row + token, mask=token < size, other=-float("inf")).to(tl.float32)
+    heat = tl.load(temperature + row * temperature_row)
+    key = tl.load(seed + row * seed_row) + tl.load(position + row) * GOLDEN
+    key = (key ^ _shift(key, 30)) * MIX_1
+    key = (key ^ _shift(key, 27)) * MIX_2
+    score = tl.where(heat < COLDEST, x, x / tl.maximum(heat, COLDEST) + _gumbel(key ^ _shift(key, 31), token))
+    score = tl.minimum(score, LARGEST)  # infinity marks, in the next line,
+    score = tl.where((x == x) & (x < float("inf")), score, float("inf"))  # NaN and infinity: the row has no token
+    largest, index = tl.max(score, 0, return_indices=True)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best + out, largest)
+    tl.store(at + out, tl.program_id(1) * TILE + index)
+
+
+@jit
+def best_of_tiles_kernel(best, at, out, num_tiles, TILES: tl.constexpr, PDL: tl.constexpr):
+    """Grid (row,). -1: the largest logit is not finite."""
+    _wait_for_previous_kernel(PDL)
+    row, i = tl.program_id(0), tl.arange(0, TILES)
+    largest, tile = tl.max(tl.load(best + row * num_tiles + i, mask=i < num_tiles, other=-float("inf")), 0,
+                           return_indices=True)
+    token = tl.load(at + row * num_tiles + tile)
+    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), token, -1).to(tl.int64))
+
+
+@jit
+def _shift(x, BITS: tl.constexpr):
+    """A shift to the right that does not copy the sign."""
+    return (x.to(tl.uint64) >> BITS).to(tl.int64)
+
+
+@jit
+def _gumbel(key, token):
+    """sampler.gumbel of nanopaged/device."""
+    x = token.to(tl.uint32) ^ key.to(tl.uint32)
+    x = (x ^ (x >> 16)) * LOW_1
+    x = (x ^ (x >> 15) ^ (key.to(tl.uint64) >> 32).to(tl.uint32)) * LOW_2
+    v = ((x ^ (x >> 16)).to(tl.float32) + 0.5) * 2.0 ** -32
+    # -log(1 - v). A small v takes its series, because 1 - v would lose v's digits; the largest v is rounded to 1.
+    race = tl.where(v < 2.0 ** -8, v + 0.5 * v * v, -tl.log(tl.maximum(1.0 - v, 2.0 ** -25)))
+    return -tl.log(race)

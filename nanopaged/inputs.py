@@ -76,6 +76,7 @@ OPTIONS = dict(
     hf_overrides=Option(dict, None, "a dict of entries of config.json"),
     generation_config=_choice("auto", "vllm"),
     override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
+    warm_up=Option(bool, False, "True or False"),
     max_logprobs=Option(int, 20, "an integer of at least 0, or -1 for any number", lambda x: x >= -1),
     load_format=_choice("auto", "dummy"),
     dtype=Option(str, "auto"),

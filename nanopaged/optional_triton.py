@@ -32,7 +32,8 @@ except ImportError:  # no Triton, or one without Nvidia's part
 # Triton compiles a kernel again for other alignments of a pointer and for some values of an integer (1, multiples of
 # 16). These arguments change from step to step, and a step must not wait for the compiler.
 VARYING = ["block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping"]
-jit = (triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=VARYING) if triton
+VARYING_NUMBERS = ["num_splits", "num_rows", "num_out"]
+jit = (triton.jit(do_not_specialize=VARYING_NUMBERS, do_not_specialize_on_alignment=VARYING) if triton
        else lambda function: function)
 
 

@@ -52,8 +52,9 @@ class LLM(Core):
     tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
         (nanopaged/device/parallel.py)
     speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/scheduling/drafts.py)
-    enforce_eager: the plain path, one step after the other: no CUDA graphs, no compiled functions, no lookahead; in
-        torch attention computes one sequence after the other
+    enforce_eager: the plain path, one step after the other: no CUDA graphs, no small kernels, no lookahead; in torch
+        attention computes one sequence after the other
+    warm_up: record every step size before the first request, not when a step first needs it (device/graphs.py)
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
         asks for a missing feature raises ValueError
@@ -74,7 +75,7 @@ class LLM(Core):
                  max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
-                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, seed: int = 0,
+                 scheduling_policy: str = "fcfs", enforce_eager: bool = False, warm_up: bool = False, seed: int = 0,
                  data_parallel_size: int = 1, tensor_parallel_size: int = 1, speculative_config: dict | None = None,
                  tokenizer: str | None = None, tokenizer_revision: str | None = None, skip_tokenizer_init: bool = False,
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
@@ -98,7 +99,7 @@ class LLM(Core):
             device, data_parallel_size, tensor_parallel_size, attention, enforce_eager, self.config, self.path,
             is_dummy, pool, swap_space, dtype=dtype, seed=seed, block_size=block_size,
             max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, warm_up=warm_up,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         self.runner = runner = self.runners[0]
         pools = [runner.allocate_pool(*pool) for runner in self.runners]

@@ -80,7 +80,7 @@ ENGINE
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
-  --enforce-eager              no CUDA graphs, no compiling: starts sooner, runs slower
+  --enforce-eager, --warm-up   no graphs, no small kernels; record all step sizes first [--serve]
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
@@ -227,7 +227,7 @@ def _load(args, llm_class):
     if llm_class is None:
         from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
-    options = _given(args, ENGINE)
+    options = _given(args, ENGINE) | ({"warm_up": True} if args.serve else {})
     if args.speculate is not None:
         options["speculative_config"] = {"num_speculative_tokens": args.speculate}
     llm = llm_class(args.model, **options)

@@ -2,8 +2,8 @@
 
 Four kinds of work get faster:
 
-- **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is
-  several kernels. torch.compile makes one kernel of each.
+- **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is several
+  launches. kernel.py's last part has one kernel for each.
 - **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
@@ -11,36 +11,26 @@ Four kinds of work get faster:
 
 `enforce_eager=True` leaves all of this off. The modules keep their names and weights, and get other classes.
 """
-from itertools import chain
-from typing import Any, Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import model
+from nanopaged import kernel, model
 from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
-from nanopaged.tiles import cdiv
 
 # Limits, found by timing products in bfloat16 on an H200.
-MAX_ONE_ROW_WEIGHTS = 2**26  # for more weights the library reads a one-row product's weights at full rate as well
-MAX_SUMMANDS = 1024  # a compiled sum over more numbers is a loop that waits for each of its loads
 MAX_SPLIT_ROWS = 256  # more rows or columns have enough tiles without a split
 MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
-MAX_COMPILATIONS = 64  # of one function; see `raise_compilation_limit`
-# For torch.compile. With dynamic=False sizes and numbers such as eps stay constants for the second model of a process;
-# otherwise torch would make variables of those that differ from the first model's. One thread compiles: torch's
-# parallel compiler processes take so long to start that one thread has compiled nearly everything by then.
-COMPILER: dict[str, Any] = dict(dynamic=False, options={"compile_threads": 1})
 
 
 def fuse(transformer: model.Transformer) -> None:
-    """Replace the model's modules by the faster ones, which compile their functions when they first run."""
-    raise_compilation_limit()
+    """Replace the model's modules by the faster ones."""
     skip_rows_without_logits(transformer)
-    compiled = Compiled()
     for layer in transformer.layers:
         layer.__class__ = FusedLastLayer if isinstance(layer, LastLayer) else FusedLayer
         layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
@@ -48,27 +38,15 @@ def fuse(transformer: model.Transformer) -> None:
     for module in transformer.modules():
         if isinstance(module, model.Norm):
             module.__class__ = FusedNorm
-        module.compiled = compiled  # type: ignore[assignment]
 
 
-class Compiled:
-    """The compiled functions of one model."""
-
-    def __init__(self) -> None:
-        self.norm, self.activate = compile_rows(add_partials_and_norm, 2), compile_rows(model.activate, 1)
-        self.row: Any = torch.compile(one_row_linear, **COMPILER)
-        self.row_into: Any = torch.compile(one_row_linear_into, **COMPILER)
-        self.row_gate_up: Any = torch.compile(one_row_gate_up, **COMPILER)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return (self.row if is_one_row_product(x, weight) else F.linear)(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return (kernel.one_row_linear if len(x) == 1 else F.linear)(x, weight, bias)
 
 
 class FusedLinear(model.Linear):
-    compiled: Compiled
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.compiled.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class LinearBeforeNorm(model.Linear):
@@ -76,7 +54,6 @@ class LinearBeforeNorm(model.Linear):
 
     buffer: with several GPUs (parallel.py), where the partial products of all of them are
     """
-    compiled: Compiled
     buffer: Any = None
 
     def forward(self, x: Tensor) -> Any:
@@ -84,14 +61,14 @@ class LinearBeforeNorm(model.Linear):
         count = num_partial_products(x, weight) if bias is None else 1
         if self.buffer is not None:
             return self.share(x, count)
-        return self.compiled.linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
+        return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
 
     def share(self, x: Tensor, count: int) -> "PeerProducts":
         """Write this GPU's partial products where the others can read them."""
         weight, bias, shape = self.weight, self.bias, (count, len(x), len(self.weight))
         out = self.buffer.own(*shape)
-        if is_one_row_product(x, weight):
-            self.compiled.row_into(x, weight, bias, out[0])
+        if len(x) == 1:
+            kernel.one_row_linear(x, weight, bias, out[0])
         elif count > 1:
             partial_products(x, weight, count, out)
         elif bias is None:
@@ -102,52 +79,23 @@ class LinearBeforeNorm(model.Linear):
 
 
 class FusedNorm(model.Norm):
-    compiled: Compiled
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if not len(residual):  # no row needs logits, and torch would compile the function again for no rows
+    def forward(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(residual):  # no row needs logits
             return residual, residual
-        x = tuple(x) if isinstance(x, PeerProducts) else x
-        return self.compiled.norm(x, residual, self.weight, self.bias, self.eps)
+        return kernel.add_and_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class FusedLayer(model.Layer):
-    compiled: Compiled
-
     def mlp(self, x: Tensor) -> Tensor:
         c, gate_up = self.config, self.gate_up_proj
-        if is_one_row_product(x, gate_up.weight):
-            x = self.compiled.row_gate_up(x, gate_up.weight, gate_up.bias, c.activation, c.gated_mlp)
+        if len(x) == 1:  # both products side by side, and the activation in the same kernel
+            x = kernel.one_row_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
             return self.down_proj(x)
-        return self.down_proj(self.compiled.activate(gate_up(x), c.activation, c.gated_mlp))
+        return self.down_proj(kernel.activate(gate_up(x), c.activation, c.gated_mlp))
 
 
 class FusedLastLayer(FusedLayer, LastLayer):
     pass
-
-
-def raise_compilation_limit() -> None:
-    """Each shape of a one-row product is compiled separately. Beyond its limit torch silently stops compiling."""
-    settings: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
-    setattr(settings, name, MAX_COMPILATIONS)
-
-
-def compile_rows(function: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
-    """torch.compile for any number of rows: the last dimension but one (or the only one) of the first num_tensors
-    arguments may change. An argument may be a tuple of tensors.
-
-    All other sizes become constants of the generated kernel, which moves memory about twice as fast as a kernel that
-    takes them as arguments (on an H200).
-    """
-    compiled = torch.compile(function, **COMPILER)
-
-    def call(*arguments: Any) -> Any:
-        for tensor in chain(*(a if isinstance(a, tuple) else (a,) for a in arguments[:num_tensors])):
-            torch._dynamo.maybe_mark_dynamic(tensor, max(0, tensor.dim() - 2))
-        return compiled(*arguments)
-
-    return call
 
 
 class PeerProducts(tuple):
@@ -157,58 +105,25 @@ class PeerProducts(tuple):
         return PeerProducts(part.index_select(dim, rows) for part in self)
 
 
-def add_partials_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
-                          eps: float) -> tuple[Tensor, Tensor]:
-    """`Norm.forward` for x [T, D], or for partial products of it, [count, T, D], of one GPU or of several."""
-    for part in (x if isinstance(x, tuple) else (x,)):
-        for partial in (part if part.dim() == 3 else [part]):  # one by one: these additions fuse with the norm
-            residual = partial + residual  # and .sum(0) does not
-    return model.normalize(residual, weight, bias, eps), residual
-
-
-# --------------------------------------------------------------------------------------------------
-# One row
-# --------------------------------------------------------------------------------------------------
-
-def is_one_row_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether `one_row_linear` is faster than the library for this product."""
-    return len(x) == 1 and weight.numel() <= MAX_ONE_ROW_WEIGHTS
-
-
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear for x [1, in]: a sum over `in`, taken as several sums of at most MAX_SUMMANDS, side by side."""
-    size = weight.shape[1]
-    count = next(n for n in range(cdiv(size, MAX_SUMMANDS), size + 1) if size % n == 0)
-    x, parts = x.float().view(count, -1), weight.view(len(weight), count, -1)  # [count, in / count], [out, count, ...]
-    sums: Any = sum([parts[:, i].float() * x[i] for i in range(count)])  # [out, in / count]
-    row = sums.sum(-1)  # [out]
-    return (row if bias is None else row + bias.float()).to(weight.dtype)[None]
-
-
-def one_row_linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    out.copy_(one_row_linear(x, weight, bias))
-
-
-def one_row_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
-    """gate_up_proj and `activate` for one row: both products side by side, and the activation in the same kernel."""
-    count = 2 if gated else 1
-    biases = [None] * count if bias is None else bias.chunk(count)
-    rows = [one_row_linear(x, *half) for half in zip(weight.chunk(count), biases)]
-    return model.ACTIVATIONS[activation](rows[0]) * rows[1] if gated else model.ACTIVATIONS[activation](rows[0])
-
-
 # --------------------------------------------------------------------------------------------------
 # Few rows: split-K
 # --------------------------------------------------------------------------------------------------
+
+def split_counts(config: model.ModelConfig, dtype: torch.dtype) -> set[int]:
+    """All results of `num_partial_products` for a model."""
+    c, make = config, partial(torch.empty, dtype=dtype, device="meta")
+    products = (c.num_heads * c.head_dim, c.o_bias), (c.intermediate_size, c.mlp_bias)
+    return {1, *(num_partial_products(make(2, size), make(c.hidden_size, size)) for size, bias in products if not bias)}
+
 
 def num_partial_products(x: Tensor, weight: Tensor) -> int:
     """The number of partial products in which x [T, in] times weight [out, in] is fastest; 1: do not split it."""
     num_columns, size = weight.shape
     count = 4 if num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
-    is_small = len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
+    is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
     # In float16 a partial product may overflow where the whole does not.
     can_split = size % (SPLIT_ALIGNMENT * count) == 0 and weight.dtype is not torch.float16
-    return count if is_small and can_split and not is_one_row_product(x, weight) else 1
+    return count if is_small and can_split else 1
 
 
 def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None = None) -> Tensor:

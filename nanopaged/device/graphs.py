@@ -3,22 +3,27 @@
 A step launches hundreds of kernels, and the GPU finishes them faster than the CPU can launch them. One call replays a
 recorded step. A recorded step has fixed sizes and reads its integers from one tensor. A smaller step is therefore
 padded with tokens of slot -1, whose K and V are not written, and with sequences without query and without tokens in the
-cache. A step that no recorded step has room for, or that would be padded too much, is launched kernel by kernel
+cache. A step of a size that is too large to record, or that would be padded too much, is launched kernel by kernel
 (runner.py).
+
+A size is recorded when the first step needs it, which takes some 30 ms, or with `warm_up` before the first request.
 """
+import warnings
+from contextlib import suppress
 from functools import partial
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanopaged import kernel
 from nanopaged.device.fused import fuse
 from nanopaged.device.masks import mask_logits, send_masks
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers, on_its_device
-from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE, no_garbage_collection
+from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.scheduling.additions import Sequence
 from nanopaged.tiles import MANY_CONTEXTS
 
@@ -47,14 +52,16 @@ class Shape(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """A Runner on CUDA with the fused functions, recorded steps and a lookahead of one step."""
+    """A Runner on CUDA with the fused modules, recorded steps and a lookahead of one step."""
     lookahead = 1
     fused = True
+    pick = staticmethod(kernel.pick)
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, logits, tokens
+        # The recorded steps: graph, logits, tokens. None: not recorded yet; False: that failed.
+        self.graphs: dict[Shape, Any] = {}
         # Sampling with masks, by number of rows: graph, rows of the step, tokens.
-        self.masked: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.masked: dict[int, Any] = {}
         super().__init__(*args, **options)
 
     def _make_model(self, tensors: Any) -> None:
@@ -64,7 +71,7 @@ class GraphRunner(Runner):
     @on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         num_blocks = super().allocate_pool(num_blocks, gpu_memory_utilization)
-        self.record()
+        self.prepare_graphs()
         return num_blocks
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
@@ -74,18 +81,12 @@ class GraphRunner(Runner):
             if len(split.seqs) <= self.max_num_samples:
                 batch, sampling_indices = split, last_rows
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
-        if shape is None:
+        if shape is None or not self.record(shape):
             return super()._compute(batch, sampling_indices, more_rows, needs)
         return self._replay(shape, batch, sampling_indices, needs)
 
-    def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        if len(rows) > 1:
-            return super()._draw(logits, rows, positions, needs)
-        # The row is drawn twice: for a single row torch would compile the sampler once more, which takes two seconds.
-        return super()._draw(torch.cat([logits, logits]), rows.expand(2), torch.cat([positions, positions]), needs)[:1]
-
     def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> Shape | None:
-        """The smallest recorded step with room for a step of these lengths; None: launch the step kernel by kernel."""
+        """The smallest size with room for a step of these lengths; None: launch the step kernel by kernel."""
         num_tokens = sum(query_lens)
         decodes = [seq_len for query_len, seq_len in zip(query_lens, seq_lens) if query_len == 1]
         only_decodes = len(decodes) == len(query_lens)
@@ -102,7 +103,7 @@ class GraphRunner(Runner):
         return shape
 
     def shapes(self) -> list[Shape]:
-        """The steps to record, the largest first: the others fit into its memory."""
+        """The sizes of recorded steps, the largest first."""
         most_tokens = self.max_num_batched_tokens
         most_seqs = min(self.max_num_samples, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
@@ -112,11 +113,12 @@ class GraphRunner(Runner):
                  for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
         return sorted(decodes + mixed, reverse=True)
 
-    @no_garbage_collection()
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record all steps. A recording only notes the launches, and no kernel runs."""
+    def prepare_graphs(self) -> None:
+        """Make the tensors that all recorded steps share, and record the largest steps: the others fit into the memory
+        that these take, which memory.py has left free."""
         shapes = self.shapes()
+        self.graphs = dict.fromkeys(shapes)
         most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
@@ -124,16 +126,47 @@ class GraphRunner(Runner):
         self.graph_memory: Any = None  # of all recordings
         # Without a stream torch.cuda.graph would use one of the first device that it recorded on.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        for shape in shapes:
-            self.graphs[shape] = self._record(self._static_step, shape)
+        largest = {min(shapes), max(shapes), max((shape for shape in shapes if not shape.num_tiles), default=shapes[0])}
+        for shape in shapes if self.warm_up else sorted(largest, reverse=True):
+            self.record(shape)
+
+    def record(self, shape: Shape) -> bool:
+        """Record the step of this size, if that was not tried before. False: the recording failed."""
+        if self.graphs[shape] is None:
+            reason = "another GPU failed"
+            try:
+                self.graphs[shape] = self._record(self._static_step, shape)
+            # An AcceleratorError: another thread waited for the whole device, which ends a recording.
+            except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                reason = str(error).partition("\n")[0]
+            if not self.all_recorded(shape):
+                self.graphs[shape] = False
+                warnings.warn(f"a step of {shape.num_tokens} tokens could not be recorded ({reason}). Such steps are "
+                              "launched kernel by kernel, which is slower. For memory, lower gpu_memory_utilization; "
+                              "with warm_up=True all steps are recorded at the start")
+        return bool(self.graphs[shape])
+
+    def all_recorded(self, shape: Shape) -> bool:
+        """Whether all GPUs of the model have recorded it."""
+        return bool(self.graphs[shape])
 
     def _record(self, step: Callable[[Any], tuple[Tensor, Tensor]],
                 size: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """A graph of step(size), and the tensors that the step returns; each replay writes them again."""
+        """A graph of step(size), and the tensors that the step returns; each replay writes them again. A recording only
+        notes the launches, and no kernel runs. (The context manager torch.cuda.graph would also wait for the device,
+        collect garbage and give cached memory back, which a request would wait for.)"""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_memory, stream=self.graph_stream,
-                              capture_error_mode="thread_local"):
-            outputs = step(size)
+        if self.graph_stream:
+            torch.cuda.current_blas_handle()  # each thread has one, and making it during a recording fails
+        with torch.cuda.stream(self.graph_stream):
+            graph.capture_begin(self.graph_memory, capture_error_mode="thread_local")
+            try:
+                outputs = step(size)
+            except BaseException:
+                with suppress(RuntimeError):  # the recording is not valid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self.graph_memory = self.graph_memory or graph.pool()
         return graph, *outputs
 
@@ -208,8 +241,7 @@ class GraphRunner(Runner):
             message = message.pin_memory()
         self.masked_input[:len(message)].copy_(message, non_blocking=True)
         if size not in self.masked:
-            with no_garbage_collection():
-                self.masked[size] = self._record(self._masked_step, size)
+            self.masked[size] = self._record(self._masked_step, size)
         graph, indices, tokens = self.masked[size]
         graph.replay()
         return indices[:len(at)], tokens[:len(at)]

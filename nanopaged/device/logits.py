@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.device.fused import compile_rows
+from nanopaged import kernel
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.scheduling import additions
 
@@ -77,14 +77,14 @@ class LogitsEditor:
     """The tables, and the arithmetic that edits logits with them. It can be made while sequences without edits run.
 
     send: lists of integers -> int32 tensors on the device, in one transfer that the host does not wait for
-    fused: compile the arithmetic, so that it reads logits and tables once
+    fused: with kernel.py's kernels, which read logits and tables once
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device,
                  send: Callable[[list[list[int]]], list[Tensor]], fused: bool = False) -> None:
         self.vocab_size, self.device, self.send = vocab_size, device, send
-        self.add_bias = compile_rows(add_bias, 3) if fused else add_bias
-        self.penalise = compile_rows(penalise, 4) if fused else penalise
+        self.add_bias = kernel.add_bias if fused else add_bias
+        self.penalise = kernel.penalise if fused else penalise
         self.slot_of_row: dict[int, _Slot] = {}
         self.unsent: set[int] = set()  # rows whose slot the device does not know; rows stay here if a step fails
         self.free_slots: list[int] = []

@@ -127,7 +127,7 @@ class ParallelRunner(Runner):
     """What the runners of all ranks have in common, to be put before Runner or GraphRunner: `rank_class`."""
 
     def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
-        self.whole, self.peers = config, peers
+        self.whole, self.peers, self.num_ranks = config, peers, peers.size
         super().__init__(split_config(config, peers.size), *args, **options)
 
     def _make_rows(self) -> None:
@@ -176,6 +176,9 @@ class ParallelRunner(Runner):
         recorded = super()._record(*step)  # type: ignore[misc]  # GraphRunner's
         self.peers.note_graph(recorded[0])
         return recorded
+
+    def all_recorded(self, shape: Any) -> bool:
+        return bool(self.peers.agree([super().all_recorded(shape)], largest=False)[0])  # type: ignore[misc]
 
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

@@ -24,7 +24,7 @@ This file is the plain path. What takes the place of its parts, as a rule unless
     part                      in its place                                        where that is chosen
     Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
-    modules of model.py       compiled functions (fused.py)                       GraphRunner
+    modules of model.py       ones with small kernels (fused.py)                   GraphRunner
     the last Layer            one that skips rows (last_layer.py)                 everywhere but with enforce_eager
     attention in torch        one call for all sequences (rectangles.py)          everywhere but with enforce_eager
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
@@ -35,7 +35,6 @@ features: swapping.py, logits.py (edited logits), logprobs.py, masks.py (grammar
 """
 import gc
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, ContextManager, Iterable, NamedTuple
@@ -46,7 +45,7 @@ from torch import Tensor
 from nanopaged import engine, kernel, model
 from nanopaged.device import choices, masks, memory, swapping, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, start_editing
-from nanopaged.device.sampler import SETTINGS_INTS, Sampler, SamplingBatch, SamplingNeeds, pack_settings
+from nanopaged.device.sampler import SETTINGS_INTS, SamplingBatch, SamplingNeeds, pack_settings, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput, Sequence
@@ -67,13 +66,17 @@ class StepTensors(NamedTuple):
 class Runner:
     """A model on a device, with its KV pool. ValueError for options that cannot be."""
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
-    fused = False  # with compiled functions
+    fused = False  # with the small kernels of kernel.py's last part
+    num_ranks = 1  # GPUs that share the model
+    pick = staticmethod(pick)
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
     def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
-                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, max_num_drafts: int = 0):
+                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False,
+                 max_num_drafts: int = 0):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
+        self.warm_up = warm_up  # record all steps before the first request (graphs.py)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
@@ -88,12 +91,10 @@ class Runner:
             self.release_memory()
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         self._make_rows()
-        # Triton's kernels are compiled in a thread while weights are loaded and torch's compiler is imported.
-        self.compiled: Future | None = None
-        if device.type == "cuda" and kernels is kernel.TRITON:
-            self.compiled = ThreadPoolExecutor(1).submit(on_its_device(warmup.compile_kernels), self)
-        with warmup.no_garbage_collection() if device.type == "cuda" else nullcontext():
-            self._make_model(seed if tensors is None else tensors)
+        # Triton's kernels are compiled while the weights are loaded.
+        compiles = device.type == "cuda" and kernels is kernel.TRITON
+        self.compiled = warmup.compile_kernels(self) if compiles else []
+        self._make_model(seed if tensors is None else tensors)
         self.tokens_per_tile = 1  # of queries in prefill, as the kernel cuts them
         if kernels is kernel.TRITON:
             group = config.num_heads // config.num_kv_heads
@@ -116,7 +117,6 @@ class Runner:
 
     def _make_model(self, tensors: Iterable | model.Transformer | int) -> None:
         self.model = self._build_model(tensors)
-        self.sampler = Sampler(self.fused)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         self.masker: masks.Masker | None = None  # until a sequence has a grammar
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
@@ -136,8 +136,8 @@ class Runner:
     @on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
         """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
-        if self.compiled is not None:
-            warmup.finish(self)
+        while self.compiled:
+            self.compiled.pop().result()
         num_blocks = num_blocks or self._choose_num_blocks(gpu_memory_utilization)
         pool = choices.allocate(self, num_blocks)
         self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, self._choose_scales())]
@@ -299,7 +299,7 @@ class Runner:
         return tokens
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        return self.sampler(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs))
+        return sample(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs), self.pick)
 
     def send_step(self, lists: list[list[int]]) -> StepTensors:
         """A StepInput's lists on the device, for trial steps (memory.py, choices.py)."""

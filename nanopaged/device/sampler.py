@@ -1,21 +1,19 @@
 """Logits to tokens.
 
-A sequence draws **one uniform number per token**, and the number is a hash of (seed, position). The number does not
-depend on a generator's state, so a request draws the same numbers alone or in any batch, before and after a preemption.
-The number picks a token by inverse transform sampling: the probabilities are laid end to end in vocabulary order, and
-the token whose probability covers the number is drawn.
+A token is drawn as argmax(logits / temperature + noise). The noise is a hash of (seed, position, token id). The noise
+does not depend on a generator's state, so a request draws the same tokens alone or in any batch, before and after a
+preemption. A filter sets the logits of dropped tokens to -inf and leaves the noise of the others as it is.
 """
 import math
 import struct
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Callable, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.device.fused import compile_rows
+from nanopaged import kernel
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
 from nanopaged.scheduling import additions
 
@@ -74,51 +72,49 @@ def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
 
 SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
 UNIT = 2.0**38  # the integer that stands for probability 1, see `units`
-COLDEST = 2.0**120  # the inverse temperature of greedy rows
-CHUNK = 128  # tokens of the vocabulary in one partial sum of `summarise`
-# The integer that stands for weight 1 in `summarise`: as fine as float32, and a CHUNK of them still sums to an int32,
-# which a GPU adds faster than int64.
-SUM_UNIT = 2.0**23
+LOW_BITS = 2**32 - 1
 
 
-class Sampler:
-    """Picks one token per row. fused: compile the draw, so that it reads the logits once."""
-
-    def __init__(self, fused: bool = False) -> None:
-        self.pick = compile_rows(pick, 4) if fused else pick
-
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. A row gets -1 if its largest
-        logit is not finite: one is NaN or +inf, or all are -inf."""
-        if batch.all_greedy:
-            largest, tokens = logits.max(-1)
-            return torch.where(largest.isfinite(), tokens, -1)
-        if not batch.any_filter:
-            return self.pick(logits, batch.temperature, batch.seed, batch.position)
-        # Rows without a filter keep all tokens here, so they draw the same token as in a batch without filters.
-        is_greedy = batch.temperature < SMALLEST_TEMPERATURE
-        scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
-        kept = logits.masked_fill(~kept_tokens(scaled, batch), -math.inf)
-        return torch.where(logits.amax(-1).isfinite(), pick(kept, batch.temperature, batch.seed, batch.position), -1)
+def sample(logits: Tensor, batch: SamplingBatch, pick: Callable[..., Tensor]) -> Tensor:
+    """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. A row gets -1 if its largest logit
+    is not finite: one is NaN or +inf, or all are -inf. pick: the function below, or kernel.pick."""
+    if batch.all_greedy:
+        largest, tokens = logits.max(-1)
+        return torch.where(largest.isfinite(), tokens, -1)
+    if not batch.any_filter:
+        return pick(logits, batch.temperature, batch.seed, batch.position)
+    # Rows without a filter keep all tokens here, so they draw the same token as in a batch without filters.
+    is_greedy = batch.temperature < SMALLEST_TEMPERATURE
+    scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
+    kept = logits.masked_fill(~kept_tokens(scaled, batch), -math.inf)
+    return torch.where(logits.amax(-1).isfinite(), pick(kept, batch.temperature, batch.seed, batch.position), -1)
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Draw from softmax(logits / temperature); a greedy row takes its best token. Returns [R]. In short:
+    """Draw from softmax(logits / temperature); a greedy row takes its best token. logits [R, vocab_size], others [R]
+    -> [R]. Noise of this distribution makes token i the largest with exactly its probability (the Gumbel-max trick)."""
+    is_greedy = (temperature < SMALLEST_TEMPERATURE)[:, None]
+    noise = gumbel(seed, position, logits.shape[1])
+    scores = torch.where(is_greedy, logits.float(), logits.float() / temperature[:, None] + noise)
+    return torch.where(logits.amax(-1).isfinite(), scores.argmax(-1), -1)
 
-        torch.searchsorted(softmax(logits / temperature).cumsum(-1), uniform, right=True)
 
-        probabilities  0.5  0.3  0.2     cumulative  0.5  0.8  1.0     0.6 draws token 1
+def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
+    """-log(-log(u)) for a uniform number u of each (seed, position, token): seeds [R] from `mix` -> [R, size].
 
-    The longer form below adds integers, so that the token does not depend on the batch (`units`). It first draws a
-    chunk of the vocabulary and then a token of the chunk, so that it passes over all logits only once.
+    SplitMix64's finalizer makes 64 bits of (seed, position). A 32-bit hash of these bits and the token is v = 1 - u:
+    where the noise is large, v is small and has all its digits.
     """
-    is_greedy = temperature < SMALLEST_TEMPERATURE
-    # A GPU computes powers of 2, so exp(x / temperature) is written as 2 ** (x * inverse_temperature). A greedy row
-    # draws, too, at a temperature so low that only its largest logit has any weight.
-    inverse_temperature = torch.where(is_greedy, COLDEST, math.log2(math.e) / temperature)[:, None]
-    peaks, sums = summarise(logits, inverse_temperature)  # [R, chunks] each
-    tokens = draw(logits, inverse_temperature, peaks, sums, torch.where(is_greedy, 0.0, uniform(seed, position)))
-    return torch.where(peaks.amax(-1).isfinite(), tokens, -1)
+    golden, *mix, low_1, low_2 = kernel.HASH
+    x = seed + position * golden
+    x = (x ^ _shift(x, 30)) * mix[0]
+    x = (x ^ _shift(x, 27)) * mix[1]
+    x = (x ^ _shift(x, 31))[:, None]
+    hashed = (torch.arange(size, device=x.device) ^ x) & LOW_BITS
+    hashed = (hashed ^ hashed >> 16) * low_1 & LOW_BITS
+    hashed = (hashed ^ hashed >> 15 ^ x >> 32) * low_2 & LOW_BITS
+    v = ((hashed ^ hashed >> 16).float() + 0.5) * 2.0 ** -32
+    return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0 ** -24)))
 
 
 def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -141,82 +137,19 @@ def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
-def summarise(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """For each CHUNK of the vocabulary the largest logit, and the sum of exp((logit - largest) / temperature) as an
-    integer that counts SUM_UNIT for 1: [R, chunks] each.
-
-    This is the only pass over all logits; the later steps read one chunk. The difference is taken before the product:
-    then no compiler can fuse the two, and no weight exceeds 1.
-    """
-    chunks = in_chunks(logits).float()
-    peaks = chunks.amax(-1)
-    safe = peaks.masked_fill(peaks == -math.inf, 0.0)  # a chunk that a filter emptied
-    weights = ((chunks - safe[:, :, None]) * inverse_temperature[:, :, None]).exp2()
-    return peaks, (weights * SUM_UNIT).int().sum(-1, dtype=torch.int32)
-
-
-def in_chunks(logits: Tensor) -> Tensor:
-    """[R, vocab_size] -> [R, chunks, CHUNK], the last chunk padded with tokens that are never drawn."""
-    vocab_size = logits.shape[-1]
-    if vocab_size % CHUNK:
-        logits = F.pad(logits, (0, -vocab_size % CHUNK), value=-math.inf)
-    return logits.view(len(logits), -1, CHUNK)
-
-
-def one_chunk(logits: Tensor, chunk: Tensor) -> Tensor:
-    """The logits of one chunk in each row: chunk [R] -> [R, CHUNK], -inf past the end of the vocabulary."""
-    ids = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=logits.device)
-    inside = logits.gather(1, ids.clamp(max=logits.shape[-1] - 1))
-    return inside.masked_fill(ids >= logits.shape[-1], -math.inf)
-
-
-def draw(logits: Tensor, inverse_temperature: Tensor, peaks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
-    """The token whose interval of the cumulative probabilities contains u: first its chunk, then the token in the
-    chunk. u [R] between 0 and 1 -> [R]."""
-    peak = peaks.amax(-1, keepdim=True)
-    # [R, chunks]: each chunk's sum, relative to the row's largest logit instead of the chunk's
-    own_weights = sums.double() * (UNIT / SUM_UNIT)
-    weights = (own_weights * ((peaks - peak) * inverse_temperature).double().exp2()).round().long()
-    cumulative = weights.cumsum(-1)
-    target = (u.double() * cumulative[:, -1]).long()[:, None]
-    chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
-    weight, before = weights.gather(1, chunk), (cumulative - weights).gather(1, chunk)
-    differences = one_chunk(logits, chunk[:, 0]).float() - peaks.gather(1, chunk)
-    inner = units((differences * inverse_temperature).exp2()).cumsum(-1)
-    target = ((target - before).double() / weight * inner[:, -1:]).long()  # rescaled to the chunk's own largest logit
-    token = torch.searchsorted(inner, torch.minimum(target, inner[:, -1:] - 1), right=True)
-    return (chunk * CHUNK + token)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN leads past the end
-
-
 def units(weights: Tensor) -> Tensor:
     """Numbers in [0, 1] as integers. Sums of integers are exact, so they do not depend on the order in which a GPU
     adds. That order changes with the number of rows, and for a single row from one run to the next."""
     return (weights * UNIT).long()
 
 
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number strictly between 0 and 1 for each (seed, position): [R] int64 each, the seeds mixed -> [R] float32.
-
-    This is mix(seed + position * GOLDEN), and the result uses its upper 23 bits: with half a unit added, float32 holds
-    them without rounding up to 1. The products wrap around as in `mix`, whose last line does not change these bits.
-    """
-    x = seed + position * GOLDEN
-    x = (x ^ _shift(x, 30)) * MULTIPLIERS[0]
-    x = (x ^ _shift(x, 27)) * MULTIPLIERS[1]
-    return (((x >> 41) & 0x7FFFFF).float() + 0.5) * 2.0 ** -23
-
-
 def mix(x: int) -> int:
     """SplitMix64's finalizer (Steele et al. 2014): a 64-bit integer whose bits each depend on all bits of x. The host
     mixes each seed once, so that the draws of seeds 1, 2, 3 are independent."""
     x %= 2**64
-    x = (x ^ x >> 30) * MULTIPLIERS[0] % 2**64
-    x = (x ^ x >> 27) * MULTIPLIERS[1] % 2**64
+    x = (x ^ x >> 30) * kernel.HASH[1] % 2**64
+    x = (x ^ x >> 27) * kernel.HASH[2] % 2**64
     return wrap_int64(x ^ x >> 31)
-
-
-GOLDEN = wrap_int64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
-MULTIPLIERS = wrap_int64(0xBF58476D1CE4E5B9), wrap_int64(0x94D049BB133111EB)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

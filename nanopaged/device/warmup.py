@@ -1,87 +1,82 @@
-"""Compiling ahead on a CUDA device, so that the first request does not wait for a compiler.
+"""Compiling Triton's kernels ahead, so that the first request does not wait for the compiler.
 
-A thread compiles Triton's kernels (`compile_kernels`) while the weights are loaded and torch's compiler is imported.
-Then a few steps, whose attention does nothing, make torch compile the functions of fused.py (`finish`).
+Threads compile while the weights are loaded. Each form of a kernel that the model can need on this card is one task. A
+task calls the function that launches the kernel with tensors of no rows: the kernel is compiled, and nothing runs.
 """
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanopaged import kernel
+from nanopaged import kernel, tiles
 from nanopaged.device import memory
+from nanopaged.device.transfer import on_its_device
 
 if TYPE_CHECKING:
     from nanopaged.device.runner import Runner
 
-# Stands in for kernel.TRITON: attention that does nothing.
-IDLE = kernel.Kernels(lambda qkv, num_heads, *_: qkv[:, :num_heads].contiguous(), lambda q, *_, **__: q)
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
 DECODE_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
+MOST_THREADS = 8
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A context manager, and a decorator, for sections in which torch's compiler works.
-
-    Importing it and compiling with it create hundreds of thousands of objects, and hardly any is garbage. The collector
-    examines the youngest objects after every few hundred allocations, and sometimes all objects. This takes a sixth of
-    the compilation time.
-
-    torch itself calls gc.collect() after a compilation and before it records a graph. Existing objects are therefore
-    frozen, so that these calls skip them. (Afterwards, objects that a caller had frozen are no longer frozen.)
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.freeze()  # the objects created meanwhile, too:
-        gc.unfreeze()  # unfrozen objects join the oldest generation, which the collector seldom examines
-        if enabled:
-            gc.enable()
+def compile_kernels(runner: "Runner") -> list[Future]:
+    """Start compiling, several forms at a time. The results are None, or what failed."""
+    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+    tasks = [*attention_forms(runner), *(small_forms(runner) if runner.fused else ())]
+    futures = [pool.submit(on_its_device(lambda runner, task: task()), runner, task) for task in tasks]
+    pool.shutdown(wait=False)
+    return futures
 
 
-def compile_kernels(runner: "Runner") -> None:
-    """Call every variant of Triton's kernels that a step may need, on sequences without tokens."""
+def attention_forms(runner: "Runner") -> Iterator[Callable[[], Any]]:
+    """Chapter 1's kernels."""
     c, most = runner.config, min(runner.max_num_samples, MAX_DECODE_SIZE)
-    make = partial(torch.zeros, device=runner.device)
     ints: dict[str, Any] = dict(dtype=torch.int32, device=runner.device)
-    rows, cache = max(2, most), memory.one_block(runner)
-    lens, starts, tiles = make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
+    make, rows, cache = partial(torch.zeros, device=runner.device), max(2, most), memory.one_block(runner)
+    lens, starts, query_tiles = make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
     norm = make(c.head_dim, dtype=runner.dtype) if c.qk_norm else None
-    q = kernel.TRITON.rotate_and_store(  # slots of -1: it writes no K and V
-        make(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=runner.dtype), c.num_heads,
-        None if c.learned_positions else make(rows, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens - 1)
+    qkv = make(0, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=runner.dtype)
+    yield partial(kernel.TRITON.rotate_and_store, qkv, c.num_heads,
+                  None if c.learned_positions else make(0, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens[:0])
+    group, q = c.num_heads // c.num_kv_heads, make(rows, c.num_heads, c.head_dim, dtype=runner.dtype)
+    sizes: dict[tuple, tuple[int, int]] = {}  # of decode, one for each form
+    for longest in (1, runner.max_model_len):
+        for count in (count for count in {most, *DECODE_SIZES} if count <= most):
+            sharing = tiles.programs_per_context(count * c.num_kv_heads, tiles.split_bound(longest))
+            config = tiles.decode_config(count * c.num_kv_heads, sharing, group, c.head_dim, runner.dtype,
+                                         runner.kv_dtype, runner.device)
+            sizes[sharing == 1, *config.values()] = count, longest
     for window in set(c.sliding_windows or [0]):
-        kernel.TRITON.attention(q[:2], cache, cache, runner.block_tables[:1], lens[:1], starts[:2], c.head_dim ** -0.5,
-                                max_query_len=2, max_seq_len=2, sliding_window=window, num_decodes=0, query_tiles=tiles)
-        for longest in (1, runner.max_model_len):
-            for count in (count for count in {most, *DECODE_SIZES} if count <= most):
-                kernel.TRITON.attention(q[:count], cache, cache, runner.block_tables[:count], lens[:count],
-                                        starts[:count + 1], c.head_dim ** -0.5, max_query_len=1, max_seq_len=longest,
-                                        sliding_window=window)
+        attend = partial(kernel.TRITON.attention, k_cache=cache, v_cache=cache, scale=c.head_dim ** -0.5,
+                         sliding_window=window)
+        yield partial(attend, q[:2], block_tables=runner.block_tables[:1], seq_lens=lens[:1],
+                      query_start_loc=starts[:2], max_query_len=2, max_seq_len=2, num_decodes=0,
+                      query_tiles=query_tiles)
+        for count, longest in sizes.values():
+            yield partial(attend, q[:count], block_tables=runner.block_tables[:count], seq_lens=lens[:count],
+                          query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
 
 
-@no_garbage_collection()
-@torch.inference_mode()
-def finish(runner: "Runner") -> None:
-    """Have torch compile the functions of fused.py, if the runner uses them, and wait for Triton's thread."""
-    if runner.fused:
-        no_cache = torch.empty(0)
-        runner.kernels = IDLE
-        runner.kv_cache = [(no_cache, no_cache, 1.0, 1.0)] * runner.config.num_layers
-        # The largest step comes first: at a kernel's first call torch tries a few configurations and keeps the fastest.
-        # Steps of one row and of few rows have kernels of their own.
-        for query_lens in (*memory.largest_steps(runner), [1, 1], [1]):
-            if len(query_lens) <= runner.max_num_samples:
-                memory.peak_of(runner, query_lens)
-        runner.kernels = kernel.TRITON
-    if runner.compiled is not None:
-        runner.compiled.result()
+def small_forms(runner: "Runner") -> Iterator[Callable[[], Any]]:
+    """The kernels between the products, and those of sampling."""
+    from nanopaged.device.fused import split_counts
+
+    c, make = runner.config, partial(torch.empty, dtype=runner.dtype, device=runner.device)
+    for size, bias in {(c.hidden_size, c.qkv_bias), (c.num_heads * c.head_dim, c.o_bias),
+                       (c.intermediate_size, c.mlp_bias)}:
+        yield partial(kernel.one_row_linear, make(1, size), make(0, size), make(1) if bias else None)
+    mlp_bias, act = make(1) if c.mlp_bias else None, (c.activation, c.gated_mlp)
+    yield partial(kernel.one_row_linear, make(1, c.hidden_size), make(0, c.hidden_size), mlp_bias, None, *act)
+    yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
+    rows, weight = make(0, c.hidden_size), make(c.hidden_size)
+    for count in split_counts(c, runner.dtype):
+        yield partial(kernel.add_and_norm, (make(count, 0, c.hidden_size),) * runner.num_ranks, rows, weight,
+                      weight if c.norm == "layer" else None, c.norm_eps)
+    temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
+    yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))

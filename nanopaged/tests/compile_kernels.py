@@ -28,17 +28,18 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3,
-                   fp8=False):
-    """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are."""
+                   fp8=False, **types):
+    """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are. types: of
+    arguments whose names do not tell them."""
     names = function.arg_names
-    signature = {name: _type_of(name, constants, TYPES[dtype]) for name in names}
+    signature = {name: types.get(name) or _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
     if "PDL" in names:
         constants = constants | dict(PDL=capability >= 90)
         signature["PDL"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name] not in ("constexpr", "fp32") and name not in ("num_splits", *optional_triton.VARYING)}
+               if signature[name][0] == "*" and name not in optional_triton.VARYING}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
@@ -53,7 +54,8 @@ def _type_of(name: str, constants: dict, dtype: str) -> str:
         return "*i32"
     if name in FLOATS:
         return "*fp32"
-    tensors = ("out", "q", "q_out", "k", "v", "qkv", "k_cache", "v_cache", "q_norm", "k_norm")
+    tensors = ("out", "q", "q_out", "k", "v", "qkv", "k_cache", "v_cache", "q_norm", "k_norm", "x", "residual", "total",
+               "weight", "bias", "logits")
     return f"*{dtype}" if name in tensors else "i32"
 
 
@@ -86,6 +88,20 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability)
     if capability >= 89:
         yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
+    for num_gpus, center in ((1, False), (2, True)):
+        yield compile_kernel(kernel.add_and_norm_kernel, dict(COUNT=4, SIZE=4096, PADDED=4096, CENTER=center), dtype,
+                             capability, 8, parts=(f"*{TYPES[dtype]}",) * num_gpus)
+    for activation, gated in (("silu", True), ("gelu_new", False)):
+        act = dict(ACTIVATION=activation, GATED=gated)
+        yield compile_kernel(kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
+        one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
+        yield compile_kernel(kernel.one_row_kernel, one_row, dtype, capability)
+        yield compile_kernel(kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
+                             bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
+    picked = dict(best="*fp32", at="*i32", out="*i64")
+    yield compile_kernel(kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32", seed="*i64",
+                         position="*i64", **picked)
+    yield compile_kernel(kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False, forms=FORMS) -> int:

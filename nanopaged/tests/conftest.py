@@ -2,7 +2,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ IS_AHEAD = "NANOPAGED_TESTS_AHEAD"  # an environment variable of the processes t
 
 def pytest_collection_finish(session):
     """For the whole suite on a GPU, run the tests that compile much (`helpers.compiles`) in several processes while the
-    others run. What they compile is in the caches of Triton and of torch's compiler, on disk, when their turn comes.
-    Their results in these processes are not read."""
+    others run. What they compile is in Triton's cache, on disk, when their turn comes. Their results in these processes
+    are not read."""
     items = [item for item in session.items if getattr(item.obj, "compiles", False)]
     session.ahead = []
     if torch.cuda.is_available() and len(items) > 50 and IS_AHEAD not in os.environ \
             and not session.config.option.collectonly:
-        # torch's compiler would choose another folder for kernels that are compiled after its own.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         count = min(8, os.cpu_count() or 1)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         for first in range(count):

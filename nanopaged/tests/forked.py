@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from nanopaged.device import fused, graphs, parallel, sampler, workers
+from nanopaged.device import fused, graphs, parallel, workers
+from nanopaged.tests.helpers import blank_input, plain_kernels
 
 FAULT = ""  # what workers that start from now on do wrong, see `FAULTS`
 
@@ -54,28 +56,25 @@ class PretendedGraph:
     def pool(self):
         pass
 
+    def capture_begin(self, *_, **__):
+        PretendedGraph.recording = self
+
+    def capture_end(self):
+        PretendedGraph.recording = None
+
     def replay(self):
         for old, new in zip(self.outputs, self.step()):
             old.copy_(new)
 
 
-class Recording:
-    def __init__(self, graph, **options):
-        self.graph = graph
-
-    def __enter__(self):
-        PretendedGraph.recording = self.graph
-
-    def __exit__(self, *error):
-        PretendedGraph.recording = None
-
-
 def pretended():
-    """Graphs and compiled functions on a CPU: (object, name, what to put there)."""
+    """Graphs and the small kernels on a CPU: (object, name, what to put there)."""
     def recorded(name):
         method = getattr(graphs.GraphRunner, name)
 
         def record(self, shape):
+            if isinstance(shape, graphs.Shape) and PretendedGraph.recording:
+                blank_input(self, shape)
             outputs = method(self, shape)
             if graph := PretendedGraph.recording:
                 graph.step, graph.outputs = lambda: method(self, shape), outputs
@@ -83,9 +82,7 @@ def pretended():
         return record
 
     return [*((graphs.GraphRunner, name, recorded(name)) for name in ("_static_step", "_masked_step")),
-            (torch, "compile", lambda function, **options: function), (fused, "raise_compilation_limit", lambda: None),
-            *((module, "compile_rows", lambda function, count: function) for module in (fused, sampler)),
-            (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "graph", Recording),
+            *plain_kernels(), (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "stream", nullcontext),
             (graphs, "TOKEN_SIZES", [4, 16, 32]), (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8),
             (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2)]
 

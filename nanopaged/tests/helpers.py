@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import kernel
+import model
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
+from nanopaged.device import logits, sampler
+from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -44,11 +48,44 @@ if optional_triton.INTERPRETED:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
+class PlainKernels:
+    """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
+    pick = staticmethod(sampler.pick)
+    add_bias, penalise, activate = (staticmethod(f) for f in (logits.add_bias, logits.penalise, model.activate))
+
+    @staticmethod
+    def add_and_norm(x, residual, weight, bias, eps):
+        for part in x if isinstance(x, tuple) else (x,):
+            for partial in part if part.dim() == 3 else [part]:
+                residual = residual + partial
+        return model.normalize(residual, weight, bias, eps), residual
+
+    @staticmethod
+    def one_row_linear(x, weight, bias, out=None, activation="", gated=False):
+        y = F.linear(x, weight, bias)
+        y = model.activate(y, activation, gated) if activation else y
+        return y if out is None else out.copy_(y)
+
+
+def plain_kernels():
+    """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
+    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "one_row_linear")
+    return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
+            (GraphRunner, "pick", staticmethod(sampler.pick))]
+
+
+def blank_input(runner, shape):
+    """A pretended graph computes what it records: a step of padding."""
+    for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
+                            (0, 0, -1, 0, 0, runner.max_num_seqs, -1)):
+        part.fill_(filler)
+
+
 def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
     """An engine in float32, where outputs do not depend on batch and chunk sizes.
 
     model: a golden checkpoint, or whatever LLM takes
-    graphs: on a GPU, with CUDA graphs and compiled functions. Making them takes 5 to 20 seconds, so only tests of these
+    graphs: on a GPU, with CUDA graphs and the small kernels. Making them takes some seconds, so only tests of these
         ask for them; the others run the plain path there. On a CPU `enforce_eager` is what users have.
     lookahead: None leaves it to the runner
     """

@@ -4,21 +4,107 @@ import json
 import pytest
 import torch
 
-from model import Layer, activate
-from nanopaged import LLM, SamplingParams
+from model import ACTIVATIONS, Layer, activate, normalize
+from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.device import fused as fused_module
-from nanopaged.device.fused import add_partials_and_norm, compile_rows, fuse, num_partial_products, partial_products
+from nanopaged.device.fused import fuse, num_partial_products, partial_products
 from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
 from nanopaged.device.logits import add_bias, penalise
-from nanopaged.device.sampler import pick
-from nanopaged.tests.helpers import CUDA, GOLDEN, compiles, load, needs_gpu
+from nanopaged.device.sampler import mix, pick
+from nanopaged.tests.helpers import (
+    CUDA,
+    DEVICE,
+    GOLDEN,
+    compiles,
+    load,
+    needs_gpu,
+    needs_kernel,
+    plain_kernels,
+)
+
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
+
+
+def made(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(ours: torch.Tensor, exact: torch.Tensor, roundings: int = 1):
+    """exact: in float64. The error may be some roundings of the largest number."""
+    assert ours.shape == exact.shape
+    error = (ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-9)
+    assert error < roundings * 2 * torch.finfo(ours.dtype).eps + 2e-6, error
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["RMS norm", "layer norm"])
+@pytest.mark.parametrize("count, num_gpus, size", [(0, 1, 80), (1, 1, 64), (2, 1, 7), (4, 2, 80), (0, 3, 33)])
+def test_sum_and_norm(dtype, bias, count, num_gpus, size):
+    torch.manual_seed(0)
+    x = tuple(made(*[count] * (count > 0), 3, size, dtype=dtype) for _ in range(num_gpus))
+    residual, weight, shift = made(3, size, dtype=dtype), made(size, dtype=dtype), made(size, dtype=dtype)
+    out, total = kernel.add_and_norm(x if num_gpus > 1 else x[0], residual, weight, shift if bias else None, 1e-5)
+    exact = residual.double() + sum(part.double().sum(0) if count else part.double() for part in x)
+    assert_close(total, exact)
+    assert_close(out, normalize(total.double(), weight.double(), shift.double() if bias else None, 1e-5), 2)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_and_product(dtype, gated, activation):
+    x = made(2, 1100 * (2 if gated else 1), dtype=dtype)
+    assert_close(kernel.activate(x, activation, gated), activate(x.double(), activation, gated), 3)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size_in, size_out", [(5, 3), (64, 8), (1500, 6), (2048, 10)])
+def test_product_of_one_row(dtype, bias, size_in, size_out):
+    torch.manual_seed(0)
+    x, weight = made(1, size_in, dtype=dtype), made(size_out, size_in, dtype=dtype) / size_in ** 0.5
+    shift = made(size_out, dtype=dtype)
+    exact = x.double() @ weight.double().T + (shift.double() if bias else 0)
+    shift = shift if bias else None
+    assert_close(kernel.one_row_linear(x, weight, shift), exact)
+    out = torch.full_like(weight[:, :1].T.contiguous(), torch.nan)
+    assert kernel.one_row_linear(x, weight, shift, out) is out and out.isfinite().all()
+    for activation, gated in (("silu", size_out % 2 == 0), ("relu", False)):
+        assert_close(kernel.one_row_linear(x, weight, shift, None, activation, gated),
+                     activate(exact.to(dtype).double(), activation, gated), 4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("vocab_size", [1, 70, 5000])
+def test_picking_a_token(vocab_size):
+    """The kernel's tokens are those of the definition in torch, except where two scores tie but for rounding."""
+    logits = torch.randn(8, vocab_size, device=DEVICE) * 3
+    temperature = torch.tensor([0, 1, 0.7, 2, 1e-3, 1, 1e-6, 10], device=DEVICE)
+    seeds = torch.tensor([mix(i) for i in range(8)], device=DEVICE)
+    positions = torch.arange(8, device=DEVICE) + 100
+    tokens = kernel.pick(logits, temperature, seeds, positions)
+    assert tokens.dtype is torch.int64 and torch.equal(tokens, pick(logits, temperature, seeds, positions))
+    logits[1, 0], logits[2, -1], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    tokens[1:4], tokens[4] = -1, 0
+    assert torch.equal(kernel.pick(logits, temperature, seeds, positions), tokens)
+
+
+@needs_kernel
+def test_penalties_and_biases():
+    logits, slots = torch.randn(3, 1500, device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
+    bias, seen = torch.randn(3, 1500, device=DEVICE), torch.randint(0, 6, (3, 1500), dtype=torch.int32, device=DEVICE)
+    settings = torch.rand(3, 5, device=DEVICE).add(0.5).view(torch.int32)
+    torch.testing.assert_close(kernel.add_bias(logits, slots, bias), add_bias(logits, slots, bias))
+    torch.testing.assert_close(kernel.penalise(logits, slots, seen, settings), penalise(logits, slots, seen, settings))
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
 @compiles
-def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
-    """On a GPU torch.compile compiles the functions, and CUDA graphs record the fused modules. On a CPU the same
-    functions run without being compiled."""
+def test_fused_modules_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
+    """On a GPU with the kernels and CUDA graphs. On a CPU the kernels' plain forms run in the same modules."""
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(
         hidden_size=64, num_attention_heads=8, intermediate_size=intermediate_size, max_position_embeddings=512)))
@@ -28,7 +114,8 @@ def test_fused_functions_compute_what_the_plain_ones_do(tmp_path, monkeypatch, i
     monkeypatch.setattr(fused_module, "partial_products",
                         lambda x, *others: cut.append(len(x)) or partial_products(x, *others))
     if not CUDA:
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        for patch in plain_kernels():
+            monkeypatch.setattr(*patch)
 
     def run(fused):
         llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4,
@@ -71,21 +158,6 @@ def test_enforce_eager_leaves_the_plain_layers():
         assert type(llm.runner.model.layers[-1]) is expected and type(llm.runner.model.layers[0]) is Layer
 
 
-def test_compiled_functions_get_rows(monkeypatch):
-    """torch would compile them once more for no rows, as a step has them in which no row needs logits."""
-    rows = []
-
-    def compiled(function, **_):
-        return lambda x, *others: rows.append(x.shape[-2]) or function(x, *others)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda *_: None)
-    llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, max_num_batched_tokens=8)
-    fuse(llm.runner.model)
-    llm.generate(list(range(1, 20)), SamplingParams(max_tokens=1))  # 8, 8 and 3 tokens
-    assert {8, 3, 1} == set(rows)
-
-
 def test_partial_products_add_up_to_the_product():
     x, weight = torch.randn(7, 256), torch.randn(24, 256)
     for num_parts in (1, 2, 4):
@@ -100,7 +172,7 @@ def test_which_products_are_split():
         return num_partial_products(x, weight)
 
     assert num_parts(8, 2048, 1024) == num_parts(256, 3072, 1024) == 4
-    assert num_parts(1, 20480, 4096) == num_parts(64, 4096, 4096) == 2
+    assert num_parts(8, 20480, 4096) == num_parts(64, 4096, 4096) == 2
     assert num_parts(257, 2048, 1024) == 1  # there are tiles enough
     assert num_parts(1, 2048, 1024) == num_parts(1, 12288, 4096) == 1  # has a function of its own
     assert num_parts(8, 2000, 1024) == 1  # four parts would not begin at multiples of 64
@@ -117,31 +189,3 @@ def test_partial_products_are_as_exact_as_the_product():
     whole = (x @ weight.T).double() - exact
     parts = partial_products(x, weight, 4).double().sum(0) - exact
     assert parts.norm() < 1.3 * whole.norm()
-
-
-def test_a_second_model_is_compiled_for_its_own_sizes(monkeypatch):
-    graphs, compile = [], torch.compile
-
-    def compiler(graph, _):
-        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        graphs.append({tuple(size if type(size) is int else "rows" for size in x.shape)
-                       for x in inputs if torch.is_tensor(x)})
-        return graph
-
-    monkeypatch.setattr(torch, "compile",
-                        lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=compiler))
-    for width, eps in ((64, 1e-6), (96, 1e-5)):
-        norm, activation = compile_rows(add_partials_and_norm, 2), compile_rows(activate, 1)
-        draw, bias, penalties = compile_rows(pick, 4), compile_rows(add_bias, 3), compile_rows(penalise, 4)
-        for rows in (5, 9):  # as many rows as one likes
-            x, whole = torch.randn(rows, width), torch.ones(rows, dtype=torch.int64)
-            weight = torch.nn.Parameter(torch.ones(width))
-            norm(x, x + 1, weight, None, eps)
-            activation(x, "silu", True)
-            draw(x, whole.float(), whole, whole)
-            bias(x, whole, x)
-            penalties(x, whole, x.int(), torch.ones(rows, 5, dtype=torch.int32))
-        # Nothing but the number of rows varies. (eps would be a tensor, too, of shape ().)
-        assert graphs == [{("rows", width), (width,)}, {("rows", width)}, {("rows", width), ("rows",)},
-                          {("rows", width), ("rows",)}, {("rows", width), ("rows",), ("rows", 5)}]
-        graphs.clear()

@@ -1,7 +1,8 @@
 """CUDA graphs: which steps are replayed, and that their outputs are those of steps launched kernel by kernel.
 
 On a CPU a pretended graph does again what was done while it was recorded."""
-from contextlib import contextmanager
+
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
 from nanopaged.scheduling import additions
-from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, compiles, expectations, load, tokens_of
+from nanopaged.tests.helpers import (
+    CUDA,
+    GREEDY,
+    PROMPT,
+    blank_input,
+    compiles,
+    expectations,
+    load,
+    needs_gpu,
+    plain_kernels,
+    tokens_of,
+)
 
 
 class PretendedGraph:
@@ -30,12 +42,11 @@ class PretendedGraph:
             for output, new in zip(outputs, step(), strict=True):
                 output.copy_(new)
 
-    @classmethod
-    @contextmanager
-    def record(cls, graph, **options):
-        cls.recording = graph
-        yield
-        cls.recording = None
+    def capture_begin(self, *_, **__):
+        PretendedGraph.recording = self
+
+    def capture_end(self):
+        PretendedGraph.recording = None
 
 
 def record_graphs(llm, monkeypatch):
@@ -47,6 +58,8 @@ def record_graphs(llm, monkeypatch):
 
         def recorded(step):
             def record(size):
+                if isinstance(size, graphs.Shape) and PretendedGraph.recording:
+                    blank_input(runner, size)
                 outputs = step(size)
                 if PretendedGraph.recording:
                     PretendedGraph.recording.steps.append((lambda: step(size), outputs))
@@ -55,11 +68,10 @@ def record_graphs(llm, monkeypatch):
 
         for name in ("_static_step", "_masked_step"):
             monkeypatch.setattr(runner, name, recorded(getattr(runner, name)))
-        # Compiling for this CPU takes seconds; test_fused.py traces what torch compiles.
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        for patch in plain_kernels():
+            monkeypatch.setattr(*patch)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-        monkeypatch.setattr(torch.cuda, "graph", PretendedGraph.record)
-        runner.record()
+        runner.prepare_graphs()
         llm.engine.lookahead = 1
     replay = runner._replay
     monkeypatch.setattr(runner, "_replay", lambda shape, *args: replayed.append(shape) or replay(shape, *args))
@@ -89,7 +101,7 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     settings = (drawn, SamplingParams(seed=2, max_tokens=9))
     seen = [tokens_of(llm.generate(prompts, params)) for params in settings]
     monkeypatch.undo()
-    monkeypatch.setattr(llm.runner, "graphs", {})
+    monkeypatch.setattr(llm.runner, "graph_shape", lambda *_: None)
     assert seen == [tokens_of(llm.generate(prompts, params)) for params in settings]
 
 
@@ -104,7 +116,7 @@ def test_replayed_steps_over_an_fp8_cache(monkeypatch):
     replayed = record_graphs(llm, monkeypatch)
     seen = tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY))
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
-    monkeypatch.setattr(llm.runner, "graphs", {})
+    monkeypatch.setattr(llm.runner, "graph_shape", lambda *_: None)
     replayed.clear()
     assert tokens_of(llm.generate([PROMPT, PROMPT[:5]], GREEDY)) == seen and not replayed
 
@@ -126,6 +138,48 @@ def test_which_steps_are_replayed(monkeypatch):
     few, many = [1] * 15 + [20], [1] * 70 + [20]
     assert shape(few, [5000] * 16)[:2] == (64, 16) and shape(many, [4096] * 71)[:2] == (256, 128)
     assert shape(many, [5000] * 71) is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
+                                   torch.AcceleratorError("CUDA error: previous error during capture\nmore")], ids=str)
+def test_a_size_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch, error):
+    """The first step of that size says so, and its request goes on."""
+    if not CUDA:
+        monkeypatch.setattr(GraphRunner, "_static_step", lambda self, shape: (torch.empty(0), torch.empty(0)))
+    llm = load(graphs=True)
+    record_graphs(llm, monkeypatch)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(llm.runner, "_record", fail)
+    llm.runner.graphs = dict.fromkeys(llm.runner.graphs)
+    with pytest.warns(UserWarning, match=r"tokens could not be recorded \(CUDA [a-z :]*\)") as warned:
+        outputs = llm.generate([PROMPT] * 3, GREEDY)
+    assert tokens_of(outputs) == tokens_of(load().generate([PROMPT] * 3, GREEDY))
+    assert len({str(warning.message) for warning in warned}) == len(warned) == 2  # with prompts, and without
+
+
+@needs_gpu
+def test_recording_while_another_thread_uses_the_device():
+    llm, is_done, failures = load(graphs=True), threading.Event(), []
+
+    def work():
+        try:
+            while not is_done.is_set():
+                a = torch.randn(512, 512, device="cuda")
+                (a @ a).sum().item()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        outputs = [llm.generate([PROMPT] * n, GREEDY)[0].outputs[0].token_ids for n in (1, 2, 4, 8, 16, 24, 32)]
+    finally:
+        is_done.set()
+        thread.join()
+    assert not failures and all(tokens == outputs[0] for tokens in outputs)
 
 
 def test_a_short_chunk_as_rows_of_one_token_each():

@@ -52,10 +52,11 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     monkeypatch.setattr(tiles, "MANY_CONTEXTS", 8)
     llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64,
               max_num_seqs=max_num_seqs, enforce_eager=True)
-    monkeypatch.setattr(llm.runner, "sampler",
-                        lambda logits, batch: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
+    monkeypatch.setattr(llm.runner, "_draw",
+                        lambda logits, *_: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
-    warmup.compile_kernels(llm.runner)
+    for future in warmup.compile_kernels(llm.runner):
+        future.result()
     compiled = set(forms)
     forms.clear()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
