@@ -436,7 +436,7 @@ def gaps_under_load(llm: LLM, batch: int, context: int, prompts: list[list[int]]
 
 
 def start(limits: Limits, quick: bool) -> None:
-    """Seconds from process start to first token, with the compile caches empty and then full. This is the host's work,
+    """Seconds from process start to first token, with Triton's cache empty and then full. This is the host's work,
     and the host may be busy: each is measured twice, and the row has the better time. A first start, with caches of its
     own, makes Python's byte code, which pip does when it installs packages."""
     with tempfile.TemporaryDirectory() as folder:
@@ -447,10 +447,9 @@ def start(limits: Limits, quick: bool) -> None:
 
 
 def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
-    """Seconds to the first token of a new process that keeps its compile caches under this name."""
+    """Seconds to the first token of a new process that keeps what Triton compiles under this name."""
     environment = os.environ | dict(
-        PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton",
-        TORCHINDUCTOR_CACHE_DIR=f"{folder}/{caches}/inductor")
+        PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     program = (f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench\n"
                f"llm = bench.random_llm(bench.SHAPES[{shape!r}], max_model_len=4096, warm_up=False, {options})\n"
