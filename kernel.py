@@ -765,8 +765,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
                  eps: float) -> tuple[Tensor, Tensor]:
-    """`model.Norm.forward` for x [T, D], or for partial products of it [count, T, D]; a tuple: those of several GPUs.
-    The sum is taken in float32 and rounded once."""
+    """(norm(sum), sum) of x and residual, with `model.Norm`. x [T, D], or partial products of it [count, T, D]; a
+    tuple: those of several GPUs. The sum is taken in float32 and rounded once."""
     parts = tuple(x) if isinstance(x, tuple) else (x,)
     (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
     padded = tiles.next_power_of_2(size)

@@ -6,12 +6,10 @@ share one architecture. Each token is a vector x of hidden_size numbers, and eve
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-The sum of these additions is the **residual stream**. In the code the last addition waits for the next norm, which adds
-and normalises in one pass: `x` is that addition, and `residual` the stream without it. `ModelConfig` holds the
-switches: LayerNorm or RMSNorm, learned positions or rope (`rotate` in kernel.py), biases or none, an MLP with or
-without a gate, the number of query heads that share a kv head. The decoder never asks for a family by name;
-`nanopaged/weights/families.py` translates each family's config.json and tensor names. Each layer writes the new tokens'
-K and V into the cache before its attention reads it.
+The sum of these additions is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
+positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
+share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
+config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not in the cache yet. It fills one slot in every layer:
@@ -27,8 +25,8 @@ need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byt
 bound by memory, above all decode, which also reads the K and V of a whole sequence for one token. Sequences that decode
 in the same step share the reading of the weights, which is why an engine batches them.
 
-Faster modules take the place of some (`nanopaged/device/last_layer.py`, and on a GPU `fused.py` beside it).
-`enforce_eager=True` leaves all as they are here.
+Faster classes take the place of some (`Modules` below): those of `nanopaged/device/last_layer.py`, and on a GPU those
+of `fused.py` beside it. `enforce_eager=True` leaves all as they are here.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -36,7 +34,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,36 +117,25 @@ class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
     rope_table: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, modules: "Modules | None" = None) -> None:
         super().__init__()
-        c = self.config = config
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        c, m = config, modules or PLAIN
+        self.config, self.compute_logits = c, m.compute_logits
+        self.embed_tokens = m.embedding(c.vocab_size, c.hidden_size)
         if c.learned_positions:
             self.embed_positions = Embedding(c.max_position_embeddings + c.position_offset, c.hidden_size)
-        self.layers: Any = nn.ModuleList(Layer(c, i) for i in range(c.num_layers))
-        self.norm = Norm(c, c.hidden_size)
+        layers = [m.layer] * (c.num_layers - 1) + [m.last_layer]
+        self.layers: Any = nn.ModuleList(layer(c, i, m) for i, layer in enumerate(layers))
+        self.norm = m.norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
     def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
                 out: Tensor | None = None) -> Tensor:
         """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
-        residual, rope = self.embed(batch)  # [T, D], [T, head_dim]
-        x = torch.zeros_like(residual)  # each norm first adds the previous sublayer's output; the first norm has none
+        x, rope = self.embed(batch)  # [T, D], [T, head_dim]
         for layer, cache in zip(self.layers, kv_cache):
-            x, residual = layer(x, residual, rope, batch, cache, kernels)
-        x, residual = self.select_rows(x, residual, batch)  # [rows, D]
-        x, _ = self.norm(x, residual)
-        return self.logits(x, out)
-
-    def select_rows(self, x: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows that need logits: as a rule the last row of each sequence that samples. After other rows the next
-        token is known already, and a row of logits takes vocab_size numbers."""
-        rows = batch.logits_indices
-        return (x, residual) if rows is None else (x.index_select(0, rows), residual.index_select(0, rows))
-
-    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, D] -> [rows, vocab_size]"""
-        return torch.matmul(x, self.lm_head.weight.T, out=out)
+            x = layer(x, rope, batch, cache, kernels)  # [T, D]; from the last layer [rows, D]
+        return self.compute_logits(self.norm(x), self.lm_head.weight, out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The tokens' vectors [T, D], and the cosines and sines of their rope angles [T, head_dim] or None."""
@@ -163,45 +150,45 @@ class Transformer(nn.Module):
             angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        """What this model needs of a checkpoint's tensor: all of it, unless it is split over GPUs (parallel.py)."""
-        return tensor
-
 
 class Layer(nn.Module):
     """One decoder layer: attention, then the MLP."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, index: int, modules: "Modules") -> None:
         super().__init__()
-        c = self.config = config
-        self.window = c.sliding_windows[index] if c.sliding_windows else 0
-        self.input_layernorm = Norm(c, c.hidden_size)
+        c, m = config, modules
+        self.config, self.window = c, c.sliding_windows[index] if c.sliding_windows else 0
+        self.input_layernorm = m.norm(c, c.hidden_size)
         # One matrix computes q, k and v, and one gate and up: fewer, larger products are faster.
-        self.qkv_proj = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.qkv_proj = m.linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
-        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
-        self.post_attention_layernorm = Norm(c, c.hidden_size)
-        self.gate_up_proj = Linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.o_proj = m.row_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.post_attention_layernorm = m.norm(c, c.hidden_size)
+        self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down_proj = m.row_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual), each [T, D]. The stream is their sum, which the next norm takes."""
-        q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
-        return self.project(self.attend(q, batch, cache, kernels), residual)
+    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                kernels: kernel.Kernels) -> Tensor:
+        """[T, D] -> [T, D]"""
+        x = x + self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
-    def write_kv(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                 kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim] and the residual stream [T, D]."""
+    def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                  kernels: kernel.Kernels) -> Tensor:
+        """Write the K and V of all tokens, then attend: [T, D] -> [T, D]."""
+        q = self.write_kv(x, rope, batch, cache, kernels)
+        return self.o_proj(self.attend(q, batch, cache, kernels).flatten(1))
+
+    def write_kv(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                 kernels: kernel.Kernels) -> Tensor:
+        """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
-        x, residual = self.input_layernorm(x, residual)  # [T, D]
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
         # Norm, rope and storing k and v (chapter 1's `store_kv`) wait for memory, so one launch does all three.
-        q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache, batch.slot_mapping,
-                                     k_scale, v_scale)
-        return q, residual
+        return kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
+                                        batch.slot_mapping, k_scale, v_scale)
 
     def attend(self, q: Tensor, batch: Batch, cache: LayerCache, kernels: kernel.Kernels) -> Tensor:
         """Attention of these queries over the cache: [T, H, head_dim] -> [T, H, head_dim]."""
@@ -212,14 +199,19 @@ class Layer(nn.Module):
             sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
             k_scale=k_scale, v_scale=v_scale, shared=batch.shared)
 
-    def project(self, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """o_proj of attention's result, and the MLP."""
-        x, residual = self.post_attention_layernorm(self.o_proj(o.flatten(1)), residual)
-        return self.mlp(x), residual
-
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""
         return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
+
+
+class LastLayer(Layer):
+    """Returns the rows that need logits, [rows, D]: as a rule the last row of each sequence that samples. After other
+    rows the next token is known already, and a row of logits takes vocab_size numbers."""
+
+    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
+                kernels: kernel.Kernels) -> Tensor:
+        x = super().forward(x, rope, batch, cache, kernels)
+        return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
 
 class Embedding(nn.Module):
@@ -246,7 +238,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """Adds a sublayer's output to the residual stream and norms the sum: (x, residual) -> (norm(sum), sum)."""
+    """RMS norm, or layer norm: [T, D] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
@@ -254,14 +246,30 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if config.norm == "layer" else None
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = x + residual
-        return normalize(residual, self.weight, self.bias, self.eps), residual
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return kernel.rms_norm(x, self.weight, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """RMS norm, or layer norm if there is a bias."""
-    return kernel.rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+def compute_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """[rows, D], the weight of lm_head [vocab_size, D] -> [rows, vocab_size]"""
+    return torch.matmul(x, weight.T, out=out)
+
+
+class Modules(NamedTuple):
+    """The classes that a Transformer is made of, and a function. Others than these take their places, which compute the
+    same faster, or on several GPUs."""
+    embedding: type[Embedding] = Embedding
+    layer: type[Layer] = Layer
+    last_layer: type[Layer] = LastLayer
+    norm: type[Norm] = Norm
+    linear: type[Linear] = Linear
+    row_linear: type[Linear] = Linear  # o_proj and down_proj, whose results are added to the residual stream
+    compute_logits: Callable[..., Tensor] = compute_logits
+
+
+PLAIN: Modules = Modules()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -302,13 +310,14 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | int, dtype: torch.dtype,
-                device: torch.device | str, num_positions: int, make: Callable[..., Transformer] = Transformer,
-                ) -> Transformer:
+                device: torch.device | str, num_positions: int, modules: Modules = PLAIN,
+                part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Transformer:
     """A Transformer with a checkpoint's (name, tensor) pairs, or with the weights of another Transformer, or with
     random weights if `tensors` is a seed. Tensors are copied one at a time, so one copy of the weights is in memory.
+    part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
-        model = make(config)
+        model = Transformer(config, modules)
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
@@ -327,7 +336,7 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
         for name, parameter in model.named_parameters():
             init_randomly(name, parameter, generator)
     else:
-        load_weights(model, tensors)
+        load_weights(model, tensors, part)
     model.make_rope_table(device, num_positions)
     return model.eval().requires_grad_(False)
 
@@ -337,7 +346,8 @@ def init_randomly(name: str, parameter: Tensor, generator: torch.Generator) -> N
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
+                 part: Callable[[str, Tensor], Tensor]) -> None:
     """Copy a checkpoint into the model. ValueError: a tensor is missing or has another shape than config.json says."""
     config = model.config
     targets = {theirs: target for name, parameter in model.named_parameters()
@@ -356,7 +366,7 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]]) -> N
             tensor = tensor.T
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} has the type {tensor.dtype}; weights must be floating-point numbers")
-        tensor = model.part(bare, tensor)
+        tensor = part(bare, tensor)
         if tensor.shape != target.shape:
             raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")
         target.copy_(tensor)

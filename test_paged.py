@@ -1167,7 +1167,6 @@ def test_the_rows_of_the_last_layer():
     rows = {name: cells for name, *cells in as_rows(last_layer.__doc__, "token  ")}
     llm = load("qwen3", device="cpu", max_num_batched_tokens=8, enable_prefix_caching=False)
     decoder, batches, num_rows = llm.runner.model, [], []
-    last_layer.skip_rows_without_logits(decoder)
     decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
     for layer in decoder.layers:
         layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
@@ -1187,9 +1186,8 @@ def test_the_rows_of_the_last_layer():
 
 
 def test_the_last_layer_attends_only_for_what_samples():
-    llm, rows = load("qwen3", max_num_batched_tokens=32, enable_prefix_caching=False), []
+    llm, rows = load("qwen3", device="cpu", max_num_batched_tokens=32, enable_prefix_caching=False), []
     kernels, layers = llm.runner.kernels, llm.config.num_layers
-    last_layer.skip_rows_without_logits(llm.runner.model)
 
     def attention(q, *args, **kwargs):
         rows.append(len(q))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanopaged import engine, kernel, model
+from nanopaged.device import last_layer
 from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
 from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
@@ -48,11 +49,9 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
         if tensor_parallel_size > 1:
             from nanopaged.device.workers import make_driver
             return [make_driver(runner_class, tensor_parallel_size, config, tensors, path, pool, swap_space, **options)]
-        runner = runner_class(config, runners[0].model if runners else tensors, **options)
-        if not (enforce_eager or runner.fused):  # on a CPU
-            from nanopaged.device.last_layer import skip_rows_without_logits
-            skip_rows_without_logits(runner.model)
-        runners.append(runner)
+        if not (enforce_eager or runner_class.fused):  # on a CPU
+            options["modules"] = last_layer.MODULES
+        runners.append(runner_class(config, runners[0].model if runners else tensors, **options))
     return runners
 
 

@@ -1,25 +1,25 @@
-"""Faster modules for the decoder on a GPU, put in place of its own by `fuse`. Read it after model.py.
+"""Faster modules for the decoder on a GPU, in place of the plain ones. Read it after model.py.
 
 Four kinds of work get faster:
 
 - **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is several
-  launches. kernel.py's last part has one kernel for each.
+  launches. kernel.py's last part has one kernel for each. The addition to the residual stream waits for the next norm,
+  which adds and normalises in one pass (`Sum`).
 - **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
 
-`enforce_eager=True` leaves all of this off. The modules keep their names and weights, and get other classes.
+`enforce_eager=True` leaves all of this off.
 """
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import kernel, model
-from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
+from nanopaged.device.last_layer import ShortLastLayer, select_rows
 
 # Limits, found by timing products in bfloat16 on an H200.
 MAX_SPLIT_ROWS = 256  # more rows or columns have enough tiles without a split
@@ -28,64 +28,34 @@ MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster tha
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
 
 
-def fuse(transformer: model.Transformer) -> None:
-    """Replace the model's modules by the faster ones."""
-    skip_rows_without_logits(transformer)
-    for layer in transformer.layers:
-        layer.__class__ = FusedLastLayer if isinstance(layer, LastLayer) else FusedLayer
-        layer.qkv_proj.__class__ = layer.gate_up_proj.__class__ = FusedLinear
-        layer.o_proj.__class__ = layer.down_proj.__class__ = LinearBeforeNorm
-    for module in transformer.modules():
-        if isinstance(module, model.Norm):
-            module.__class__ = FusedNorm
+class Sum(NamedTuple):
+    """A residual stream whose last addition waits for the next norm."""
+    x: Tensor | tuple[Tensor, ...]  # [T, D], or partial products of it [count, T, D]; a tuple: those of several GPUs
+    residual: Tensor  # [T, D]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (kernel.one_row_linear if len(x) == 1 else F.linear)(x, weight, bias)
-
-
-class FusedLinear(model.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class LinearBeforeNorm(model.Linear):
-    """Returns [T, out], or partial products [count, T, out], which only `FusedNorm` understands.
-
-    buffer: with several GPUs (parallel.py), where the partial products of all of them are
-    """
-    buffer: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        weight, bias = self.weight, self.bias
-        count = num_partial_products(x, weight) if bias is None else 1
-        if self.buffer is not None:
-            return self.share(x, count)
-        return linear(x, weight, bias) if count == 1 else partial_products(x, weight, count)
-
-    def share(self, x: Tensor, count: int) -> "PeerProducts":
-        """Write this GPU's partial products where the others can read them."""
-        weight, bias, shape = self.weight, self.bias, (count, len(x), len(self.weight))
-        out = self.buffer.own(*shape)
-        if len(x) == 1:
-            kernel.one_row_linear(x, weight, bias, out[0])
-        elif count > 1:
-            partial_products(x, weight, count, out)
-        elif bias is None:
-            torch.mm(x, weight.T, out=out[0])
-        else:
-            torch.addmm(bias, x, weight.T, out=out[0])
-        return PeerProducts(self.buffer.all(*shape))
+def add_and_norm(norm: model.Norm, stream: Any) -> tuple[Tensor, Tensor]:
+    """(norm(sum), sum), each [T, D], of a Sum or a tensor."""
+    x, residual = stream if isinstance(stream, Sum) else (torch.zeros_like(stream), stream)
+    return kernel.add_and_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
 
 class FusedNorm(model.Norm):
-    def forward(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if not len(residual):  # no row needs logits
-            return residual, residual
-        return kernel.add_and_norm(x, residual, self.weight, self.bias, self.eps)
+    def forward(self, stream: Any) -> Tensor:
+        return add_and_norm(self, stream)[0]
 
 
 class FusedLayer(model.Layer):
+    def forward(self, stream: Any, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
+                kernels: kernel.Kernels) -> Any:
+        x, residual = add_and_norm(self.input_layernorm, stream)
+        x = self.attention(x, rope, batch, cache, kernels)
+        x, residual = add_and_norm(self.post_attention_layernorm, Sum(x, self.keep(residual, batch)))
+        return Sum(self.mlp(x), residual)
+
+    def keep(self, residual: Tensor, batch: model.Batch) -> Tensor:
+        return residual
+
     def mlp(self, x: Tensor) -> Tensor:
         c, gate_up = self.config, self.gate_up_proj
         if len(x) == 1:  # both products side by side, and the activation in the same kernel
@@ -94,15 +64,46 @@ class FusedLayer(model.Layer):
         return self.down_proj(kernel.activate(gate_up(x), c.activation, c.gated_mlp))
 
 
-class FusedLastLayer(FusedLayer, LastLayer):
-    pass
+class FusedLastLayer(FusedLayer, ShortLastLayer):
+    def keep(self, residual: Tensor, batch: model.Batch) -> Tensor:
+        return select_rows(residual, batch)
 
 
-class PeerProducts(tuple):
-    """The partial products [count, T, D] of all GPUs, in the order of ranks."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """F.linear, in `out` if given."""
+    if len(x) == 1:
+        return kernel.one_row_linear(x, weight, bias, out)
+    return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
-    def index_select(self, dim: int, rows: Tensor) -> "PeerProducts":
-        return PeerProducts(part.index_select(dim, rows) for part in self)
+
+class FusedLinear(model.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class SplitLinear(model.Linear):
+    """Returns [T, out], or partial products of it, as `Sum` has them.
+
+    buffer: with several GPUs (parallel.py), where the partial products of all of them are
+    """
+    buffer: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        weight, bias = self.weight, self.bias
+        count = num_partial_products(x, weight) if bias is None else 1
+        if self.buffer is None:
+            return partial_products(x, weight, count) if count > 1 else linear(x, weight, bias)
+        shape = count, len(x), len(weight)
+        out = self.buffer.own(*shape)
+        if count > 1:
+            partial_products(x, weight, count, out)
+        else:
+            linear(x, weight, bias, out[0])
+        return tuple(self.buffer.all(*shape))
+
+
+MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedNorm, linear=FusedLinear,
+                        row_linear=SplitLinear, compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,7 +129,6 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
 
 def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product.
-    (last_layer.py selects rows by dimension -2, so that it works for both.)
 
     The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
     own. Here the norm that follows adds them up while it reads them, which saves about 2 microseconds for each product

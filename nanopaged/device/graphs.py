@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel
-from nanopaged.device.fused import fuse
+from nanopaged.device.fused import MODULES
 from nanopaged.device.masks import mask_logits, send_masks
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
@@ -55,6 +55,7 @@ class GraphRunner(Runner):
     """A Runner on CUDA with the fused modules, recorded steps and a lookahead of one step."""
     lookahead = 1
     fused = True
+    modules = MODULES
     pick = staticmethod(kernel.pick)
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -63,10 +64,6 @@ class GraphRunner(Runner):
         # Sampling with masks, by number of rows: graph, rows of the step, tokens.
         self.masked: dict[int, Any] = {}
         super().__init__(*args, **options)
-
-    def _make_model(self, tensors: Any) -> None:
-        super()._make_model(tensors)
-        fuse(self.model)
 
     @on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:

@@ -15,28 +15,40 @@ from torch import Tensor
 from nanopaged import kernel, model
 
 
-class LastLayer(model.Layer):
-    """Returns only the rows that need logits, [rows, D]."""
+class ShortLastLayer(model.Layer):
+    """`model.LastLayer` in less time: [T, D] -> [rows, D]."""
 
-    def forward(self, x: Tensor, residual: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
-                kernels: kernel.Kernels) -> tuple[Tensor, Tensor]:
-        q, residual = self.write_kv(x, residual, rope, batch, cache, kernels)
+    def forward(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
+                kernels: kernel.Kernels) -> Tensor:
+        o = self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
+        x = select_rows(x, batch) + o
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
+                  kernels: kernel.Kernels) -> Tensor:
+        """Write the K and V of all tokens, then attend with some: [T, D] -> [rows, D]."""
+        q = self.write_kv(x, rope, batch, cache, kernels)
         rows, seq_indices = batch.logits_indices, batch.sampling_indices
-        if rows is not None and not len(rows):  # nothing but K and V is needed
-            return residual[:0], residual[:0]
-        if batch.max_query_len == 1 or rows is None or seq_indices is None or not len(seq_indices):
-            o = self.attend(q, batch, cache, kernels)  # one token each, or all rows wanted, or prompt rows alone
+        if rows is not None and not len(rows):
+            o = q[:0]
+        elif rows is None or seq_indices is None or not len(seq_indices) or batch.max_query_len == 1:
+            # All rows wanted, or rows of prompts alone, or one token each.
+            o = select_rows(self.attend(q, batch, cache, kernels), batch)
         else:
             # Some query is longer than 1. Sampling needs each sequence's last row alone, which attends as a decode of
-            # one token.
-            last_rows = rows[:len(seq_indices)]
-            o_last = self.attend(q.index_select(0, last_rows), decode_only(batch, seq_indices), cache, kernels)
-            if len(last_rows) == len(rows):
-                return self.project(o_last, residual.index_select(0, rows))
-            # The other rows are prompt tokens whose log probabilities are wanted.
-            o = self.attend(q, batch, cache, kernels).index_copy_(0, last_rows.long(), o_last)
-        x, residual = self.project(o, residual)  # x may be [count, T, D] with fused.py, hence -2
-        return (x, residual) if rows is None else (x.index_select(-2, rows), residual.index_select(0, rows))
+            # one token. Behind these rows stand those of prompt tokens whose log probabilities are wanted.
+            last_rows, others = rows[:len(seq_indices)], rows[len(seq_indices):]
+            o = self.attend(q.index_select(0, last_rows), decode_only(batch, seq_indices), cache, kernels)
+            if len(others):
+                o = torch.cat([o, self.attend(q, batch, cache, kernels).index_select(0, others)])
+        return self.o_proj(o.flatten(1))
+
+
+MODULES = model.PLAIN._replace(last_layer=ShortLastLayer)
+
+
+def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
+    return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
 
 def decode_only(batch: model.Batch, seq_indices: Tensor) -> model.Batch:
@@ -48,8 +60,3 @@ def decode_only(batch: model.Batch, seq_indices: Tensor) -> model.Batch:
     return replace(batch, block_tables=batch.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
                    query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
                    query_tiles=None, shared={})
-
-
-def skip_rows_without_logits(transformer: model.Transformer) -> None:
-    transformer.layers[-1].__class__ = LastLayer
-    transformer.select_rows = lambda x, residual, batch: (x, residual)  # type: ignore[method-assign]  # done by then

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.device.fused import SplitLinear
 from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
@@ -40,7 +41,7 @@ from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
 from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 from nanopaged.tiles import cdiv
-from nanopaged.weights.split import find_cuts, padded_part, random_tensors, split_config
+from nanopaged.weights.split import find_cuts, own_part, padded_part, random_tensors, split_config
 
 if TYPE_CHECKING:
     from nanopaged.device.workers import Workers
@@ -79,44 +80,25 @@ class VocabParallelEmbedding(model.Embedding):
         return self.buffer.sum(*shape)
 
 
-class ParallelTransformer(model.Transformer):
-    """A rank's part of the decoder. whole: the settings of all of it; sums: buffers for o_proj and down_proj."""
-
-    def __init__(self, config: model.ModelConfig, whole: model.ModelConfig, sums: list[SharedBuffer],
-                 logits_buffer: SharedBuffer):
-        super().__init__(config)
-        self.whole, self.logits_buffer, self.peers = whole, logits_buffer, logits_buffer.peers
-        for layer in self.layers:
-            for module, buffer in zip((layer.o_proj, layer.down_proj), sums):
-                module.__class__, module.buffer = RowParallelLinear, buffer
-        embedding: Any = self.embed_tokens
-        embedding.__class__, embedding.buffer = VocabParallelEmbedding, sums[1]
-        self.cuts = find_cuts(whole, config, self.peers.rank, self.peers.size)
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        shape, cut = self.cuts[name]
-        if tensor.shape != shape:
-            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
-        return cut(tensor)
-
-    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, D] -> [R, vocab_size] on rank 0, and no columns on the others."""
-        weight, size = self.lm_head.weight, self.whole.vocab_size
-        if self.peers.rank:
-            out = x.new_empty(len(x), 0)
-        elif out is None:
-            out = x.new_empty(len(x), size)
-        for start in range(0, len(x), LOGITS_ROWS):
-            rows = x[start:start + LOGITS_ROWS]
-            if start:
-                self.logits_buffer.all(1)  # rank 0 has read the rows before
-            torch.matmul(rows, weight.T, out=self.logits_buffer.own(len(rows), len(weight)))
-            parts = self.logits_buffer.all(len(rows), len(weight))
-            if self.peers.rank == 0:
-                ends = [min(size, len(weight) * (rank + 1)) - len(weight) * rank for rank in range(self.peers.size)]
-                torch.cat([part[:, :max(0, end)] for part, end in zip(parts, ends)], 1,
-                          out=out[start:start + len(rows)])
-        return out
+def gather_logits(buffer: SharedBuffer, vocab_size: int, x: Tensor, weight: Tensor,
+                  out: Tensor | None = None) -> Tensor:
+    """`model.compute_logits` with a rank's rows of the weight: [R, D] -> [R, vocab_size] on rank 0, and no columns on
+    the others."""
+    rank, size = buffer.peers.rank, len(weight)
+    if rank:
+        out = x.new_empty(len(x), 0)
+    elif out is None:
+        out = x.new_empty(len(x), vocab_size)
+    for start in range(0, len(x), LOGITS_ROWS):
+        rows = x[start:start + LOGITS_ROWS]
+        if start:
+            buffer.all(1)  # rank 0 has read the rows before
+        torch.matmul(rows, weight.T, out=buffer.own(len(rows), size))
+        parts = buffer.all(len(rows), size)
+        if rank == 0:
+            ends = [min(vocab_size, size * (rank + 1)) - size * rank for rank in range(buffer.peers.size)]
+            torch.cat([part[:, :max(0, end)] for part, end in zip(parts, ends)], 1, out=out[start:start + len(rows)])
+    return out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,7 +106,7 @@ class ParallelTransformer(model.Transformer):
 # --------------------------------------------------------------------------------------------------
 
 class ParallelRunner(Runner):
-    """What the runners of all ranks have in common, to be put before Runner or GraphRunner: `rank_class`."""
+    """What the runners of all ranks have in common, to be put before Runner or GraphRunner (workers.py)."""
 
     def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
         self.whole, self.peers, self.num_ranks = config, peers, peers.size
@@ -140,11 +122,19 @@ class ParallelRunner(Runner):
         self.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
 
     def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
-        config = replace(self.config, vocab_size=padded_part(self.whole.vocab_size, self.peers.size))
-        make = partial(ParallelTransformer, whole=self.whole, sums=self.sums, logits_buffer=self.logits_buffer)
+        whole, rank, size = self.whole, self.peers.rank, self.peers.size
+        config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
         if isinstance(tensors, int):
-            tensors = random_tensors(self.whole, self.dtype, self.device, tensors)
-        return model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, make)
+            tensors = random_tensors(whole, self.dtype, self.device, tensors)
+        modules = self.modules._replace(
+            embedding=VocabParallelEmbedding, row_linear=SplitLinear if self.fused else RowParallelLinear,
+            compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
+        part = partial(own_part, find_cuts(whole, config, rank, size))
+        built: Any = model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
+        for layer in built.layers:
+            layer.o_proj.buffer, layer.down_proj.buffer = self.sums
+        built.embed_tokens.buffer = self.sums[1]
+        return built
 
     def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
         return int(self.peers.agree([super()._choose_num_blocks(gpu_memory_utilization)], largest=False)[0])
@@ -166,7 +156,7 @@ class ParallelRunner(Runner):
 
     def _model_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
-        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits, self.fused)
+        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.last_tokens = tokens
@@ -185,11 +175,10 @@ class ParallelRunner(Runner):
         self.peers.barriers_left = 0
 
 
-def num_barriers(num_layers: int, num_logits: int, fused: bool) -> int:
-    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits. If no row needs
-    logits, the last layer has none with fused.py (last_layer.py)."""
+def num_barriers(num_layers: int, num_logits: int) -> int:
+    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits."""
     rounds = cdiv(num_logits, LOGITS_ROWS)
-    return 2 + 2 * num_layers + (2 * rounds - 1 if rounds else -2 * fused)
+    return 2 + 2 * num_layers + max(0, 2 * rounds - 1)
 
 
 class Driver(ParallelRunner):

@@ -67,6 +67,7 @@ class Runner:
     """A model on a device, with its KV pool. ValueError for options that cannot be."""
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with the small kernels of kernel.py's last part
+    modules = model.PLAIN
     num_ranks = 1  # GPUs that share the model
     pick = staticmethod(pick)
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
@@ -74,8 +75,9 @@ class Runner:
     def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False,
-                 max_num_drafts: int = 0):
+                 max_num_drafts: int = 0, modules: model.Modules | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
+        self.modules = modules or self.modules
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
@@ -123,7 +125,7 @@ class Runner:
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
-        return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len)
+        return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
     # ---- memory
 

@@ -29,6 +29,7 @@ import torch
 from nanopaged import kernel, model
 from nanopaged.device import rectangles
 from nanopaged.device.choices import pick_dtype
+from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
@@ -255,8 +256,12 @@ def unpack(message: bytes) -> list[list[int]]:
 # The runners
 # --------------------------------------------------------------------------------------------------
 
-def rank_class(role: type, base: type[Runner]) -> Any:
-    return type(f"{role.__name__}{base.__name__}", (role, base), {})
+class GraphDriver(Driver, GraphRunner):
+    pass
+
+
+class GraphFollower(Follower, GraphRunner):
+    pass
 
 
 def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensors: Any, path: Path, pool: tuple,
@@ -276,16 +281,14 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
         workers.awaited.update(workers.processes)
         workers.joined.append(peers := join_peers(0, size, device, workers.folder))
         peers.connect()
-        return rank_class(Driver, base)(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels,
-                                        **options)
+        driver = GraphDriver if base is GraphRunner else Driver
+        return driver(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels, **options)
 
 
 def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
                   pool: list, swap_space: float, kernels: str, threads: int, options: dict[str, Any]) -> Follower:
     """A worker's runner."""
-    runner_class, own_device = Runner, torch.device(device)
-    if base == "GraphRunner":
-        from nanopaged.device.graphs import GraphRunner as runner_class
+    own_device = torch.device(device)
     if device == "cuda":
         own_device = torch.device("cuda", rank)
         torch.cuda.set_device(own_device)
@@ -293,7 +296,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.set_num_threads(max(1, threads // size))
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
-    runner = rank_class(Follower, runner_class)(
+    runner = (GraphFollower if base == "GraphRunner" else Follower)(
         model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     runner.allocate_pool(*pool)

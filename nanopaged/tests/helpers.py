@@ -48,6 +48,10 @@ if optional_triton.INTERPRETED:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
+def normalize(x, weight, bias, eps):
+    return kernel.rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 class PlainKernels:
     """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
     pick = staticmethod(sampler.pick)
@@ -58,7 +62,7 @@ class PlainKernels:
         for part in x if isinstance(x, tuple) else (x,):
             for partial in part if part.dim() == 3 else [part]:
                 residual = residual + partial
-        return model.normalize(residual, weight, bias, eps), residual
+        return normalize(residual, weight, bias, eps), residual
 
     @staticmethod
     def one_row_linear(x, weight, bias, out=None, activation="", gated=False):
@@ -96,6 +100,12 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
     for one in llm.engines:
         one.lookahead = one.lookahead if lookahead is None else lookahead
     return llm
+
+
+def use_modules(llm, modules):
+    """Make the engine's model of other modules, with the same weights."""
+    r = llm.runner
+    r.model = model.build_model(r.config, r.model, r.dtype, r.device, r.max_model_len, modules)
 
 
 @cache

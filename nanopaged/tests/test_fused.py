@@ -4,11 +4,12 @@ import json
 import pytest
 import torch
 
-from model import ACTIVATIONS, Layer, activate, normalize
+from model import ACTIVATIONS, LastLayer, Layer, activate
 from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.device import fused as fused_module
-from nanopaged.device.fused import fuse, num_partial_products, partial_products
-from nanopaged.device.last_layer import LastLayer, skip_rows_without_logits
+from nanopaged.device import last_layer
+from nanopaged.device.fused import num_partial_products, partial_products
+from nanopaged.device.last_layer import ShortLastLayer
 from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import mix, pick
 from nanopaged.tests.helpers import (
@@ -19,7 +20,9 @@ from nanopaged.tests.helpers import (
     load,
     needs_gpu,
     needs_kernel,
+    normalize,
     plain_kernels,
+    use_modules,
 )
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
@@ -121,7 +124,7 @@ def test_fused_modules_compute_what_the_plain_ones_do(tmp_path, monkeypatch, int
         llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", num_blocks=64, max_num_seqs=4,
                   enforce_eager=not fused)
         if fused and not CUDA:
-            fuse(llm.runner.model)
+            use_modules(llm, fused_module.MODULES)
         outputs = llm.generate(prompts, params) + [llm.generate(prompts[0], params)[0]]  # together, and a single row
         return [[next(iter(logprobs.items())) for logprobs in output.outputs[0].logprobs] for output in outputs]
 
@@ -141,7 +144,7 @@ def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens)
     def run(skips):
         llm = load("qwen3", max_num_batched_tokens=max_num_batched_tokens, enforce_eager=True)
         if skips:
-            skip_rows_without_logits(llm.runner.model)
+            use_modules(llm, last_layer.MODULES)
         outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9], [7] * 30], params)
         found = [logprobs for output in outputs for logprobs in output.outputs[0].logprobs]
         found += outputs[1].prompt_logprobs[1:]
@@ -153,7 +156,7 @@ def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens)
 
 
 def test_enforce_eager_leaves_the_plain_layers():
-    for enforce_eager, expected in ((True, Layer), (False, LastLayer)):
+    for enforce_eager, expected in ((True, LastLayer), (False, ShortLastLayer)):
         llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, enforce_eager=enforce_eager)
         assert type(llm.runner.model.layers[-1]) is expected and type(llm.runner.model.layers[0]) is Layer
 

@@ -60,6 +60,14 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
     return cuts
 
 
+def own_part(cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]], name: str, tensor: Tensor) -> Tensor:
+    """This rank's part of a checkpoint's tensor. ValueError: the tensor has another shape than config.json implies."""
+    shape, cut = cuts[name]
+    if tensor.shape != shape:
+        raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
+    return cut(tensor)
+
+
 def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
