@@ -1353,7 +1353,7 @@ def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
         losses[dtype] = -sum(tokens) / len(tokens)
     assert len(prompts) > 5 and 2.6 < losses["auto"] < 3.3  # nats per token; training.json says 3.20 of the whole tenth
     assert losses["fp8"] == pytest.approx(losses["auto"], rel=0.01) and losses["fp8"] != losses["auto"]
-    assert llm.runner.block_bytes * 4 == shared().runner.block_bytes  # float32 here; half of bfloat16
+    assert llm.runner.pool.block_bytes * 4 == shared().runner.pool.block_bytes  # float32 here; half of bfloat16
     assert all(k_scale > 0 and v_scale > 0 for _, _, k_scale, v_scale in llm.runner.kv_cache)
 
 

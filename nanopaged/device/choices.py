@@ -1,21 +1,13 @@
-"""What the runner decides before the first step: device, types and kernels, the pool and the scales of an fp8 cache.
-
-On a GPU memory.py measures how many blocks there is room for.
-"""
+"""What is decided before the first step: device, types and kernels, and the scales of an fp8 cache."""
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel
+from nanopaged import engine, kernel, model
 from nanopaged.inputs import check_choice, is_one_of
 
-if TYPE_CHECKING:
-    from nanopaged.device.runner import Runner
-
-GIB = 2**30
-DEFAULT_CPU_POOL = GIB  # bytes
 FP8 = torch.float8_e4m3fn
 # For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
 LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
@@ -90,52 +82,25 @@ def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
 
 
 # --------------------------------------------------------------------------------------------------
-# The pool
+# The scales of an fp8 cache
 # --------------------------------------------------------------------------------------------------
 
-def choose_num_blocks(runner: "Runner") -> int:
-    """The size of a CPU's pool: 1 GiB or max_num_seqs full sequences, whichever is less."""
-    blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
-    return max(1, min(DEFAULT_CPU_POOL // runner.block_bytes, runner.max_num_seqs * blocks_per_seq))
-
-
-def allocate(runner: "Runner", num_blocks: int) -> Tensor:
-    """The pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. ValueError: too little memory."""
-    c = runner.config
-    try:
-        return torch.empty(c.num_layers, 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim,
-                           dtype=runner.kv_dtype, device=runner.device)
-    except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks raise a TypeError
-        raise no_memory(runner, num_blocks) from None
-
-
-def no_memory(runner: "Runner", num_blocks: int) -> ValueError:
-    return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * runner.block_bytes / GIB:.2f} GiB, which "
-                      f"{runner.device} does not have; lower num_blocks or block_size")
-
-
 @torch.inference_mode()
-def choose_scales(runner: "Runner") -> list[tuple[float, float]]:
-    """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
+def choose_scales(compute: Callable[[list[int], Tensor, list[tuple]], object], config: model.ModelConfig,
+                  block_shape: tuple[int, int, int], max_model_len: int, dtype: torch.dtype,
+                  device: torch.device) -> list[tuple[float, float]]:
+    """The scales of K and V of each layer, powers of two, from the K and V of a random text.
 
     The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
-    numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
+    numbers are clipped, and 2^12 down to 2^-6, where they lose precision. compute(token ids, block table, cache)
+    computes a text.
     """
-    if runner.kv_dtype is not FP8:
-        return [(1.0, 1.0)] * runner.config.num_layers
-    c, length, device = runner.config, min(CALIBRATION_TOKENS, runner.max_model_len), runner.device
-    num_blocks = engine.cdiv(length, runner.block_size)
-    shape = 2, num_blocks, runner.block_size, c.num_kv_heads, c.head_dim
-    cache = [torch.zeros(shape, dtype=runner.dtype, device=device) for _ in range(c.num_layers)]
-    ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    positions = list(range(length))
-    sent = runner.send_step([ids, positions, positions, [0, length], [length], [runner.max_num_seqs]])
-    no_logits = torch.zeros(0, dtype=torch.int64, device=device)
-    batch = runner._model_batch(sent, no_logits, length, length, int(length == 1),
-                                runner.to_device(runner._query_tiles([length], [length])))
-    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    runner.model(batch, [(layer[0], layer[1], 1.0, 1.0) for layer in cache], runner.kernels)
-    return [(power_of_two_scale(layer[0]), power_of_two_scale(layer[1])) for layer in cache]
+    length = min(CALIBRATION_TOKENS, max_model_len)
+    num_blocks = engine.cdiv(length, block_shape[0])
+    cache = [torch.zeros(2, num_blocks, *block_shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    ids = torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    compute(ids, torch.arange(num_blocks, dtype=torch.int32, device=device)[None], [(k, v, 1.0, 1.0) for k, v in cache])
+    return [(power_of_two_scale(k), power_of_two_scale(v)) for k, v in cache]
 
 
 def power_of_two_scale(values: Tensor) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanopaged import kernel
 from nanopaged.device.fused import MODULES
-from nanopaged.device.masks import mask_logits, send_masks
+from nanopaged.device.masks import mask_logits
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
@@ -223,13 +223,14 @@ class GraphRunner(Runner):
             return tokens[:len(batch.seqs)]
         indices, rows = self.send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
         tokens = tokens.index_select(0, indices)
-        self.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())  # not of the other rows of a sequence
+        # The other rows of a sequence with drafts leave its last token alone.
+        self.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
         return tokens
 
     def _replay_masked(self, batch: StepInput, masked: dict[int, Sequence]) -> tuple[Tensor, Tensor]:
         """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
-        send_masks(self, list(masked.values()))
+        self.masker.send(list(masked.values()))
         size = min(1 << (len(at) - 1).bit_length(), self.max_num_samples)
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [self.max_num_seqs] * padding,
@@ -245,8 +246,7 @@ class GraphRunner(Runner):
 
     def _masked_step(self, size: int) -> tuple[Tensor, Tensor]:
         at, rows, lens = self.masked_input[:3 * size].view(3, size)
-        masker: Any = self.masker
-        logits = mask_logits(self.graph_logits.index_select(0, at), masker.masks[:size])
+        logits = mask_logits(self.graph_logits.index_select(0, at), self.masker.masks[:size])
         return at.long(), self._sample(logits, rows, lens, SamplingNeeds())
 
 

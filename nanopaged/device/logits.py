@@ -31,7 +31,7 @@ that are in use by then have slot 0.
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,6 @@ from torch import Tensor
 from nanopaged import kernel
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.scheduling import additions
-
-if TYPE_CHECKING:
-    from nanopaged.device.runner import Runner
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
 NO_BIAS = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
@@ -216,14 +213,6 @@ class LogitsEditor:
             self._count(slots, tokens, (slots > 0).int() * 2)  # slot 0 counts nothing
         if self.recent.numel():
             self.recent[slots] = torch.cat([tokens[:, None].int() + 1, self.recent[slots][:, :-1]], 1)
-
-
-def start_editing(runner: "Runner", seqs: list[additions.Sequence]) -> None:
-    """Tell the runner's editor of sequences that are new in their rows. It is made for the first one that needs it."""
-    if runner.editor is None:
-        runner.editor = LogitsEditor(runner.max_num_seqs + 1, runner.config.vocab_size, runner.device, runner.send,
-                                     runner.fused)
-    runner.editor.start([Start.of(seq) for seq in seqs], runner.forget_free_rows())
 
 
 def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:

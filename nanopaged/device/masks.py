@@ -1,30 +1,12 @@
 """The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows."""
 import ctypes
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.scheduling.additions import Sequence
-
-if TYPE_CHECKING:
-    from nanopaged.device.runner import Runner
-
-
-def apply_grammars(runner: "Runner", logits: Tensor, grammars: list[tuple[int, Sequence, int]]) -> Tensor:
-    """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence, position) of those
-    that have one. A token that the grammar has forced by now is not sampled."""
-    seqs = {row: seq for row, seq, position in grammars if seq.is_pending(position)}
-    return mask_logits(logits, send_masks(runner, [seqs.get(row) for row in range(len(logits))]))
-
-
-def send_masks(runner: "Runner", seqs: list[Sequence | None]) -> Tensor:
-    """`Masker.send`, by a masker that is made at the first call."""
-    if runner.masker is None:
-        runner.masker = Masker(runner.config.vocab_size, runner.max_num_samples, runner.device)
-    return runner.masker.send(seqs)
 
 
 class Masker:
@@ -39,6 +21,12 @@ class Masker:
         # Written again only after a step that read it was read itself: sampling waits for the tokens before.
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
+
+    def apply(self, logits: Tensor, grammars: list[tuple[int, Sequence, int]]) -> Tensor:
+        """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence, position) of
+        those that have one. A token that the grammar has forced by now is not sampled."""
+        seqs = {row: seq for row, seq, position in grammars if seq.is_pending(position)}
+        return mask_logits(logits, self.send([seqs.get(row) for row in range(len(logits))]))
 
     def send(self, seqs: list[Sequence | None]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A

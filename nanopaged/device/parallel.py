@@ -34,12 +34,13 @@ from torch import Tensor
 from nanopaged import model
 from nanopaged.device.fused import SplitLinear
 from nanopaged.device.peers import Peers, SharedBuffer
+from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
-from nanopaged.scheduling.additions import SchedulerOutput, Sequence
+from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.tiles import cdiv
 from nanopaged.weights.split import find_cuts, own_part, padded_part, random_tensors, split_config
 
@@ -112,14 +113,15 @@ class ParallelRunner(Runner):
         self.whole, self.peers, self.num_ranks = config, peers, peers.size
         super().__init__(split_config(config, peers.size), *args, **options)
 
-    def _make_rows(self) -> None:
-        super()._make_rows()
+    def _make_rows(self) -> Rows:
+        made = super()._make_rows()
         rows = max(self.max_num_batched_tokens, self.max_num_samples, FEWEST_ROWS)
         width = padded_part(self.whole.vocab_size, self.peers.size)
         self.sums = [self.peers.share(rows * self.config.hidden_size, self.dtype) for _ in range(2)]
         self.logits_buffer = self.peers.share(LOGITS_ROWS * width, self.dtype)
         self.tokens = self.peers.share(self.max_num_seqs + 1, torch.int32)
-        self.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
+        made.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
+        return made
 
     def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
         whole, rank, size = self.whole, self.peers.rank, self.peers.size
@@ -159,7 +161,7 @@ class ParallelRunner(Runner):
         self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
-            self.last_tokens = tokens
+            self.rows.last_tokens = tokens
         return super()._model_batch(sent, logits_indices, *args)
 
     def _record(self, *step: Any) -> Any:
@@ -199,21 +201,14 @@ class Driver(ParallelRunner):
         return num_blocks
 
     def launch(self, step: SchedulerOutput) -> Any:
+        self.moves = [[number for pair in moves for number in pair]
+                      for moves in (step.swaps_out, step.copies, step.swaps_in)]
         with self.workers.explained():
             return super().launch(step)
 
-    def _move_blocks(self, step: SchedulerOutput) -> None:
-        self.moves = [[number for pair in moves for number in pair]
-                      for moves in (step.swaps_out, step.copies, step.swaps_in)]
-        super()._move_blocks(step)
-
-    def _send_rows(self, seqs: list[Sequence]) -> tuple[list[int], list[int]]:
-        self.entries = super()._send_rows(seqs)
-        return self.entries
-
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        self.workers.send([*self.moves, *self.entries, [bool(needs.grammars)], sampling_indices, more_rows,
+        self.workers.send([*self.moves, *self.rows.sent, [bool(needs.grammars)], sampling_indices, more_rows,
                            batch.num_tokens, *batch.lists])
         self.peers.barriers_left = None
         try:
@@ -229,7 +224,7 @@ class Driver(ParallelRunner):
 
     def wait(self, event: torch.cuda.Event) -> None:
         """A peer that has died never joins a barrier, so nothing waits for the device without looking after it."""
-        with self.workers.waiting():
+        with self.interruptible(), self.workers.waiting():
             while not event.query():
                 self.workers.check()
                 time.sleep(POLL_SECONDS)
@@ -246,10 +241,8 @@ class Follower(ParallelRunner):
         self.peers.barriers_left = None
         *moves, cells, blocks, has_grammars, sampling_indices, more_rows, num_tokens = lists[:9]
         out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
-        self._move_blocks(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
-        if cells:
-            sent_cells, sent_blocks = self.send([cells, blocks])
-            self.block_tables.view(-1)[sent_cells] = sent_blocks
+        self.pool.move(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
+        self.rows.write(cells, blocks)
         seqs: list[Any] = [None] * len(num_tokens)
         needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
         self._compute(StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)

@@ -10,14 +10,8 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. (With grammars a step is sampled
 when the next one is launched: transfer.py says why.)
 
-**Rows.** While a sequence runs it has a batch row in tensors that stay on the device: its block table, its last token,
-its sampling settings. A step sends the changed entries of its rows as one message of integers, and its new tokens as
-another. (For prompts Triton's kernel gets a work list in addition.) The sampled tokens stay on the device, too. With a
-lookahead (graphs.py) the next step reads them there, so it can be launched before the host knows them.
-
-**The pool** is one tensor [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. A token takes 2 *
-num_layers * num_kv_heads * head_dim numbers. In Llama-2-7B these are 2 * 32 * 32 * 128, in 16 bits 512 KiB, so 4,096
-tokens take 2 GiB. In Llama-3.1-8B, where four query heads share a kv head, a token takes 128 KiB.
+While a sequence runs it has a **batch row** in tensors that stay on the device (rows.py). A step sends what changed in
+its rows, and its new tokens, as two messages of integers. (For prompts Triton's kernel gets a work list in addition.)
 
 This file is the plain path. What takes the place of its parts, as a rule unless `enforce_eager=True`:
 
@@ -30,27 +24,30 @@ This file is the plain path. What takes the place of its parts, as a rule unless
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
 
-warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large a GPU's pool can be. Rare
-features: swapping.py, logits.py (edited logits), logprobs.py, masks.py (grammars).
+pool.py has K and V. warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large the pool
+can be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
+from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Callable, ContextManager, Iterable, NamedTuple
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Callable, ContextManager, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import choices, masks, memory, swapping, transfer, warmup
-from nanopaged.device.logits import LogitsEditor, start_editing
-from nanopaged.device.sampler import SETTINGS_INTS, SamplingBatch, SamplingNeeds, pack_settings, pick, sample
+from nanopaged.device import choices, memory, transfer, warmup
+from nanopaged.device.logits import LogitsEditor, Start
+from nanopaged.device.masks import Masker
+from nanopaged.device.pool import Pool
+from nanopaged.device.rows import Rows
+from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput, Sequence
-
-NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
 
 
 class StepTensors(NamedTuple):
@@ -91,76 +88,96 @@ class Runner:
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             self.release_memory()
+        shape = self.block_size, config.num_kv_heads, config.head_dim
+        self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
-        self._make_rows()
+        self.rows = self._make_rows()
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
-        self.compiled = warmup.compile_kernels(self) if compiles else []
-        self._make_model(seed if tensors is None else tensors)
+        self.compiled = self.start_compiling() if compiles else []
+        self.model = self._build_model(seed if tensors is None else tensors)
+        self.editor: LogitsEditor | None = None  # until a sequence edits its logits
+        # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
+        self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
         self.tokens_per_tile = 1  # of queries in prefill, as the kernel cuts them
         if kernels is kernel.TRITON:
             group = config.num_heads // config.num_kv_heads
             self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
 
-    def _make_rows(self) -> None:
-        """A row for each running sequence, and one that no sequence has, for padding (CUDA graphs, trial steps)."""
-        num_rows = self.max_num_seqs + 1
-        ints: dict[str, Any] = dict(dtype=torch.int32, device=self.device)
-        # torch gathers rows of a multiple of 16 bytes faster
-        width = 4 * engine.cdiv(self.max_model_len, 4 * self.block_size)
-        try:
-            self.block_tables = torch.zeros(num_rows, width, **ints)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"{self.device} has no memory for the block tables of {self.max_num_seqs} sequences of "
-                             f"{self.max_model_len} tokens; lower max_num_seqs or max_model_len") from None
-        self.last_tokens = torch.zeros(num_rows, **ints)
-        self.settings = torch.zeros(num_rows, SETTINGS_INTS, **ints)
-        self.owners: list[Callable] = [NOBODY] * num_rows  # weakly, the sequence whose settings these are
-
-    def _make_model(self, tensors: Iterable | model.Transformer | int) -> None:
-        self.model = self._build_model(tensors)
-        self.editor: LogitsEditor | None = None  # until a sequence edits its logits
-        self.masker: masks.Masker | None = None  # until a sequence has a grammar
-        # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
-        self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
+    def _make_rows(self) -> Rows:
+        return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
 
     def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
-    # ---- memory
+    def start_compiling(self) -> list[Future]:
+        forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,
+                                         self.max_num_samples, self.max_model_len)]
+        if self.fused:
+            forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks)
+        return warmup.start(forms, self.device)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: K and V of block_size tokens in every layer."""
-        c = self.config
-        return 2 * c.num_layers * self.block_size * c.num_kv_heads * c.head_dim * self.kv_dtype.itemsize
+    # ---- memory
 
     @on_its_device
     def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
-        """Make the pool's tensors and return its number of blocks. ValueError if the memory does not suffice."""
+        """Make the pool and return its number of blocks. ValueError if the memory does not suffice."""
         while self.compiled:
             self.compiled.pop().result()
         num_blocks = num_blocks or self._choose_num_blocks(gpu_memory_utilization)
-        pool = choices.allocate(self, num_blocks)
+        pool = self.pool.allocate(num_blocks)
         self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, self._choose_scales())]
-        self.pool = pool.view(torch.uint8)  # the same memory, for moving blocks of any type
         return num_blocks
 
     def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
-        if self.device.type == "cuda":
-            return memory.choose_num_blocks(self, gpu_memory_utilization)
-        return choices.choose_num_blocks(self)
+        if self.device.type == "cpu":
+            blocks_per_seq = engine.cdiv(self.max_model_len, self.block_size)
+            return memory.blocks_on_a_cpu(self.pool.block_bytes, blocks_per_seq, self.max_num_seqs)
+        block = self.pool.one_block()
+        self.kv_cache = [(block, block, 1.0, 1.0)] * self.config.num_layers
+        steps = memory.largest_steps(self.max_num_batched_tokens, self.max_model_len, self.max_num_seqs,
+                                     self.max_num_samples)
+        needed = max(memory.peak_of(self._try_step, query_lens, self.device) for query_lens in steps)
+        needed *= 2 if self.fused else 1  # CUDA graphs share a memory pool of their own, as large as the largest step
+        return memory.blocks_beside(needed, self.pool.block_bytes, gpu_memory_utilization, self.device)
+
+    def _try_step(self, query_lens: list[int]) -> None:
+        """A step of this shape that samples as many rows as possible, once plainly, once with filters and once
+        greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
+        count = min(self.max_num_samples, sum(query_lens))
+        sampled = torch.zeros(count, dtype=torch.int32, device=self.device)
+        batch = self._trial(query_lens, sampled, self.max_model_len)
+        for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
+            logits = self.model(batch, self.kv_cache, self.kernels)
+            self._sample(logits, sampled + self.max_num_seqs, sampled, needs)
 
     def _choose_scales(self) -> list[tuple[float, float]]:
-        return choices.choose_scales(self)
+        if self.kv_dtype is not choices.FP8:
+            return [(1.0, 1.0)] * self.config.num_layers
+        return choices.choose_scales(self._compute_text, self.config, self.pool.block_shape, self.max_model_len,
+                                     self.dtype, self.device)
+
+    def _compute_text(self, ids: list[int], block_tables: Tensor, cache: list[tuple]) -> None:
+        batch = self._trial([len(ids)], torch.zeros(0, dtype=torch.int64, device=self.device), len(ids), ids)
+        batch.block_tables = block_tables
+        self.model(batch, cache, self.kernels)
+
+    def _trial(self, query_lens: list[int], logits_indices: Tensor, max_seq_len: int,
+               ids: list[int] | None = None) -> model.Batch:
+        """A step of new sequences of these lengths, in the padding's row. It writes no K and V. With the ids of one
+        text it writes them, from slot 0 on."""
+        num_tokens = sum(query_lens)
+        positions = list(range(num_tokens)) if ids else [0] * num_tokens
+        sent = StepTensors(*self.send([
+            ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
+            query_lens, [self.max_num_seqs] * len(query_lens)]))
+        tiles = self.to_device(self._query_tiles(query_lens, query_lens))
+        return self._model_batch(sent, logits_indices, max(query_lens), max_seq_len, query_lens.count(1), tiles)
 
     @on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks."""
-        if not swap_space:
-            return 0
-        self.host_pool = swapping.allocate_on_host(self, swap_space)
-        return len(self.host_pool)
+        return self.pool.allocate_on_host(swap_space) if swap_space else 0
 
     def release_memory(self) -> None:
         """Give back what torch keeps for later allocations."""
@@ -183,69 +200,29 @@ class Runner:
         `start` a function that samples. The host waits for the device in neither, unless attention is in torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
-        self._move_blocks(step)
-        self._send_rows(step.seqs)
+        self.pool.move(step)
+        new = self.rows.send(step.seqs)
+        if new and (self.editor or any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
+                                       for seq in new)):
+            self.editor = self.editor or LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device,
+                                                      self.send, self.fused)
+            self.editor.start([Start.of(seq) for seq in new], self.rows.forget_free())
         batch = StepInput.of(step, self.block_size)
-        launched = LaunchedStep(self, step, batch)
+        launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
 
     def wait(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
-
-    def _move_blocks(self, step: SchedulerOutput) -> None:
-        """Moves to the host, then copies, then moves from the host: a block that a move or a copy has read may be the
-        target of a later one."""
-        if step.swaps_out:
-            swapping.move_out(self, step.swaps_out)
-        if step.copies:
-            sources, copies = self.send([list(blocks) for blocks in zip(*step.copies)])
-            self.pool.index_copy_(2, copies.long(), self.pool.index_select(2, sources))
-        if step.swaps_in:
-            swapping.move_in(self, step.swaps_in)
-
-    def _send_rows(self, seqs: list[Sequence]) -> tuple[list[int], list[int]]:
-        """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row. Returns where in block_tables.view(-1) entries are new, and
-        these entries, for parallel.py."""
-        width = self.block_tables.shape[1]
-        cells: list[int] = []
-        blocks: list[int] = []
-        new: list[Sequence] = []
-        for seq in seqs:
-            # A sequence that is new in its row has sent no block (`BlockManager.free` sets num_sent_blocks to 0). One
-            # that grew or copied a block comes through here, too, but its settings are there already.
-            if seq.num_sent_blocks < len(seq.block_table):
-                if self.owners[seq.row]() is not seq:
-                    self.owners[seq.row] = weakref.ref(seq)
-                    new.append(seq)
-                first = seq.row * width
-                cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: masked
-                seq.num_sent_blocks = len(seq.block_table)
-        if new and (self.editor is not None or any(seq.sampling.params.edits_logits
-                                                   or seq.sampling.params.logits_processors for seq in new)):
-            start_editing(self, new)
-        if cells:
-            settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]
-            sent = self.send([cells, blocks, [seq.row for seq in new], settings])
-            self.block_tables.view(-1)[sent[0]] = sent[1]
-            if new:
-                self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
-        return cells, blocks
-
-    def forget_free_rows(self) -> list[int]:
-        """Rows that their sequence has left (for logits.py). If it comes back, its settings are sent again."""
-        owners = [owner() for owner in self.owners]
-        free_rows = [row for row, seq in enumerate(owners) if seq is None or seq.row != row]
-        for row in free_rows:
-            self.owners[row] = NOBODY
-        return free_rows
+        with self.interruptible():
+            event.synchronize()
 
     def forget_rows(self, seqs: list[Sequence]) -> None:
-        """A step failed half-way: the settings of these rows are sent again. (Their block tables are anyway.)"""
-        for seq in seqs:
-            self.owners[seq.row] = NOBODY
+        """A step failed half-way: what the device knows of these sequences may be wrong."""
+        self.rows.forget(seqs)
+
+    @cached_property
+    def masker(self) -> Masker:
+        return Masker(self.config.vocab_size, self.max_num_samples, self.device)
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
@@ -276,9 +253,9 @@ class Runner:
         # -1: the token is known on the device alone. This comes with lookahead (graphs.py), not on the plain path. Only
         # sequences with one new token can have such an id, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
-        ones = torch.where(ones < 0, self.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
+        ones = torch.where(ones < 0, self.rows.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
-        block_tables = self.block_tables.index_select(0, sent.rows)
+        block_tables = self.rows.block_tables.index_select(0, sent.rows)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
                            sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles,
                            sampling)
@@ -290,22 +267,18 @@ class Runner:
         if editor is not None:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
-            logits = masks.apply_grammars(self, logits, needs.grammars)
+            logits = self.masker.apply(logits, needs.grammars)
         tokens = self._draw(logits, rows, positions, needs)
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
         # A sequence with drafts has its row several times, and any of its tokens may end up here. No step reads it: the
         # next one is planned after the drafts are decided (additions.Engine), and then the host knows the token.
-        self.last_tokens.index_copy_(0, rows.long(), usable.int())
+        self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        return sample(logits, SamplingBatch.of(self.settings.index_select(0, rows), positions, needs), self.pick)
-
-    def send_step(self, lists: list[list[int]]) -> StepTensors:
-        """A StepInput's lists on the device, for trial steps (memory.py, choices.py)."""
-        return StepTensors(*self.send(lists))
+        return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
 
     def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""

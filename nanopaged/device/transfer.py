@@ -3,22 +3,21 @@
 `send` copies lists of integers to the device, and the host does not wait. `Runner.launch` returns a `LaunchedStep`. The
 engine calls it to wait for the step and to get its tokens.
 """
+import weakref
 from array import array
 from contextlib import nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable, ContextManager
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device import logprobs
+from nanopaged.device.logits import LogitsEditor
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.scheduling.additions import SchedulerOutput
-
-if TYPE_CHECKING:
-    from nanopaged.device.runner import Runner
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -26,9 +25,13 @@ def on_its_device(method: Callable) -> Callable:
     may call engines on several devices, so the current device is set for each call."""
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with as_current(self.device):
             return method(self, *args, **kwargs)
     return call
+
+
+def as_current(device: torch.device) -> ContextManager:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def integers(lists: list[list[int]]) -> Tensor:
@@ -56,7 +59,7 @@ class LaunchedStep:
 
     A step with **grammars** is sampled later. What a grammar allows depends on the token before, and the host knows
     that token only after it has read the step before. The step is therefore sampled when the next one is launched
-    (`Runner.unsampled`), or at the latest when it is read:
+    (`unsampled`), or at the latest when it is read:
 
         launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 
@@ -64,15 +67,19 @@ class LaunchedStep:
     seqs: these sequences, in the batch's order, which is not the scheduler's
     more_rows: rows of the flat batch that need logits, too: the log probabilities of prompt tokens are wanted
     needs: what sampling must do for these sequences
+
+    device, send, editor: the runner's; unsampled: where a step waits to be sampled; wait: for an event
     """
 
-    def __init__(self, runner: "Runner", step: SchedulerOutput, batch: StepInput):
-        self.runner, self.device, self.sampled = runner, runner.device, step.sampled
+    def __init__(self, step: SchedulerOutput, batch: StepInput, device: torch.device, send: Callable[..., list[Tensor]],
+                 editor: LogitsEditor | None, unsampled: "weakref.WeakSet[LaunchedStep]",
+                 wait: Callable[[torch.cuda.Event], None]):
+        self.device, self.send, self.unsampled, self.wait, self.sampled = device, send, unsampled, wait, step.sampled
         sampled = set(step.sampled)
         self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
         self.seqs = [batch.seqs[i] for i in self.indices]
         positions = [batch.seq_lens[i] for i in self.indices]
-        self.needs = SamplingNeeds.of(self.seqs, positions, runner.editor) if self.seqs else SamplingNeeds()
+        self.needs = SamplingNeeds.of(self.seqs, positions, editor) if self.seqs else SamplingNeeds()
         wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
         self.parts = logprobs.prompt_parts(batch) if wants_prompts else []
         self.more_rows = [row for part in self.parts for row in part.rows]
@@ -85,7 +92,7 @@ class LaunchedStep:
         some."""
         self.computed = sample, logits
         if self.needs.grammars:
-            self.runner.unsampled.add(self)
+            self.unsampled.add(self)
         else:
             self.sample()
 
@@ -100,7 +107,7 @@ class LaunchedStep:
         tensors = [tokens := sample()]
         self.computed = lambda: tokens, logits  # penalties count them once, also if what follows fails and is repeated
         if self.parts or self.needs.num_logprobs is not None:
-            tensors += logprobs.logprob_tensors(self.runner.send, self.seqs, self.parts, tokens, logits, self.needs)
+            tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
         is_cuda = self.device.type == "cuda"
         self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
         for copy, tensor in zip(self.copies, tensors):
@@ -117,8 +124,7 @@ class LaunchedStep:
     def __call__(self) -> engine.Sampled:
         self.sample()
         if self.done is not None:
-            with self.runner.interruptible():
-                self.runner.wait(self.done)
+            self.wait(self.done)
         place = {seq: i for i, seq in enumerate(self.sampled)}
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])

@@ -4,19 +4,17 @@ Threads compile while the weights are loaded. Each form of a kernel that the mod
 task calls the function that launches the kernel with tensors of no rows: the kernel is compiled, and nothing runs.
 """
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from nanopaged import kernel, tiles
-from nanopaged.device import memory
-from nanopaged.device.transfer import on_its_device
-
-if TYPE_CHECKING:
-    from nanopaged.device.runner import Runner
+from nanopaged import kernel, model, tiles
+from nanopaged.device.fused import split_counts
+from nanopaged.device.transfer import as_current
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
@@ -25,49 +23,52 @@ MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
 MOST_THREADS = 8
 
 
-def compile_kernels(runner: "Runner") -> list[Future]:
+def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Future]:
     """Start compiling, several forms at a time. The results are None, or what failed."""
+    def compile_one(task: Callable[[], Any]) -> None:
+        with as_current(device):
+            task()
+
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-    tasks = [*attention_forms(runner), *(small_forms(runner) if runner.fused else ())]
-    futures = [pool.submit(on_its_device(lambda runner, task: task()), runner, task) for task in tasks]
+    futures = [pool.submit(compile_one, task) for task in tasks]
     pool.shutdown(wait=False)
     return futures
 
 
-def attention_forms(runner: "Runner") -> Iterator[Callable[[], Any]]:
-    """Chapter 1's kernels."""
-    c, most = runner.config, min(runner.max_num_samples, MAX_DECODE_SIZE)
-    ints: dict[str, Any] = dict(dtype=torch.int32, device=runner.device)
-    make, rows, cache = partial(torch.zeros, device=runner.device), max(2, most), memory.one_block(runner)
+def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, block_tables: Tensor,
+                    max_num_samples: int, max_model_len: int) -> Iterator[Callable[[], Any]]:
+    """Chapter 1's kernels. cache: a block of one layer's K or V"""
+    device, most = cache.device, min(max_num_samples, MAX_DECODE_SIZE)
+    ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
+    make, rows = partial(torch.zeros, device=device), max(2, most)
     lens, starts, query_tiles = make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
-    norm = make(c.head_dim, dtype=runner.dtype) if c.qk_norm else None
-    qkv = make(0, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=runner.dtype)
+    norm = make(c.head_dim, dtype=dtype) if c.qk_norm else None
+    qkv = make(0, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=dtype)
     yield partial(kernel.TRITON.rotate_and_store, qkv, c.num_heads,
                   None if c.learned_positions else make(0, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens[:0])
-    group, q = c.num_heads // c.num_kv_heads, make(rows, c.num_heads, c.head_dim, dtype=runner.dtype)
+    group, q = c.num_heads // c.num_kv_heads, make(rows, c.num_heads, c.head_dim, dtype=dtype)
     sizes: dict[tuple, tuple[int, int]] = {}  # of decode, one for each form
-    for longest in (1, runner.max_model_len):
+    for longest in (1, max_model_len):
         for count in (count for count in {most, *DECODE_SIZES} if count <= most):
             sharing = tiles.programs_per_context(count * c.num_kv_heads, tiles.split_bound(longest))
-            config = tiles.decode_config(count * c.num_kv_heads, sharing, group, c.head_dim, runner.dtype,
-                                         runner.kv_dtype, runner.device)
+            config = tiles.decode_config(count * c.num_kv_heads, sharing, group, c.head_dim, dtype, cache.dtype,
+                                         device)
             sizes[sharing == 1, *config.values()] = count, longest
     for window in set(c.sliding_windows or [0]):
         attend = partial(kernel.TRITON.attention, k_cache=cache, v_cache=cache, scale=c.head_dim ** -0.5,
                          sliding_window=window)
-        yield partial(attend, q[:2], block_tables=runner.block_tables[:1], seq_lens=lens[:1],
+        yield partial(attend, q[:2], block_tables=block_tables[:1], seq_lens=lens[:1],
                       query_start_loc=starts[:2], max_query_len=2, max_seq_len=2, num_decodes=0,
                       query_tiles=query_tiles)
         for count, longest in sizes.values():
-            yield partial(attend, q[:count], block_tables=runner.block_tables[:count], seq_lens=lens[:count],
+            yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
 
 
-def small_forms(runner: "Runner") -> Iterator[Callable[[], Any]]:
+def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
+                num_ranks: int) -> Iterator[Callable[[], Any]]:
     """The kernels between the products, and those of sampling."""
-    from nanopaged.device.fused import split_counts
-
-    c, make = runner.config, partial(torch.empty, dtype=runner.dtype, device=runner.device)
+    make = partial(torch.empty, dtype=dtype, device=device)
     for size, bias in {(c.hidden_size, c.qkv_bias), (c.num_heads * c.head_dim, c.o_bias),
                        (c.intermediate_size, c.mlp_bias)}:
         yield partial(kernel.one_row_linear, make(1, size), make(0, size), make(1) if bias else None)
@@ -75,8 +76,8 @@ def small_forms(runner: "Runner") -> Iterator[Callable[[], Any]]:
     yield partial(kernel.one_row_linear, make(1, c.hidden_size), make(0, c.hidden_size), mlp_bias, None, *act)
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     rows, weight = make(0, c.hidden_size), make(c.hidden_size)
-    for count in split_counts(c, runner.dtype):
-        yield partial(kernel.add_and_norm, (make(count, 0, c.hidden_size),) * runner.num_ranks, rows, weight,
+    for count in split_counts(c, dtype):
+        yield partial(kernel.add_and_norm, (make(count, 0, c.hidden_size),) * num_ranks, rows, weight,
                       weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
     yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))

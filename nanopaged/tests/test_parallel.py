@@ -162,7 +162,7 @@ def test_a_rank_has_its_part_of_the_weights():
         sizes = [sum(p.numel() for p in model.Transformer(config).parameters()) for config in (own, whole)]
     assert 0.5 <= sizes[0] / sizes[1] < 0.51
     llm = split("llama2")
-    assert llm.runner.config.num_kv_heads == 1 and llm.runner.pool.shape[4] == 1
+    assert llm.runner.config.num_kv_heads == 1 and llm.runner.pool.blocks.shape[4] == 1
 
 
 def test_a_part_of_a_tensor_is_a_view_of_the_file():

@@ -15,7 +15,7 @@ import bench
 from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
 from nanopaged.cli.main import HELP, main
-from nanopaged.device import choices, graphs, runner
+from nanopaged.device import choices, graphs, pool, runner
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def test_the_names_beside_those_of_vllm_exist():
     names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
     names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
     assert len(names) > 25
-    homes = (runner, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
+    homes = (runner, pool, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
     for name in names:
         first, *rest = name.split(".")
         found = next((getattr(home, first) for home in homes if hasattr(home, first)), None)
@@ -158,13 +158,11 @@ def test_a_room_imports_from_no_room_above():
 # --------------------------------------------------------------------------------------------------
 
 def test_bytes_of_a_token():
-    llama2, llama3 = (runner.Runner.block_bytes.fget(SimpleNamespace(
-        config=SimpleNamespace(num_layers=32, num_kv_heads=num_kv_heads, head_dim=128), block_size=1,
-        kv_dtype=torch.float16)) for num_kv_heads in (32, 8))
+    llama2, llama3 = (pool.Pool(32, (1, num_kv_heads, 128), torch.float16, "cpu").block_bytes for num_kv_heads in (32, 8))
     assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
     assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
     assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN
-    assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/runner.py` has the formula)" in PLAIN
+    assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/pool.py` has the formula)" in PLAIN
 
 
 def test_blocks_of_three_texts():

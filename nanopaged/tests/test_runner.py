@@ -7,7 +7,6 @@ import torch
 
 import kernel
 from nanopaged import LLM, SamplingParams, tiles
-from nanopaged.device import warmup
 from nanopaged.device.choices import pick_dtype
 from nanopaged.tests.helpers import (
     CUDA,
@@ -55,7 +54,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     monkeypatch.setattr(llm.runner, "_draw",
                         lambda logits, *_: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
-    for future in warmup.compile_kernels(llm.runner):
+    for future in llm.runner.start_compiling():
         future.result()
     compiled = set(forms)
     forms.clear()
@@ -114,7 +113,7 @@ def test_random_weights_follow_the_seed_and_leave_the_users_random_numbers_alone
 def test_the_pool_takes_the_cards_memory():
     free, total = torch.cuda.mem_get_info()
     llm = LLM("shakespeare", gpu_memory_utilization=0.5)
-    blocks, size = llm.scheduler.block_manager.num_blocks, llm.runner.block_bytes
+    blocks, size = llm.scheduler.block_manager.num_blocks, llm.runner.pool.block_bytes
     assert 0.3 * total < blocks * size < 0.5 * total
     with pytest.raises(ValueError, match="no memory is left for the KV pool"):
         LLM("shakespeare", gpu_memory_utilization=0.001, enforce_eager=True)

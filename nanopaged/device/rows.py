@@ -1,0 +1,78 @@
+"""Rows: what stays on the device of each running sequence.
+
+While a sequence runs it has a batch row: its block table, its last token, its sampling settings. A step sends the
+changed entries of its rows as one message of integers. The sampled tokens stay on the device, too. With a lookahead
+(graphs.py) the next step reads them there, so it can be launched before the host knows them.
+"""
+import weakref
+from typing import Any, Callable
+
+import torch
+
+from nanopaged.device import transfer
+from nanopaged.device.sampler import SETTINGS_INTS, pack_settings
+from nanopaged.scheduling.additions import Sequence
+
+NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
+
+
+class Rows:
+    """Rows for num_seqs sequences of up to max_blocks blocks, and one that no sequence has, for padding (CUDA graphs,
+    trial steps). ValueError: too little memory."""
+
+    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device):
+        ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
+        try:  # torch gathers rows of a multiple of 16 bytes faster
+            self.block_tables = torch.zeros(num_seqs + 1, (max_blocks + 3) // 4 * 4, **ints)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"{device} has no memory for the block tables of {num_seqs} sequences of {max_blocks} "
+                             "blocks; lower max_num_seqs or max_model_len") from None
+        self.device = device
+        self.last_tokens = torch.zeros(num_seqs + 1, **ints)
+        self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
+        self.owners: list[Callable] = [NOBODY] * (num_seqs + 1)  # weakly, the sequence whose settings these are
+        self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
+
+    def send(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
+        settings of sequences that are new in their row. Returns these sequences."""
+        width = self.block_tables.shape[1]
+        cells: list[int] = []
+        blocks: list[int] = []
+        new: list[Sequence] = []
+        for seq in seqs:
+            # A sequence that is new in its row has sent no block (`BlockManager.free` sets num_sent_blocks to 0). One
+            # that grew or copied a block comes through here, too, but its settings are there already.
+            if seq.num_sent_blocks < len(seq.block_table):
+                if self.owners[seq.row]() is not seq:
+                    self.owners[seq.row] = weakref.ref(seq)
+                    new.append(seq)
+                first = seq.row * width
+                cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: masked
+                seq.num_sent_blocks = len(seq.block_table)
+        self.sent = cells, blocks
+        self.write(cells, blocks, new)
+        return new
+
+    def write(self, cells: list[int], blocks: list[int], new: list[Sequence] = []) -> None:
+        """cells: where in block_tables.view(-1) entries are new; blocks: these entries"""
+        if cells:
+            settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]
+            sent = transfer.send(self.device, [cells, blocks, [seq.row for seq in new], settings])
+            self.block_tables.view(-1)[sent[0]] = sent[1]
+            if new:
+                self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
+
+    def forget_free(self) -> list[int]:
+        """Rows that their sequence has left (for logits.py). If it comes back, its settings are sent again."""
+        owners = [owner() for owner in self.owners]
+        free_rows = [row for row, seq in enumerate(owners) if seq is None or seq.row != row]
+        for row in free_rows:
+            self.owners[row] = NOBODY
+        return free_rows
+
+    def forget(self, seqs: list[Sequence]) -> None:
+        """A step failed half-way: the settings of these rows are sent again. (Their block tables are anyway.)"""
+        for seq in seqs:
+            self.owners[seq.row] = NOBODY
