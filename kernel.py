@@ -773,7 +773,7 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
     add_and_norm_kernel[(num_rows,)](
         parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
         COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
-        num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device))
+        num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device, in_chain=num_rows == 1))
     return out, total
 
 
@@ -807,7 +807,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     out = x.new_empty(len(x), x.shape[1] // (2 if gated else 1))
     tile = min(1024, tiles.next_power_of_2(out.shape[1]))
     activate_kernel[(len(x), cdiv(out.shape[1], tile))](
-        x, out, out.shape[1], TILE=tile, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+        x, out, out.shape[1], TILE=tile, GATED=gated, ACTIVATION=activation, **launch_options(x.device, in_chain=False))
     return out
 
 

@@ -322,8 +322,8 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
     try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
-        if not is_cuda and hasattr(os, "sysconf") and size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise RuntimeError  # Linux gives out memory that it does not have, and ends the process that writes to it
+        if not is_cuda and size > host_memory():
+            raise RuntimeError
         model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
     except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
@@ -339,6 +339,11 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
         load_weights(model, tensors, part)
     model.make_rope_table(device, num_positions)
     return model.eval().requires_grad_(False)
+
+
+def host_memory() -> float:
+    """Bytes. Linux gives out more memory than it has, and ends the process that writes to it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def init_randomly(name: str, parameter: Tensor, generator: torch.Generator) -> None:

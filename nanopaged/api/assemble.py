@@ -37,7 +37,7 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
     device for lengths, which cannot be recorded.) With data_parallel_size one on each of the first GPUs, with the
     weights of the first; with tensor_parallel_size that of the first GPU, with a worker process for each other one.
 
-    pool: the arguments of Runner.allocate_pool
+    pool: the arguments of trial.allocate_pool
     """
     runners: list[Runner] = []
     tensors = None if is_dummy else read_tensors(path)

@@ -12,6 +12,7 @@ from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, 
 from nanopaged.api.beam import BeamGroup, BeamSearch
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
+from nanopaged.device.trial import allocate_pool
 from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_options
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
@@ -102,7 +103,7 @@ class LLM(Core):
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, warm_up=warm_up,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
         self.runner = runner = self.runners[0]
-        pools = [runner.allocate_pool(*pool) for runner in self.runners]
+        pools = [allocate_pool(runner, *pool) for runner in self.runners]
         window, self.max_model_len = pick_window(self.config, min(pools), runner.block_size, max_model_len)
         self.max_logprobs = max_logprobs
         self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"

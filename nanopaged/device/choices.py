@@ -1,19 +1,10 @@
-"""What is decided before the first step: device, types and kernels, and the scales of an fp8 cache."""
-import math
-from collections.abc import Callable
-
+"""What is decided before the first step: device, types and kernels."""
 import torch
-from torch import Tensor
 
-from nanopaged import engine, kernel, model
+from nanopaged import kernel
 from nanopaged.inputs import check_choice, is_one_of
 
 FP8 = torch.float8_e4m3fn
-# For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
-LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
-SMALLEST_SCALED = 2.0**-20  # smaller maxima count as this one: a layer of zeros has a scale, too
-CALIBRATION_TOKENS = 512
-
 
 def pick_device(device: str) -> torch.device:
     if is_one_of(device, ("auto",)):
@@ -79,34 +70,3 @@ def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
         return kernel.TORCH
     kernel.require_triton(device)
     return kernel.TRITON
-
-
-# --------------------------------------------------------------------------------------------------
-# The scales of an fp8 cache
-# --------------------------------------------------------------------------------------------------
-
-@torch.inference_mode()
-def choose_scales(compute: Callable[[list[int], Tensor, list[tuple]], object], config: model.ModelConfig,
-                  block_shape: tuple[int, int, int], max_model_len: int, dtype: torch.dtype,
-                  device: torch.device) -> list[tuple[float, float]]:
-    """The scales of K and V of each layer, powers of two, from the K and V of a random text.
-
-    The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
-    numbers are clipped, and 2^12 down to 2^-6, where they lose precision. compute(token ids, block table, cache)
-    computes a text.
-    """
-    length = min(CALIBRATION_TOKENS, max_model_len)
-    num_blocks = engine.cdiv(length, block_shape[0])
-    cache = [torch.zeros(2, num_blocks, *block_shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-    ids = torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    compute(ids, torch.arange(num_blocks, dtype=torch.int32, device=device)[None], [(k, v, 1.0, 1.0) for k, v in cache])
-    return [(power_of_two_scale(k), power_of_two_scale(v)) for k, v in cache]
-
-
-def power_of_two_scale(values: Tensor) -> float:
-    """The smallest power of two that divides all values to at most LARGEST_STORED. With broken weights, which give
-    values that are not finite, it is 1; every request then ends with an error."""
-    largest = values.abs().max().item()
-    if not math.isfinite(largest):
-        return 1.0
-    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALED) / LARGEST_STORED))

@@ -2,9 +2,8 @@
 
 Four kinds of work get faster:
 
-- **Functions between the products.** Norms and activations only move memory, and in plain torch each of them is several
-  launches. kernel.py's last part has one kernel for each. The addition to the residual stream waits for the next norm,
-  which adds and normalises in one pass (`Sum`).
+- **Functions between the products.** Norms and activations only move memory. kernel.py's last part has one launch for
+  each. The addition to the residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
 - **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
@@ -91,15 +90,13 @@ class SplitLinear(model.Linear):
     def forward(self, x: Tensor) -> Any:
         weight, bias = self.weight, self.bias
         count = num_partial_products(x, weight) if bias is None else 1
-        if self.buffer is None:
-            return partial_products(x, weight, count) if count > 1 else linear(x, weight, bias)
         shape = count, len(x), len(weight)
-        out = self.buffer.own(*shape)
+        out = self.buffer and self.buffer.own(*shape)
         if count > 1:
-            partial_products(x, weight, count, out)
+            y = partial_products(x, weight, count, out)
         else:
-            linear(x, weight, bias, out[0])
-        return tuple(self.buffer.all(*shape))
+            y = linear(x, weight, bias, None if out is None else out[0])
+        return y if out is None else tuple(self.buffer.all(*shape))
 
 
 MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedNorm, linear=FusedLinear,
@@ -130,9 +127,8 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
 def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in] as [count, T, out], whose sum over the first dimension is the product.
 
-    The library splits small products along the inner dimension as well, and then adds the parts up in a kernel of its
-    own. Here the norm that follows adds them up while it reads them, which saves about 2 microseconds for each product
-    on an H200. In bfloat16 each partial product is rounded, instead of the whole product once.
+    The library splits small products, too, and adds the parts up in a kernel of its own. Here the norm that follows
+    adds them up, which saves about 2 microseconds on an H200. In bfloat16 each part is rounded, not the whole once.
     """
     x, weight = x.view(len(x), count, -1), weight.view(len(weight), count, -1)
     return torch.bmm(x.transpose(0, 1), weight.permute(1, 2, 0), out=out)

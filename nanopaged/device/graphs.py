@@ -22,7 +22,7 @@ from nanopaged.device.masks import mask_logits
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, on_its_device
+from nanopaged.device.transfer import integers
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.scheduling.additions import Sequence
 from nanopaged.tiles import MANY_CONTEXTS
@@ -65,12 +65,6 @@ class GraphRunner(Runner):
         self.masked: dict[int, Any] = {}
         super().__init__(*args, **options)
 
-    @on_its_device
-    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
-        num_blocks = super().allocate_pool(num_blocks, gpu_memory_utilization)
-        self.prepare_graphs()
-        return num_blocks
-
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
@@ -110,10 +104,9 @@ class GraphRunner(Runner):
                  for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
         return sorted(decodes + mixed, reverse=True)
 
-    @torch.inference_mode()
-    def prepare_graphs(self) -> None:
+    def prepare(self) -> None:
         """Make the tensors that all recorded steps share, and record the largest steps: the others fit into the memory
-        that these take, which memory.py has left free."""
+        that these take, which trial.py has left free."""
         shapes = self.shapes()
         self.graphs = dict.fromkeys(shapes)
         most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
@@ -176,16 +169,16 @@ class GraphRunner(Runner):
             sampling = torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
-        batch = self._model_batch(sent, last_rows, max_query_len, self.max_model_len, shape.num_seqs,
+        batch = self.make_batch(sent, last_rows, max_query_len, self.max_model_len, shape.num_seqs,
                                   tiles.view(-1, 2), sampling)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
-        return logits, self._sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
+        return logits, self.sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
     def _replay(self, shape: Shape, batch: StepInput, sampling_indices: list[int],
                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
-        tiles = self._query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
+        tiles = self.query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
         fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
@@ -206,7 +199,7 @@ class GraphRunner(Runner):
             at = self.send([sampling_indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
         if needs.grammars or draws_again:
-            return partial(self._sample, logits, rows, lens, needs), logits
+            return partial(self.sample, logits, rows, lens, needs), logits
         return lambda: tokens, logits
 
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -247,7 +240,7 @@ class GraphRunner(Runner):
     def _masked_step(self, size: int) -> tuple[Tensor, Tensor]:
         at, rows, lens = self.masked_input[:3 * size].view(3, size)
         logits = mask_logits(self.graph_logits.index_select(0, at), self.masker.masks[:size])
-        return at.long(), self._sample(logits, rows, lens, SamplingNeeds())
+        return at.long(), self.sample(logits, rows, lens, SamplingNeeds())
 
 
 def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepInput, list[int]]:

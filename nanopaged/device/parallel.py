@@ -22,7 +22,8 @@ follows adds them while it reads them. There are two buffers, in turn: a rank wr
 the other, which all ranks reach after they have read the first.
 """
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -138,17 +139,13 @@ class ParallelRunner(Runner):
         built.embed_tokens.buffer = self.sums[1]
         return built
 
-    def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
-        return int(self.peers.agree([super()._choose_num_blocks(gpu_memory_utilization)], largest=False)[0])
+    def agree(self, numbers: list[float], largest: bool) -> list[float]:
+        return self.peers.agree(numbers, largest)
 
-    def _choose_scales(self) -> list[tuple[float, float]]:
-        scales = [scale for pair in super()._choose_scales() for scale in pair]
-        scales = self.peers.agree(scales, largest=True)
-        return list(zip(scales[::2], scales[1::2]))
-
-    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
+    @contextmanager
+    def starting(self) -> Iterator[None]:
         try:
-            return super().allocate_pool(num_blocks, gpu_memory_utilization)
+            yield
         except Exception:
             self.peers.catch_up()
             raise
@@ -156,13 +153,13 @@ class ParallelRunner(Runner):
     def allocate_host_pool(self, swap_space: float) -> int:
         return super().allocate_host_pool(swap_space / self.peers.size)
 
-    def _model_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
+    def make_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
         self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.rows.last_tokens = tokens
-        return super()._model_batch(sent, logits_indices, *args)
+        return super().make_batch(sent, logits_indices, *args)
 
     def _record(self, *step: Any) -> Any:
         recorded = super()._record(*step)  # type: ignore[misc]  # GraphRunner's
@@ -190,9 +187,10 @@ class Driver(ParallelRunner):
         self.workers = workers
         super().__init__(*args, **options)
 
-    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
-        with self.workers.explained():
-            return super().allocate_pool(num_blocks, gpu_memory_utilization)
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        with self.workers.explained(), super().starting():
+            yield
 
     def allocate_host_pool(self, swap_space: float) -> int:
         with self.workers.explained():
@@ -247,5 +245,5 @@ class Follower(ParallelRunner):
         needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
         self._compute(StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
 
-    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

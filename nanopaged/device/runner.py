@@ -24,22 +24,21 @@ This file is the plain path. What takes the place of its parts, as a rule unless
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
 
-pool.py has K and V. warmup.py compiles ahead. choices.py decides types and kernels, and memory.py how large the pool
-can be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
+pool.py has K and V. warmup.py compiles ahead. choices.py decides types and kernels, and trial.py how large the pool can
+be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Callable, ContextManager, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import choices, memory, transfer, warmup
+from nanopaged.device import choices, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
@@ -119,60 +118,20 @@ class Runner:
 
     # ---- memory
 
-    @on_its_device
-    def allocate_pool(self, num_blocks: int | None, gpu_memory_utilization: float) -> int:
-        """Make the pool and return its number of blocks. ValueError if the memory does not suffice."""
+    def starting(self) -> ContextManager:
+        """Around `trial.allocate_pool`, for parallel.py."""
+        return nullcontext()
+
+    def agree(self, numbers: list[float], largest: bool) -> list[float]:
+        """The largest or smallest of each number over all GPUs that share the model."""
+        return numbers
+
+    def wait_for_compiler(self) -> None:
         while self.compiled:
             self.compiled.pop().result()
-        num_blocks = num_blocks or self._choose_num_blocks(gpu_memory_utilization)
-        pool = self.pool.allocate(num_blocks)
-        self.kv_cache = [(layer[0], layer[1], *scales) for layer, scales in zip(pool, self._choose_scales())]
-        return num_blocks
 
-    def _choose_num_blocks(self, gpu_memory_utilization: float) -> int:
-        if self.device.type == "cpu":
-            blocks_per_seq = engine.cdiv(self.max_model_len, self.block_size)
-            return memory.blocks_on_a_cpu(self.pool.block_bytes, blocks_per_seq, self.max_num_seqs)
-        block = self.pool.one_block()
-        self.kv_cache = [(block, block, 1.0, 1.0)] * self.config.num_layers
-        steps = memory.largest_steps(self.max_num_batched_tokens, self.max_model_len, self.max_num_seqs,
-                                     self.max_num_samples)
-        needed = max(memory.peak_of(self._try_step, query_lens, self.device) for query_lens in steps)
-        needed *= 2 if self.fused else 1  # CUDA graphs share a memory pool of their own, as large as the largest step
-        return memory.blocks_beside(needed, self.pool.block_bytes, gpu_memory_utilization, self.device)
-
-    def _try_step(self, query_lens: list[int]) -> None:
-        """A step of this shape that samples as many rows as possible, once plainly, once with filters and once
-        greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
-        count = min(self.max_num_samples, sum(query_lens))
-        sampled = torch.zeros(count, dtype=torch.int32, device=self.device)
-        batch = self._trial(query_lens, sampled, self.max_model_len)
-        for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
-            logits = self.model(batch, self.kv_cache, self.kernels)
-            self._sample(logits, sampled + self.max_num_seqs, sampled, needs)
-
-    def _choose_scales(self) -> list[tuple[float, float]]:
-        if self.kv_dtype is not choices.FP8:
-            return [(1.0, 1.0)] * self.config.num_layers
-        return choices.choose_scales(self._compute_text, self.config, self.pool.block_shape, self.max_model_len,
-                                     self.dtype, self.device)
-
-    def _compute_text(self, ids: list[int], block_tables: Tensor, cache: list[tuple]) -> None:
-        batch = self._trial([len(ids)], torch.zeros(0, dtype=torch.int64, device=self.device), len(ids), ids)
-        batch.block_tables = block_tables
-        self.model(batch, cache, self.kernels)
-
-    def _trial(self, query_lens: list[int], logits_indices: Tensor, max_seq_len: int,
-               ids: list[int] | None = None) -> model.Batch:
-        """A step of new sequences of these lengths, in the padding's row. It writes no K and V. With the ids of one
-        text it writes them, from slot 0 on."""
-        num_tokens = sum(query_lens)
-        positions = list(range(num_tokens)) if ids else [0] * num_tokens
-        sent = StepTensors(*self.send([
-            ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
-            query_lens, [self.max_num_seqs] * len(query_lens)]))
-        tiles = self.to_device(self._query_tiles(query_lens, query_lens))
-        return self._model_batch(sent, logits_indices, max(query_lens), max_seq_len, query_lens.count(1), tiles)
+    def prepare(self) -> None:
+        """The pool is made."""
 
     @on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
@@ -238,17 +197,17 @@ class Runner:
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
-        tiles = self.to_device(self._query_tiles(batch.num_tokens, batch.seq_lens))
-        inputs = self._model_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
+        tiles = self.to_device(self.query_tiles(batch.num_tokens, batch.seq_lens))
+        inputs = self.make_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
                                    batch.num_tokens.count(1), tiles, sampling)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
         if not sampling_indices:
             return partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits
         rows, seq_lens = sent.rows.index_select(0, sampling), sent.seq_lens.index_select(0, sampling)
-        return partial(self._sample, logits[:len(sampling)], rows, seq_lens, needs), logits
+        return partial(self.sample, logits[:len(sampling)], rows, seq_lens, needs), logits
 
-    def _model_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
+    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
                      num_decodes: int, query_tiles: Tensor | None, sampling: Tensor | None = None) -> model.Batch:
         # -1: the token is known on the device alone. This comes with lookahead (graphs.py), not on the plain path. Only
         # sequences with one new token can have such an id, and they come first.
@@ -260,7 +219,7 @@ class Runner:
                            sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles,
                            sampling)
 
-    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
         token of its sequence. positions: the lengths so far."""
         editor = self.editor if needs.edits or needs.processors else None
@@ -280,7 +239,7 @@ class Runner:
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
 
-    def _query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
+    def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host. Torch needs none."""
         if self.kernels is not kernel.TRITON:
             return torch.empty(0, 2, dtype=torch.int32)

@@ -69,15 +69,15 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
                 num_ranks: int) -> Iterator[Callable[[], Any]]:
     """The kernels between the products, and those of sampling."""
     make = partial(torch.empty, dtype=dtype, device=device)
-    for size, bias in {(c.hidden_size, c.qkv_bias), (c.num_heads * c.head_dim, c.o_bias),
-                       (c.intermediate_size, c.mlp_bias)}:
+    for size, bias in {(c.hidden_size, False), (c.hidden_size, c.qkv_bias), (c.num_heads * c.head_dim, c.o_bias),
+                       (c.intermediate_size, c.mlp_bias)}:  # the first one: lm_head
         yield partial(kernel.one_row_linear, make(1, size), make(0, size), make(1) if bias else None)
     mlp_bias, act = make(1) if c.mlp_bias else None, (c.activation, c.gated_mlp)
     yield partial(kernel.one_row_linear, make(1, c.hidden_size), make(0, c.hidden_size), mlp_bias, None, *act)
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
-    rows, weight = make(0, c.hidden_size), make(c.hidden_size)
-    for count in split_counts(c, dtype):
-        yield partial(kernel.add_and_norm, (make(count, 0, c.hidden_size),) * num_ranks, rows, weight,
-                      weight if c.norm == "layer" else None, c.norm_eps)
+    weight = make(c.hidden_size)
+    for count, num_rows in [(1, 1), *((count, 0) for count in split_counts(c, dtype))]:  # one row is another form
+        yield partial(kernel.add_and_norm, (make(count, num_rows, c.hidden_size),) * num_ranks,
+                      make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
     yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))

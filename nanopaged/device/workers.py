@@ -33,6 +33,7 @@ from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
+from nanopaged.device.trial import allocate_pool
 from nanopaged.outputs import EngineDeadError
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.split import split_config
@@ -266,7 +267,7 @@ class GraphFollower(Follower, GraphRunner):
 
 def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensors: Any, path: Path, pool: tuple,
                 swap_space: float, *, device: torch.device, kernels: kernel.Kernels, **options: Any) -> Runner:
-    """Start the workers and make rank 0's runner. pool: what allocate_pool will be called with."""
+    """Start the workers and make rank 0's runner. pool: what `allocate_pool` will be called with."""
     if sys.platform == "win32":
         raise ValueError("tensor_parallel_size needs Linux or macOS")
     split_config(config, size)  # ValueError
@@ -299,7 +300,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     runner = (GraphFollower if base == "GraphRunner" else Follower)(
         model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
-    runner.allocate_pool(*pool)
+    allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)
     return runner
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanopaged.device import fused, graphs, parallel, workers
+from nanopaged.device import fused, graphs, parallel, trial, workers
 from nanopaged.tests.helpers import blank_input, plain_kernels
 
 FAULT = ""  # what workers that start from now on do wrong, see `FAULTS`
@@ -40,13 +40,13 @@ def refuse_steps():
 
 
 def have_fewer_blocks():
-    parallel.Runner._choose_num_blocks = lambda self, share: 17
+    trial.choose_num_blocks = lambda runner, share: 17
 
 
 def lack_memory():
-    def choose(self, share):
+    def choose(runner, share):
         raise ValueError("no memory is left for the KV pool")
-    parallel.Runner._choose_num_blocks = choose
+    trial.choose_num_blocks = choose
 
 
 class PretendedGraph:

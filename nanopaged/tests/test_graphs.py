@@ -71,7 +71,8 @@ def record_graphs(llm, monkeypatch):
         for patch in plain_kernels():
             monkeypatch.setattr(*patch)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-        runner.prepare_graphs()
+        with torch.inference_mode():
+            runner.prepare()
         llm.engine.lookahead = 1
     replay = runner._replay
     monkeypatch.setattr(runner, "_replay", lambda shape, *args: replayed.append(shape) or replay(shape, *args))
@@ -167,7 +168,7 @@ def test_recording_while_another_thread_uses_the_device():
     def work():
         try:
             while not is_done.is_set():
-                a = torch.randn(512, 512, device="cuda")
+                a = torch.ones(512, 512, device="cuda")
                 (a @ a).sum().item()
         except RuntimeError as error:
             failures.append(error)

@@ -158,7 +158,7 @@ def test_a_room_imports_from_no_room_above():
 # --------------------------------------------------------------------------------------------------
 
 def test_bytes_of_a_token():
-    llama2, llama3 = (pool.Pool(32, (1, num_kv_heads, 128), torch.float16, "cpu").block_bytes for num_kv_heads in (32, 8))
+    llama2, llama3 = (pool.Pool(32, (1, num_heads, 128), torch.float16, "cpu").block_bytes for num_heads in (32, 8))
     assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
     assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
     assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN

@@ -1,0 +1,135 @@
+"""Before the first step: the pool's size, and the scales of an fp8 cache. Both follow from steps that are tried.
+
+On a GPU the pool takes what the weights and the largest step leave of the memory.
+"""
+import math
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine, model
+from nanopaged.device.choices import FP8
+from nanopaged.device.pool import GIB
+from nanopaged.device.runner import Runner, StepTensors
+from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.device.transfer import as_current
+
+DEFAULT_CPU_POOL = GIB  # bytes
+# For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
+LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
+SMALLEST_SCALED = 2.0**-20  # smaller maxima count as this one: a layer of zeros has a scale, too
+CALIBRATION_TOKENS = 512
+
+
+@torch.inference_mode()
+def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization: float) -> int:
+    """Make the runner's pool and return its number of blocks. ValueError if the memory does not suffice."""
+    with as_current(runner.device), runner.starting():
+        runner.wait_for_compiler()
+        if not num_blocks:
+            num_blocks = int(runner.agree([choose_num_blocks(runner, gpu_memory_utilization)], largest=False)[0])
+        pool, scales = runner.pool.allocate(num_blocks), choose_scales(runner)
+        runner.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
+        runner.prepare()
+    return num_blocks
+
+
+def try_step(runner: Runner, query_lens: list[int], logits_indices: Tensor, max_seq_len: int,
+             ids: list[int] | None = None) -> model.Batch:
+    """A step of new sequences of these lengths, in the padding's row. It writes no K and V. With the ids of one text it
+    writes them, from slot 0 on."""
+    num_tokens = sum(query_lens)
+    positions = list(range(num_tokens)) if ids else [0] * num_tokens
+    sent = StepTensors(*runner.send([
+        ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
+        query_lens, [runner.max_num_seqs] * len(query_lens)]))
+    tiles = runner.to_device(runner.query_tiles(query_lens, query_lens))
+    return runner.make_batch(sent, logits_indices, max(query_lens), max_seq_len, query_lens.count(1), tiles)
+
+
+# --------------------------------------------------------------------------------------------------
+# The number of blocks
+# --------------------------------------------------------------------------------------------------
+
+def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
+    """On a GPU, the blocks that fit into the share of the card that the weights and the largest step's activations
+    leave. On a CPU 1 GiB or max_num_seqs full sequences, whichever is less."""
+    block_bytes = runner.pool.block_bytes
+    if runner.device.type == "cpu":
+        blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
+        return max(1, min(DEFAULT_CPU_POOL // block_bytes, runner.max_num_seqs * blocks_per_seq))
+    block = runner.pool.one_block()
+    runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
+    needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
+    needed *= 2 if runner.fused else 1  # CUDA graphs share a memory pool of their own, as large as the largest step
+    runner.release_memory()
+    free, total = torch.cuda.mem_get_info(runner.device)
+    left = int(total * gpu_memory_utilization) - (total - free) - needed
+    if left < block_bytes:
+        raise ValueError(
+            f"no memory is left for the KV pool: {gpu_memory_utilization} of the card's {total / GIB:.1f} GiB is "
+            f"{(block_bytes - left) / GIB:.2f} GiB too little for the memory in use ({(total - free) / GIB:.1f} "
+            f"GiB), the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
+            "max_num_batched_tokens")
+    return left // block_bytes
+
+
+def largest_steps(runner: Runner) -> tuple[list[int], list[int]]:
+    """Query lengths of the largest step with prompts, and of the largest decode step."""
+    full, rest = divmod(runner.max_num_batched_tokens, runner.max_model_len)
+    prompts = ([runner.max_model_len] * full + [rest] * (rest > 0))[:runner.max_num_seqs]
+    return prompts, [1] * min(runner.max_num_samples, runner.max_num_batched_tokens)
+
+
+def peak_of(runner: Runner, query_lens: list[int]) -> int:
+    """The peak memory of a step of this shape, in bytes. The step samples as many rows as possible, once plainly, once
+    with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
+    runner.release_memory()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    count = min(runner.max_num_samples, sum(query_lens))
+    sampled = torch.zeros(count, dtype=torch.int32, device=runner.device)
+    batch = try_step(runner, query_lens, sampled, runner.max_model_len)
+    try:
+        for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
+            logits = runner.model(batch, runner.kv_cache, runner.kernels)
+            runner.sample(logits, sampled + runner.max_num_seqs, sampled, needs)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"a step of {sum(query_lens)} tokens and {count} samples does not fit beside the weights; "
+                         "lower max_num_batched_tokens or max_num_seqs") from None
+    return torch.cuda.max_memory_allocated(runner.device) - before
+
+
+# --------------------------------------------------------------------------------------------------
+# The scales of an fp8 cache
+# --------------------------------------------------------------------------------------------------
+
+def choose_scales(runner: Runner) -> list[tuple[float, float]]:
+    """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
+
+    The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
+    numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
+    """
+    c, device = runner.config, runner.device
+    if runner.kv_dtype is not FP8:
+        return [(1.0, 1.0)] * c.num_layers
+    length = min(CALIBRATION_TOKENS, runner.max_model_len)
+    num_blocks = engine.cdiv(length, runner.block_size)
+    cache = [torch.zeros(2, num_blocks, *runner.pool.block_shape, dtype=runner.dtype, device=device)
+             for _ in range(c.num_layers)]
+    ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = try_step(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
+    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
+    scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
+    return list(zip(scales[::2], scales[1::2]))
+
+
+def power_of_two_scale(values: Tensor) -> float:
+    """The smallest power of two that divides all values to at most LARGEST_STORED. With broken weights, which give
+    values that are not finite, it is 1; every request then ends with an error."""
+    largest = values.abs().max().item()
+    if not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALED) / LARGEST_STORED))
