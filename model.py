@@ -309,12 +309,11 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Transformer | int, dtype: torch.dtype,
+def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
                 device: torch.device | str, num_positions: int, modules: Modules = PLAIN,
                 part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Transformer:
-    """A Transformer with a checkpoint's (name, tensor) pairs, or with the weights of another Transformer, or with
-    random weights if `tensors` is a seed. Tensors are copied one at a time, so one copy of the weights is in memory.
-    part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
+    """A Transformer with a checkpoint's (name, tensor) pairs. They are copied one at a time, so one copy of the weights
+    is in memory. part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = Transformer(config, modules)
@@ -328,15 +327,7 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
     except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None
-    if isinstance(tensors, Transformer):
-        for parameter, source in zip(model.parameters(), tensors.parameters()):
-            parameter.data.copy_(source.data)
-    elif isinstance(tensors, int):
-        generator = torch.Generator(device).manual_seed(tensors)
-        for name, parameter in model.named_parameters():
-            init_randomly(name, parameter, generator)
-    else:
-        load_weights(model, tensors, part)
+    load_weights(model, tensors, part)
     model.make_rope_table(device, num_positions)
     return model.eval().requires_grad_(False)
 
@@ -344,10 +335,6 @@ def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]] | Tra
 def host_memory() -> float:
     """Bytes. Linux gives out more memory than it has, and ends the process that writes to it."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
-
-
-def init_randomly(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    nn.init.ones_(parameter) if "norm.weight" in name else nn.init.normal_(parameter, std=0.02, generator=generator)
 
 
 @torch.no_grad()

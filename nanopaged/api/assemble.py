@@ -12,6 +12,7 @@ from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
 from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.weights.checkpoint import find_on_disk, read_tensors
+from nanopaged.weights.split import as_checkpoint
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
@@ -51,7 +52,9 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
             return [make_driver(runner_class, tensor_parallel_size, config, tensors, path, pool, swap_space, **options)]
         if not (enforce_eager or runner_class.fused):  # on a CPU
             options["modules"] = last_layer.MODULES
-        runners.append(runner_class(config, runners[0].model if runners else tensors, **options))
+        if runners:
+            tensors = as_checkpoint(runners[0].model.named_parameters(), config)
+        runners.append(runner_class(config, tensors, **options))
     return runners
 
 

@@ -43,7 +43,7 @@ from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
 from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.tiles import cdiv
-from nanopaged.weights.split import find_cuts, own_part, padded_part, random_tensors, split_config
+from nanopaged.weights.split import find_cuts, own_part, padded_part, split_config
 
 if TYPE_CHECKING:
     from nanopaged.device.workers import Workers
@@ -112,7 +112,7 @@ class ParallelRunner(Runner):
 
     def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
         self.whole, self.peers, self.num_ranks = config, peers, peers.size
-        super().__init__(split_config(config, peers.size), *args, **options)
+        super().__init__(split_config(config, peers.size), *args, whole=config, **options)
 
     def _make_rows(self) -> Rows:
         made = super()._make_rows()
@@ -124,11 +124,9 @@ class ParallelRunner(Runner):
         made.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
         return made
 
-    def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
+    def _build_model(self, tensors: Iterable) -> model.Transformer:
         whole, rank, size = self.whole, self.peers.rank, self.peers.size
         config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
-        if isinstance(tensors, int):
-            tensors = random_tensors(whole, self.dtype, self.device, tensors)
         modules = self.modules._replace(
             embedding=VocabParallelEmbedding, row_linear=SplitLinear if self.fused else RowParallelLinear,
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))

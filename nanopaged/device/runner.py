@@ -46,7 +46,8 @@ from nanopaged.device.rows import Rows
 from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
-from nanopaged.scheduling.additions import SchedulerOutput, Sequence
+from nanopaged.scheduling.additions import SchedulerOutput
+from nanopaged.weights.split import random_tensors
 
 
 class StepTensors(NamedTuple):
@@ -68,10 +69,10 @@ class Runner:
     pick = staticmethod(pick)
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
-    def __init__(self, config: model.ModelConfig, tensors: Iterable | model.Transformer | None, *, dtype: str,
+    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False,
-                 max_num_drafts: int = 0, modules: model.Modules | None = None):
+                 max_num_drafts: int = 0, modules: model.Modules | None = None, whole: model.ModelConfig | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.modules = modules or self.modules
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
@@ -91,10 +92,13 @@ class Runner:
         self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
         self.rows = self._make_rows()
+        self.forget_rows = self.rows.forget
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []
-        self.model = self._build_model(seed if tensors is None else tensors)
+        if tensors is None:
+            tensors = random_tensors(whole or config, self.dtype, device, seed)
+        self.model = self._build_model(tensors)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
@@ -106,7 +110,7 @@ class Runner:
     def _make_rows(self) -> Rows:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
 
-    def _build_model(self, tensors: Iterable | model.Transformer | int) -> model.Transformer:
+    def _build_model(self, tensors: Iterable) -> model.Transformer:
         return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
     def start_compiling(self) -> list[Future]:
@@ -126,10 +130,6 @@ class Runner:
         """The largest or smallest of each number over all GPUs that share the model."""
         return numbers
 
-    def wait_for_compiler(self) -> None:
-        while self.compiled:
-            self.compiled.pop().result()
-
     def prepare(self) -> None:
         """The pool is made."""
 
@@ -145,10 +145,9 @@ class Runner:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether a smaller step may succeed. If so, memory is released."""
-        if not isinstance(error, torch.OutOfMemoryError):
-            return False
-        self.release_memory()
-        return True
+        if is_it := isinstance(error, torch.OutOfMemoryError):
+            self.release_memory()
+        return is_it
 
     # ---- a step
 
@@ -174,10 +173,6 @@ class Runner:
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
             event.synchronize()
-
-    def forget_rows(self, seqs: list[Sequence]) -> None:
-        """A step failed half-way: what the device knows of these sequences may be wrong."""
-        self.rows.forget(seqs)
 
     @cached_property
     def masker(self) -> Masker:

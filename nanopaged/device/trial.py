@@ -26,7 +26,8 @@ CALIBRATION_TOKENS = 512
 def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization: float) -> int:
     """Make the runner's pool and return its number of blocks. ValueError if the memory does not suffice."""
     with as_current(runner.device), runner.starting():
-        runner.wait_for_compiler()
+        while runner.compiled:
+            runner.compiled.pop().result()
         if not num_blocks:
             num_blocks = int(runner.agree([choose_num_blocks(runner, gpu_memory_utilization)], largest=False)[0])
         pool, scales = runner.pool.allocate(num_blocks), choose_scales(runner)

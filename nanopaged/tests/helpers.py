@@ -20,6 +20,7 @@ from nanopaged.device import logits, sampler
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
+from nanopaged.weights.split import as_checkpoint
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()
@@ -105,7 +106,8 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
 def use_modules(llm, modules):
     """Make the engine's model of other modules, with the same weights."""
     r = llm.runner
-    r.model = model.build_model(r.config, r.model, r.dtype, r.device, r.max_model_len, modules)
+    tensors = as_checkpoint(r.model.named_parameters(), r.config)
+    r.model = model.build_model(r.config, tensors, r.dtype, r.device, r.max_model_len, modules)
 
 
 @cache

@@ -4,7 +4,7 @@ checkpoint's tensors.
 A matrix is split along its outputs (dimension 0) or its inputs (dimension 1). A part is a view of the mapped file, so a
 process reads only that part. The vocabulary and the MLP are split into equal parts, the last ones padded with zeros.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -84,13 +84,21 @@ def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> T
 
 def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.device,
                    seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The random weights that one device would have, as a checkpoint's tensors."""
+    """Random weights, as a checkpoint's tensors. They are the same on any number of GPUs."""
     with torch.device("meta"):
         whole = model.Transformer(config)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
-        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-        model.init_randomly(name, weight, generator)
-        for theirs, rows in model.checkpoint_tensors(name, weight, config).items():
+        weight = torch.ones(parameter.shape, dtype=dtype, device=device)
+        if "norm.weight" not in name:
+            weight.normal_(std=0.02, generator=generator)
+        yield from as_checkpoint([(name, weight)], config)
+
+
+def as_checkpoint(parameters: Iterable[tuple[str, Tensor]],
+                  config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A Transformer's parameters as a checkpoint's tensors."""
+    for name, parameter in parameters:
+        for theirs, rows in model.checkpoint_tensors(name, parameter, config).items():
             is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
             yield theirs, rows.T if is_transposed else rows
