@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
@@ -19,6 +18,7 @@ from nanopaged.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOO_LONG = "maximum context length"  # clients look for these words and OpenAI's code
+encode = json.JSONEncoder(separators=(",", ":")).encode
 SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's
 
 
@@ -53,95 +53,89 @@ class Call:
     """A client's request, and how its outputs are written."""
     serving: Any  # a nanopaged.api.openai.Serving
     path: str
+    body: dict[str, Any]  # its fields, checked
     prompts: list[dict]  # as LLM.add_request takes them
     params: SamplingParams
-    priority: int
-    stream: bool
-    echo: bool
-    make_reader: Callable[[], Any] = lambda: None
-    adds: frozenset[str] = frozenset()  # of openai.ADDS
-    only_echo: bool = False  # a token is generated, and not shown
-    created: int = field(default_factory=lambda: int(time.time()))
+    make_reader: Callable[[], Any]
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
 
     def __post_init__(self) -> None:
         self.model, self.tokenizer = self.serving.model, self.serving.llm.tokenizer
-        self.is_chat, self.adds_ids = self.path == CHAT, "return_token_ids" in self.adds
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.kind = "chat.completion" if self.is_chat else "text_completion"
-        self.head = (f'data: {{"id":{quote(self.id)},"object":"{self.kind}{".chunk" * self.is_chat}",'
-                     f'"created":{self.created},"model":{quote(self.model)}')
-        self.tail = ',"usage":null}\n\n' if "include_usage" in self.adds else "}\n\n"
+        get = self.body.get
+        self.stream, self.echo, self.priority = get("stream", False), get("echo", False), get("priority", 0)
+        self.only_echo = self.echo and get("max_tokens") == 0  # a token is generated, and not shown
+        self.is_chat, self.adds_ids, options = self.path == CHAT, get("return_token_ids"), get("stream_options", {})
+        self.adds_usage, self.adds_usage_so_far = map(options.get, ("include_usage", "continuous_usage_stats"))
+        self.head = {"id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+                     "object": "chat.completion" if self.is_chat else "text_completion",
+                     "created": int(time.time()), "model": self.model}
+        in_stream = {"object": "chat.completion.chunk"} if self.is_chat else {}
+        # Encoded once: there are some 25,000 events a second.
+        self.event_head = f"data: {encode(self.head | in_stream)[:-1]}"
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""
-        choices = [self._choice(number, output, sample) for number, output in enumerate(outputs)
-                   for sample in output.outputs]
-        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices,
-                "usage": usage(outputs)} | (self._of_prompt(outputs[0]) if self.is_chat else {})
-
-    def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        sent = Sent(self.make_reader())
-        text, logprobs = self._write(output, sample, sent)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if sent.reader:
-            message |= {"content": None} | sent.reader.add(text, ended=True)
+        choices: list[Any] = [self._choice(number, output, sample, Sent(self.make_reader()))
+                              for number, output in enumerate(outputs) for sample in output.outputs]
+        for choice in choices if self.is_chat else ():
+            message = choice["message"] = {"role": "assistant", "content": None} | choice.pop("delta")
             for call in message.get("tool_calls", ()):
                 del call["index"]
-        content: dict[str, Any] = {"message": message} if self.is_chat else {"text": text}
-        if self.adds_ids:
-            content["token_ids"] = sample.token_ids
-        return {"index": number * self.params.n + sample.index, **content, "logprobs": logprobs,
-                "finish_reason": _reason(sample, sent), "stop_reason": sample.stop_reason} | (
-                    {} if self.is_chat else self._of_prompt(output))
+        return self.head | {"choices": choices, "usage": usage(outputs)} | (
+            self._of_prompt(outputs[0]) if self.is_chat else {})
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """What some clients want to know of a prompt; the names are vLLM's."""
         found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.adds_ids else {}
-        if "prompt_logprobs" in self.adds:
+        if "prompt_logprobs" in self.body:
             found["prompt_logprobs"] = [entry and {
                 token: vars(logprob) | {"logprob": _finite(logprob)} for token, logprob in entry.items()}
                 for entry in output.prompt_logprobs or ()]
         return found
 
     def events(self, number: int, output: RequestOutput) -> str:
-        """What is new of prompt `number`, as a stream's events, which are written by hand: there are some 25,000 a
-        second. Raises ApiError if a sample has gone wrong."""
+        """What is new of prompt `number`, as a stream's events. Raises ApiError if a sample has gone wrong."""
         events = []
-        if "continuous_usage_stats" in self.adds:
-            self.tail = f',"usage":{json.dumps(usage([output]))}}}\n\n'
+        counts = {"usage": usage([output])} if self.adds_usage_so_far else {"usage": None} if self.adds_usage else {}
         for sample in output.outputs:
             index = number * self.params.n + sample.index
-            sent, prompt = self.sent.get(index), ""
-            if sent is None:
+            if (sent := self.sent.get(index)) is None:
                 sent = self.sent[index] = Sent(self.make_reader())
-                prompt = "".join(f',"{name}":{json.dumps(value)}' for name, value in self._of_prompt(output).items())
                 if self.is_chat:
-                    events.append(self._event(index, '"delta":{"role":"assistant","content":""}', top=prompt))
-            if sent.ended:
-                continue
-            start = sent.num_tokens
-            text, logprobs = self._write(output, sample, sent)
-            delta = sent.reader.add(text, sent.ended) if sent.reader else text
-            if delta or logprobs or sent.ended or self.adds_ids:
-                content = (f'"text":{quote(text)}{prompt}' if not self.is_chat else f'"delta":{json.dumps(delta)}'
-                           if sent.reader else f'"delta":{{"content":{quote(text)}}}')
-                if self.adds_ids:
-                    content += f',"token_ids":{sample.token_ids[start:]}'
-                events.append(self._event(index, content, logprobs, _reason(sample, sent), sample.stop_reason))
+                    role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+                            "finish_reason": None}
+                    events.append(self._event(**self._of_prompt(output), choices=[role], **counts))
+            if not sent.ended and (choice := self._choice(number, output, sample, sent)):
+                events.append(self._event(choices=[choice], **counts))
         return "".join(events)
 
-    def _event(self, index: int, content: str, logprobs: dict | None = None, finish_reason: str | None = None,
-               stop_reason: int | str | None = None, top: str = "") -> str:
-        found = "null" if logprobs is None else json.dumps(logprobs)
-        end = f'"{finish_reason}","stop_reason":{json.dumps(stop_reason)}' if finish_reason else "null"
-        return (f'{self.head}{top},"choices":[{{"index":{index},{content},"logprobs":{found},"finish_reason":{end}}}]'
-                f'{self.tail}')
+    def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
+        """What is new of a sample. None: nothing"""
+        start = sent.num_tokens
+        text, logprobs = self._write(output, sample, sent)
+        delta = sent.reader.add(text, sent.ended) if sent.reader else {"content": text}
+        if not (any(delta.values()) or logprobs or sent.ended or self.adds_ids):
+            return None
+        choice: dict[str, Any] = {"index": number * self.params.n + sample.index}
+        if self.is_chat:
+            choice["delta"] = delta
+        else:
+            choice |= {"text": text} | ({} if start else self._of_prompt(output))
+        if self.adds_ids:
+            choice["token_ids"] = sample.token_ids[start:]
+        reason = sample.finish_reason
+        if reason == "stop" and sent.reader and sent.reader.num_calls:
+            reason = "tool_calls"
+        choice |= {"logprobs": logprobs, "finish_reason": reason}
+        return choice | {"stop_reason": sample.stop_reason} if reason else choice
+
+    def _event(self, **fields: Any) -> str:
+        return f"{self.event_head},{encode(fields)[1:]}\n\n"
 
     def end(self, outputs: list[RequestOutput]) -> str:
         """The last events of a stream."""
-        counts = f'{self.head},"choices":[],"usage":{json.dumps(usage(outputs))}}}\n\n'
-        return counts * ("include_usage" in self.adds) + "data: [DONE]\n\n"
+        counts = self._event(choices=[], usage=usage(outputs)) if self.adds_usage else ""
+        return counts + "data: [DONE]\n\n"
 
     def _write(self, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> tuple[str, dict | None]:
         """The text and the log probabilities of a sample that were not sent yet."""
@@ -199,11 +193,6 @@ class Call:
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         return self.tokenizer.decode([token]) if self.tokenizer else f"token_id:{token}"
-
-
-def _reason(sample: CompletionOutput, sent: Sent) -> str | None:
-    is_call = sample.finish_reason == "stop" and sent.reader and sent.reader.num_calls
-    return "tool_calls" if is_call else sample.finish_reason
 
 
 def _finite(logprob: Logprob) -> float:

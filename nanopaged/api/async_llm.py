@@ -38,33 +38,22 @@ class Stream:
 
     def __init__(self, requests: list[Request], in_parts: bool) -> None:
         self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
-        self.num_sequences = sum(request.params.n for request in requests)
-        self.latest: dict[int, RequestOutput] = {}  # by the request's number
-        self.arrival: float | None = None  # None: the engine does not have them yet
-        self.is_taken = False  # these are all, and finished
+        self.num_sequences, self.arrival = sum(request.params.n for request in requests), time.monotonic()
+        self.request_ids = [request.request_id for request in requests]
         self.waiter: asyncio.Future | None = None  # None: the client does not wait for outputs
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of a step
 
     @property
     def finished(self) -> bool:
-        return self.arrival is not None and all(request.finished for request in self.requests)
+        return all(request.finished for request in self.requests)
 
     @property
     def has_news(self) -> bool:
-        return any(request.has_news for request in self.requests) if self.in_parts else self.finished
+        return any(request.has_news for request in self.requests)
 
     def take_news(self) -> dict[int, RequestOutput]:
-        """Outputs that have something new, by the request's number. Raises ApiError for a step that has failed."""
-        if self.failure is not None:
-            raise ApiError.of(self.failure, 500) from self.failure
-        news = {}
-        for number, request in enumerate(self.requests):
-            if request.has_news:
-                request.has_news = False
-                news[number] = request.output()
-        self.latest |= news
-        self.is_taken = self.finished
-        return news
+        """Outputs that have something new, by the request's number."""
+        return {number: request.output() for number, request in enumerate(self.requests) if request.has_news}
 
 
 class AsyncLLM(threading.Thread):
@@ -80,7 +69,6 @@ class AsyncLLM(threading.Thread):
         self.streams: dict[Stream, None] = {}  # with the lock: those in the engine
         self.arrivals: dict[Request, float] = {}  # with the lock: of requests without a token
         self.opened: set[Stream] = set()  # the event loop's: those within `open`
-        self.waiters: set[asyncio.Future] = set()  # the event loop's
         self.end_reason: ApiError | None = None  # of the thread: there will be no outputs any more
         self.failure: BaseException | None = None  # of the last step
         self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
@@ -95,13 +83,12 @@ class AsyncLLM(threading.Thread):
     def open(self, stream: Stream) -> Iterator[None]:
         """The engine has the stream's requests meanwhile. Then the client has all outputs, or it is gone."""
         self.opened.add(stream)
-        self._tell(self._add, stream, time.monotonic())
+        self._tell(self._add, stream)
         try:
             yield
         finally:
             self.opened.remove(stream)
-            if not stream.is_taken:
-                self._tell(self._abort, stream)
+            self._tell(self._abort, stream)
 
     def num_unfinished(self) -> int:
         """The samples under way, without those that only wait for their client to read them."""
@@ -109,21 +96,19 @@ class AsyncLLM(threading.Thread):
 
     async def outputs(self, stream: Stream) -> dict[int, RequestOutput]:
         """Wait for outputs of the stream that have something new; by the request's number. If all are wanted at once,
-        the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while."""
-        if self.end_reason:
-            raise self.end_reason
-        waiter = self.loop.create_future()
-        self.waiters.add(waiter)
-        self._tell(setattr, stream, "waiter", waiter)
-        try:
-            return await waiter
-        finally:
-            self.waiters.discard(waiter)
+        the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while.
+        Raises ApiError for a step that has failed, and once the engine has ended."""
+        waiter = stream.waiter = self.loop.create_future()
+        self._wake()
+        news = {} if self.end_reason else await waiter
+        if problem := self.end_reason or stream.failure:
+            raise ApiError.of(problem, 500) from problem
+        return news
 
     def end(self, sentence: str = "the server is stopping") -> None:
         """Clients get this as an error, now and from now on, whatever the thread does."""
         self.end_reason = self.end_reason or ApiError(sentence, 503)
-        self._deliver([(waiter, self.end_reason) for waiter in self.waiters])
+        self._deliver([(stream.waiter, {}) for stream in self.opened])
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -138,15 +123,17 @@ class AsyncLLM(threading.Thread):
 
     def _tell(self, function: Callable, *arguments: Any) -> None:
         self.core.lock.deferred.append(partial(function, *arguments))  # `defer` itself might call it in this thread
+        self._wake()
+
+    def _wake(self) -> None:
         if not self.has_work.is_set():  # `set` is much slower
             self.has_work.set()
 
     @staticmethod
-    def _deliver(news: list[tuple[asyncio.Future, Any]]) -> None:
-        for waiter, result in news:
-            if not waiter.done():  # else the client is gone
-                put = waiter.set_exception if isinstance(result, Exception) else waiter.set_result
-                put(result)
+    def _deliver(news: list[tuple[asyncio.Future | None, dict[int, RequestOutput]]]) -> None:
+        for waiter, outputs in news:
+            if waiter and not waiter.done():  # else the client is gone
+                waiter.set_result(outputs)
 
     # ---- in the engine thread
 
@@ -190,49 +177,48 @@ class AsyncLLM(threading.Thread):
     def _measure(self, num_tokens: int) -> None:
         """A step has ended, with this many new tokens."""
         now = time.monotonic()
-        for request in [request for request in self.arrivals if request.has_news]:
-            self.metrics.first_token.add(now - self.arrivals.pop(request))
-            num_tokens -= 1
+        for request in [request for request in self.arrivals if request.has_news or request.finished]:
+            arrival = self.arrivals.pop(request)
+            if request.num_new_tokens:  # else it was aborted
+                self.metrics.first_token.add(now - arrival)
+                num_tokens -= 1
         if num_tokens > 0 and self.busy_since is not None:
             self.metrics.between_tokens.add(now - self.busy_since, num_tokens)
         self.busy_since = now
 
     def _serve(self, seconds: float) -> None:
         """Outputs for clients that wait, after a step of so many seconds."""
-        ready = [stream for stream in self.streams if stream.waiter is not None and (stream.failure or stream.has_news)]
+        ready = [stream for stream in self.streams if stream.waiter and (
+            stream.failure or stream.has_news and (stream.in_parts or stream.finished))]
         if self.core.requests:
             del ready[16 + int(self.loop_share / EVENT_SECONDS * seconds):]
         if news := [self._take(stream) for stream in ready]:
             with suppress(RuntimeError):  # as in `run`
                 self.loop.call_soon_threadsafe(self._deliver, news)
 
-    def _take(self, stream: Stream) -> tuple[asyncio.Future, Any]:
-        """The future of a client that waits, and its outputs, or why there will be none."""
+    def _take(self, stream: Stream) -> tuple[asyncio.Future | None, dict[int, RequestOutput]]:
+        """The future of a client that waits, and its outputs."""
         waiter, stream.waiter = stream.waiter, None
-        assert waiter is not None
-        try:
-            news = stream.take_news() if stream.in_parts or stream.failure else {}
-        except ApiError as error:
-            return waiter, error
         del self.streams[stream]
         if not stream.finished:
             self.streams[stream] = None  # behind those that wait longer
         else:
             self._count(stream)
-            self.metrics.whole.add(time.monotonic() - (stream.arrival or 0), len(stream.requests))
-        return waiter, news
+            if not stream.failure:
+                self.metrics.whole.add(time.monotonic() - stream.arrival, len(stream.requests))
+        return waiter, stream.take_news() if stream.in_parts else {}
 
     def _fail(self, failure: BaseException) -> None:
         self.failure = failure
         with self.core.lock:
-            for stream in list(self.streams):
+            for stream in self.streams:
                 stream.failure = failure
-                self._abort(stream, is_gone=False)
+                self.core.abort(*stream.request_ids)
             self._serve(0)
 
     # ---- with the lock
 
-    def _add(self, stream: Stream, arrival: float) -> None:
+    def _add(self, stream: Stream) -> None:
         self.streams[stream] = None
         number = int(stream.num_sequences > 1)
         for request in stream.requests:
@@ -241,15 +227,12 @@ class AsyncLLM(threading.Thread):
                 seq.order = priority, place + TURN * number, j, place
                 number += 1
             self.core.add(request)
-            self.arrivals[request] = arrival
-        stream.arrival = arrival
+            self.arrivals[request] = stream.arrival
 
-    def _abort(self, stream: Stream, is_gone: bool = True) -> None:
-        """is_gone: its client does not wait for the reason."""
-        self.core.abort(*(request.request_id for request in stream.requests))
-        for request in stream.requests:
-            self.arrivals.pop(request, None)
-        if is_gone and stream in self.streams:
+    def _abort(self, stream: Stream) -> None:
+        """The client has left `open`."""
+        self.core.abort(*stream.request_ids)
+        if stream in self.streams:
             del self.streams[stream]
             self._count(stream)
 

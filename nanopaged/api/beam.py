@@ -36,7 +36,7 @@ candidates those of the better parent come first, in the caller's order, where t
 """
 import heapq
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -70,23 +70,14 @@ class BeamGroup:
         self.early_stopping = params.early_stopping if params.beam_width > 1 else True
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.max_tokens = max_tokens
-        self.live = [Beam([], 0.0, 0.0)]  # best first; at the start the prompt alone
-        self.ended: list[Beam] = []  # best first
+        self.live = [Beam([], 0.0, 0.0)]  # best first; at the start the prompt alone, and none when the search is done
+        self.ended: list[Beam] = []  # best score first: beam_width of them once the search is done
 
     @property
     def num_candidates(self) -> int:
         """The number of next tokens that `extend` needs of each live beam. It is enough even if all EOS tokens are
         among them and all new live beams have one parent. More change nothing; a small vocabulary may have fewer."""
         return self.beam_width + len(self.eos_token_ids)
-
-    @property
-    def done(self) -> bool:
-        return not self.live
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The generated tokens of the live beams and of the results so far."""
-        return sum(len(beam.token_ids) for beam in self.live + self.ended)
 
     def extend(self, candidates: list[list[tuple[int, float]]]) -> list[tuple[int, int]]:
         """One step of the search.
@@ -97,17 +88,17 @@ class BeamGroup:
         Returns the new live beams, best first, each as (index of its parent in the old `live`, token to append). A
         parent may appear several times or not at all. An empty list means that the search is done. If a log probability
         is NaN (broken weights), the live beams end with "error" and are the results.
-
-        Raises ValueError if candidates are not one list for each live beam.
         """
-        if len(candidates) != len(self.live):
-            raise ValueError(f"candidates of {len(candidates)} beams were given, and {len(self.live)} are live")
         if any(math.isnan(logprob) for beam in candidates for _, logprob in beam):
             self.ended, self.live = [replace(beam, finish_reason="error") for beam in self.live], []
             return []
+        # The candidates of each beam are sorted already, so a lazy merge is enough.
+        ranked = heapq.merge(*([(beam.cumulative_logprob + logprob, parent, token) for token, logprob in found]
+                               for parent, (beam, found) in enumerate(zip(self.live, candidates, strict=True))),
+                             key=itemgetter(0), reverse=True)
         live: list[Beam] = []
         origins: list[tuple[int, int]] = []
-        for rank, (logprob, parent, token) in enumerate(self._best_first(candidates)):
+        for rank, (logprob, parent, token) in enumerate(ranked):
             if len(live) == self.beam_width and rank >= self.beam_width:
                 break
             beam = self._beam(self.live[parent].token_ids + [token], logprob)
@@ -122,36 +113,19 @@ class BeamGroup:
             self.live, origins = [], []
         return origins
 
-    def _best_first(self, candidates: list[list[tuple[int, float]]]) -> Iterator[tuple[float, int, int]]:
-        """All candidates, best first: (cumulative log probability, index of the parent, token). Among equals the better
-        parent comes first. The candidates of each beam are sorted already, so a lazy merge is enough."""
-        def of_beam(parent: int) -> Iterator[tuple[float, int, int]]:
-            before = self.live[parent].cumulative_logprob
-            return ((before + logprob, parent, token) for token, logprob in candidates[parent])
-        return heapq.merge(*map(of_beam, range(len(self.live))), key=itemgetter(0), reverse=True)
-
-    def results(self) -> list[Beam]:
-        """The ended beams, best score first: beam_width of them once the search is done."""
-        return list(self.ended)
-
     def _beam(self, token_ids: list[int], logprob: float) -> Beam:
         reason = "length" if len(token_ids) >= self.max_tokens else None
         if token_ids[-1] in self.eos_token_ids:
             reason = "stop"
-        return Beam(token_ids, logprob, self._score(logprob, len(token_ids)), reason)
-
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length ** self.length_penalty
+        return Beam(token_ids, logprob, logprob / len(token_ids) ** self.length_penalty, reason)
 
     def _may_stop(self) -> bool:
         """Whether enough beams have ended and early_stopping gives up the live ones."""
-        if len(self.ended) < self.beam_width:
-            return False
-        if self.early_stopping is True:
-            return True
+        if len(self.ended) < self.beam_width or self.early_stopping is True:
+            return len(self.ended) == self.beam_width
         best = self.live[0].score  # all live beams have the same length, so the likeliest has the best score
         if self.early_stopping == "never" and self.length_penalty > 0:
-            best = self._score(self.live[0].cumulative_logprob, self.max_tokens)
+            best = self.live[0].cumulative_logprob / self.max_tokens ** self.length_penalty
         return best <= self.ended[-1].score
 
 
@@ -176,8 +150,8 @@ class BeamSearch:
 
     def _new_beam(self) -> Sequence:
         return Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
-                               len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
-                               sampling=self.sampling, listener=self, may_look_ahead=False)
+                        len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
+                        sampling=self.sampling, listener=self, may_look_ahead=False)
 
     def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
         """Listener's method: keep the candidates; no token is appended yet."""
@@ -206,12 +180,11 @@ class BeamSearch:
             if beam not in parents:
                 self.scheduler.finish(beam, "abort")
                 self._forget(beam)
-        children = []
-        for i, parent in enumerate(parents):
-            children.append(parent)
-            if parent in parents[:i]:
-                children[i] = self._new_beam()
-                self.scheduler.fork(parent, children[i])
+        children: list[Sequence] = []
+        for parent in parents:
+            children.append(self._new_beam() if parent in children else parent)
+            if children[-1] is not parent:
+                self.scheduler.fork(parent, children[-1])
         for child, (_, token) in zip(children, origins):
             child.append(token)
             self.scheduler.resume(child)
@@ -223,7 +196,7 @@ class BeamSearch:
 
     @property
     def num_new_tokens(self) -> int:
-        return self.group.num_new_tokens
+        return sum(len(beam.token_ids) for beam in self.group.live + self.group.ended)
 
     def end(self) -> None:
         """The search was aborted, and its sequences have ended."""
@@ -237,17 +210,17 @@ class BeamSearch:
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """The results of the search, best first."""
-        outputs, sequences, prompt_token_ids = [], [], self.prompt_token_ids
-        for index, beam in enumerate(self.group.results()):
-            visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+        outputs, sequences, prompt = [], [], self.prompt_token_ids
+        for index, beam in enumerate(self.group.ended):
             text = whole_text = ""
-            tokens = prompt_token_ids + beam.token_ids
             if tokenizer:
-                detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt_token_ids)
+                detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt)
+                visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
                 text = detokenizer.add(visible) + detokenizer.finish()
-                whole_text = tokenizer.decode(tokens, skip_special_tokens=True)
+                whole_text = tokenizer.decode(prompt + beam.token_ids, skip_special_tokens=True)
             stop_reason = engine.NO_TOKEN if beam.finish_reason == "error" else None
             outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
                                             beam.cumulative_logprob, beam.score))
-            sequences.append(BeamSearchSequence(tokens, whole_text, beam.cumulative_logprob, beam.finish_reason))
-        return RequestOutput("", self.prompt, prompt_token_ids, outputs, self.group.done, sequences=sequences)
+            sequences.append(BeamSearchSequence(prompt + beam.token_ids, whole_text, beam.cumulative_logprob,
+                                                beam.finish_reason))
+        return RequestOutput("", self.prompt, prompt, outputs, self.finished, sequences=sequences)

@@ -7,8 +7,8 @@
 """
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class Core:
         if params.stop:
             self.require_tokenizer()  # without one there is no text to find them in
         structured = params.structured_outputs
-        with self.lock.interrupts.held():  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
+        with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
         sampling = SequenceSampling(params, 0, bad_words, params.logprobs, grammar=grammar)
         sequences = self._make_sequences(token_ids, priority, sampling, read_cache_salt(prompt))
@@ -129,14 +129,9 @@ class Core:
             self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
         return self.grammars
 
-    @contextmanager
-    def run_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+    def run_until(self, is_done: Callable[[], bool]) -> AbstractContextManager[None]:
         """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
-        with self.lock.turn(is_done):
-            while not is_done():
-                self.advance()
-                self.lock.pass_on(is_done)
-            yield
+        return self.lock.run_until(is_done, self.advance)
 
     # ---- with the lock
 
@@ -168,7 +163,7 @@ class Core:
     def _take(self, seqs: list[Sequence], sampled: engine.Sampled) -> None:
         for seq, position, logprobs in sampled.prompt_logprobs:
             if seq.request_id in self.requests:
-                self.requests[seq.request_id].take_prompt_logprobs(position, logprobs)
+                self.requests[seq.request_id].new_prompt_logprobs.update(enumerate(logprobs, position))
         for seq in seqs:
             request = self.requests.get(seq.request_id)
             if request is None:

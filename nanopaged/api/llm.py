@@ -237,7 +237,7 @@ class LLM(Core):
         """
         _refuse_lora(lora_request)
         requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
-        with self.lock.interrupts.held():
+        with self.lock.interrupts:
             self._finish(requests, use_tqdm)
             return [request.output() for request in requests]
 
@@ -251,7 +251,7 @@ class LLM(Core):
                 pending.pop()
             return not pending
 
-        with self.lock.interrupts.held():
+        with self.lock.interrupts:
             try:
                 with self.lock:
                     for request in requests:
@@ -324,14 +324,14 @@ class LLM(Core):
                 length = len(text)
         finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
             self.lock.defer(lambda: self.abort(request.request_id))
-        with self.lock.interrupts.held():
+        with self.lock.interrupts:
             output = request.output()
         if output.outputs[0].finish_reason == "error":
             raise RequestError(output)
         return output
 
     def _next_text(self, request: Request) -> str:
-        with self.lock.interrupts.held():  # a second Ctrl-C waits for the abort that the first one causes
+        with self.lock.interrupts:  # a second Ctrl-C waits for the abort that the first one causes
             try:
                 with self.run_until(lambda: request.has_news):
                     return request.read_text()

@@ -24,9 +24,9 @@ from typing import Any, Callable, Iterator
 
 
 class StepLock:
-    """`with lock:` is for callers that need no step, `with lock.turn(is_done):` for callers that compute steps until
-    is_done(). RuntimeError for a call from within a step (the lock is not reentrant), in a forked process, and once the
-    LLM is closed."""
+    """`with lock:` is for callers that need no step, `with lock.run_until(..):` for callers that compute steps.
+    RuntimeError for a call from within a step (the lock is not reentrant), in a forked process, and once the LLM is
+    closed."""
 
     def __init__(self) -> None:
         self.process, self.is_closed = os.getpid(), False
@@ -83,7 +83,7 @@ class StepLock:
     def _serve(self) -> None:
         """For a waiter or a deferred function that has just come: pass the lock if no thread holds it."""
         if self.waiters or self.deferred:
-            with self.interrupts.held():
+            with self.interrupts:
                 if self.lock.acquire(blocking=False):
                     self.owner = threading.get_ident()
                     self._pass()
@@ -105,21 +105,21 @@ class StepLock:
                 self._serve()  # those that have come since `waiters` was copied
 
     @contextmanager
-    def turn(self, is_done: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock to compute steps until is_done(). Between two steps the caller calls `pass_on`."""
+    def run_until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> Iterator[None]:
+        """Call `step` until is_done(), which other threads' steps may make true, and then hold the lock. Between two
+        steps this thread delivers Ctrl-C, and passes the lock to the waiting threads that need no step."""
         self.acquire(is_done)
         try:
+            while not is_done():
+                step()
+                self.interrupts.deliver()
+                if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
+                    self.release()
+                    self.acquire(is_done)
             yield
         finally:
-            if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `pass_on` waited
+            if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `acquire` waited
                 self.release()
-
-    def pass_on(self, is_done: Callable[[], bool]) -> None:
-        """Between two steps: deliver Ctrl-C, and pass the lock to the waiting threads that need no step."""
-        self.interrupts.deliver()
-        if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
-            self.release()
-            self.acquire(is_done)
 
     def defer(self, function: Callable[[], object]) -> None:
         """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This
@@ -137,7 +137,8 @@ class StepLock:
 
 
 class Interrupts(threading.local):
-    """Delays Ctrl-C in the main thread, the only thread that receives signals. Each thread has its own values."""
+    """`with interrupts:` delays Ctrl-C in the main thread, the only thread that receives signals. Each thread has its
+    own values."""
     depth = 0  # nested calls of `hold`
     handler: Any = None  # the program's own; not callable: the program ignores Ctrl-C, or is killed by it
     pending: tuple[Any, ...] | None = None  # the arguments of a delayed signal
@@ -167,10 +168,6 @@ class Interrupts(threading.local):
             self.deliver()
 
     __enter__, __exit__ = hold, release
-
-    def held(self) -> "Interrupts":
-        """`with interrupts.held():` delays signals until its end."""
-        return self
 
     @contextmanager
     def let_through(self) -> Iterator[None]:

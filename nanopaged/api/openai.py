@@ -51,7 +51,6 @@ NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these v
     "documents": ([],), "mm_processor_kwargs": ({},), "include_reasoning": (True,), "echo": (False,)}
 TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
 STREAM_OPTIONS = "continuous_usage_stats", "include_obfuscation", "include_usage"
-ADDS = {"return_token_ids", "prompt_logprobs", *STREAM_OPTIONS}  # to an answer
 
 
 @dataclass
@@ -90,22 +89,20 @@ class Serving:
         if path == RESPONSES:
             make, body, path = partial(ResponseCall, given=body), read_response(body), CHAT
         body = _check_fields(path, body)
-        adds = frozenset(name for name, value in (body | body.get("stream_options", {})).items()
-                         if name in ADDS and value is not False)
         tools, call = read_tools(body) if path == CHAT else (None, None)
         kind = "forced" if call else self.tool_parser if tools else None
         if kind in FORMATS:
             body.setdefault("skip_special_tokens", False)  # they may be those around a call
         elif call:
             body.pop("stop", None)  # it would cut the arguments
-        if only_echo := body.get("echo", False) and body.get("max_tokens") == 0:
-            body["max_tokens"] = 1  # a token is generated all the same
-        params = self._params(path, body, call)
-        length = body.get("truncate_prompt_tokens")
-        self._check_size([json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT
-                         else as_list(body["prompt"]), params.n, is_cut=length is not None)
+        params, length, thinks = self._params(path, body, call), body.get("truncate_prompt_tokens"), None
+        texts = [json.dumps(body["messages"], ensure_ascii=False)] if path == CHAT else as_list(body["prompt"])
+        if len(texts) * params.n > MOST_SAMPLES:
+            raise ValueError(f"{len(texts)} prompts with n {params.n} are more than {MOST_SAMPLES} samples; send "
+                             "several requests")
+        if length is None:
+            self._check_size(texts)
         prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
-        thinks = None
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
             thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
         reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
@@ -113,20 +110,16 @@ class Serving:
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-        return make(self, path, [prompt | salt for prompt in prompts], params, body.get("priority", 0),
-                    body.get("stream", False), body.get("echo", False), reader, adds, only_echo)
+        return make(self, path, body, [prompt | salt for prompt in prompts], params, reader)
 
     @cached_property
     def max_chars(self) -> int:
         """Of a text that the model may be able to take."""
         return self.llm.max_model_len * max(map(len, self.token_bytes))
 
-    def _check_size(self, texts: list, n: int = 1, is_cut: bool = False) -> None:
-        """ValueError for what would take long to read: too many samples, or a text that the model cannot take."""
-        if len(texts) * n > MOST_SAMPLES:
-            raise ValueError(f"{len(texts)} prompts with n {n} are more than {MOST_SAMPLES} samples; send several "
-                             "requests")
-        for text in texts if self.llm.tokenizer and not is_cut else ():
+    def _check_size(self, texts: list) -> None:
+        """ValueError for a text that the model cannot take, and that would take long to tokenise."""
+        for text in texts if self.llm.tokenizer else ():
             if isinstance(text, str) and len(text) > self.max_chars:
                 raise ValueError(f"This model's maximum context length is {self.llm.max_model_len} tokens, which have "
                                  f"{self.max_chars} characters at most, and a prompt has {len(text)}; shorten it")
@@ -151,7 +144,7 @@ class Serving:
         given |= _read_logprobs(body) | _read_format(body, call)
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         if max_tokens is not None:
-            given["max_tokens"] = max_tokens
+            given["max_tokens"] = 1 if max_tokens == 0 and body.get("echo") else max_tokens  # it is not shown
         elif path == CHAT and self.llm.default_params.get("max_new_tokens") is None:
             given["max_tokens"] = None
         return self.llm.get_default_sampling_params(**given)

@@ -26,7 +26,7 @@ class Request:
         self.running = {seq: j for j, seq in enumerate(sequences)}
         self.outputs: dict[int, CompletionOutput] = {}  # of each sample, from the last call of `output`
         self.changed = set(range(len(sequences)))  # samples that got a token or finished since that call
-        self.has_news = False  # likewise, since the last call of `read_text`
+        self.has_news = False  # likewise, or since the last call of `read_text`
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
 
@@ -67,23 +67,17 @@ class Request:
     def num_new_tokens(self) -> int:
         return sum(len(seq.token_ids) - seq.num_prompt_tokens for seq in self.sequences)
 
-    def take_prompt_logprobs(self, position: int, logprobs: list[tuple]) -> None:
-        """Keep the log probabilities of the prompt tokens from `position` on, in the runner's form."""
-        self.new_prompt_logprobs.update(enumerate(logprobs, position))
-
     def output(self) -> RequestOutput:
         """The request's output so far. Only samples that changed since the last call are converted again."""
+        self.has_news = False
         for index in self.changed:
             self.outputs[index] = self.samples[index].output()
         self.changed.clear()
         outputs = [self.outputs[index] for index in range(len(self.samples))]
+        of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
                              self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs(),
-                             metrics=self._metrics())
-
-    def _metrics(self) -> RequestMetrics | None:
-        drafters = [seq.drafter for seq in self.sequences if seq.drafter]
-        return sum((drafter.metrics for drafter in drafters), RequestMetrics()) if drafters else None
+                             metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
 
     def _convert_prompt_logprobs(self) -> list | None:
         if self.params.prompt_logprobs is None:
@@ -143,7 +137,7 @@ class _Sample:
             stop_reason = None  # an end-of-sequence token
         result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], finish_reason,
                                   stop_reason)
-        if self.logprobs is not None and self.params.logprobs is not None:
+        if self.logprobs is not None:
             new, self.new_logprobs = self.new_logprobs, []
             for token, found in zip(result.token_ids[len(self.logprobs):], new):
                 self.logprobs.append(self.logprobs_of(token, found))

@@ -91,8 +91,9 @@ class ResponseCall(Call):
         """outputs: none at the beginning of a stream."""
         counts, is_cut = usage(outputs), bool(outputs) and outputs[0].outputs[0].finish_reason == "length"
         status = "incomplete" if is_cut else "completed" if outputs else "in_progress"
-        return {"id": self.id.replace("chatcmpl-", "resp_"), "object": "response", "created_at": self.created,
-                "status": status, "error": None, "model": self.model, "output": self.items, "instructions": None,
+        return {"id": self.head["id"].replace("chatcmpl-", "resp_"), "object": "response", "status": status,
+                "created_at": self.head["created"], "error": None, "model": self.model, "output": self.items,
+                "instructions": None,
                 "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "metadata": {}, "tools": [],
                 "tool_choice": "auto", "parallel_tool_calls": True, "temperature": self.params.temperature,
                 "top_p": self.params.top_p, **{name: self.given[name] for name in ECHOED & self.given.keys()},

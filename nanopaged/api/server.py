@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -213,18 +213,18 @@ class Server(uvicorn.Server):
                   "raise the limit (ulimit -Hn)", file=sys.stderr)
 
     async def answer(self, request: HttpRequest) -> Response:
-        """The endpoints that generate, and those of TEXT_PATHS."""
+        """The endpoints that generate, and those of TEXT_PATHS. The work is cancelled when the client leaves."""
         body = await self.read_body(request)
-        call, stream = await self._unless_gone(request, self._prepare(request.url.path, body))
-        if stream is None:
-            return JSONResponse(call)
-        if (num_sequences := self.engine.num_unfinished()) + stream.num_sequences > self.most_sequences:
-            raise ApiError(f"the server has {num_sequences} samples under way and {self.most_sequences} at most; try "
-                           "again later", 503)
-        if call.stream:
-            return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
-                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's
-        return await self._unless_gone(request, self._whole(call, stream))
+        done = asyncio.ensure_future(self._respond(request.url.path, body))
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise ClientDisconnect
+            return done.result()
+        finally:
+            done.cancel()
+            gone.cancel()
 
     async def read_body(self, request: HttpRequest) -> bytes:
         body = bytearray()
@@ -241,40 +241,37 @@ class Server(uvicorn.Server):
             raise ApiError(f"the body did not arrive within {self.body_seconds} seconds", 408) from None
         return bytes(body)
 
-    async def _unless_gone(self, request: HttpRequest, work: Coroutine) -> Any:
-        """The result of the work, which is cancelled when the client leaves."""
-        done, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-        try:
-            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise ClientDisconnect
-            return done.result()
-        finally:
-            done.cancel()
-            gone.cancel()
-
     def _in_thread(self, is_large: bool, function: Callable, *arguments: Any) -> Awaitable:
         """What may take a while, without the event loop; of what is large one at a time."""
         return self.engine.loop.run_in_executor(self.large_thread if is_large else self.threads, function, *arguments)
 
-    async def _prepare(self, path: str, body: bytes) -> tuple[Any, Stream | None]:
-        """The call and its stream; for a path of TEXT_PATHS the answer."""
+    async def _respond(self, path: str, body: bytes) -> Response:
         is_large = len(body) > LARGE_BODY_BYTES
         call = await self._in_thread(is_large, lambda: self.serving.read(path, parse(body)))
         if path in TEXT_PATHS:
-            return call, None
+            return JSONResponse(call)
         try:
             if call.params.structured_outputs and self.llm.tokenizer:
                 grammars = await self._in_thread(False, self.llm.grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
-            return call, await self._in_thread(is_large, self._make_stream, call)
+            stream = await self._in_thread(is_large, self._make_stream, call)
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None
+        num_sequences = self.engine.num_unfinished()
+        if num_sequences + stream.num_sequences > self.most_sequences:
+            raise ApiError(f"the server has {num_sequences} samples under way and {self.most_sequences} at most; try "
+                           "again later", 503)
+        if call.stream:
+            return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
+                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's
+        with self.engine.open(stream):
+            await self.engine.outputs(stream)
+            return await self._in_thread(call.params.prompt_logprobs is not None, lambda: JSONResponse(
+                call.response([*stream.take_news().values()])))
 
     def _make_stream(self, call: Call) -> Stream:
         requests = [self.llm.read_request(prompt, call.params, call.priority) for prompt in call.prompts]
-        echoes = call.params.prompt_logprobs
-        if echoes is not None:
+        if (echoes := call.params.prompt_logprobs) is not None:
             num_tokens = sum(len(request.prompt_token_ids) for request in requests)
             if num_tokens * (echoes + 1) > MOST_PROMPT_LOGPROBS:
                 raise ApiError(f"{num_tokens} prompt tokens with {echoes + 1} log probabilities each are more than "
@@ -282,25 +279,18 @@ class Server(uvicorn.Server):
         # Log probabilities of prompts are converted at once, in a thread: so these streams have one event.
         return Stream(requests, call.stream and echoes is None)
 
-    async def _whole(self, call: Call, stream: Stream) -> Response:
-        is_echo = call.params.prompt_logprobs is not None
-        with self.engine.open(stream):
-            await self.engine.outputs(stream)
-            return await self._in_thread(is_echo, lambda: JSONResponse(call.response([*stream.take_news().values()])))
-
     async def _events(self, call: Call, stream: Stream) -> AsyncIterator[bytes]:
         def write() -> str:
-            found = news if stream.in_parts else stream.take_news()
-            return "".join([call.events(number, output) for number, output in found.items()])
+            return "".join([call.events(number, output) for number, output in (news or stream.take_news()).items()])
 
         with self.engine.open(stream):
             try:
-                while not stream.is_taken:
+                while stream.has_news or not stream.finished:
                     news = await self.engine.outputs(stream)
                     is_long = call.params.logprobs is not None
                     if text := await self._in_thread(not stream.in_parts, write) if is_long else write():
                         yield text.encode()
-                yield call.end(list(stream.latest.values())).encode()
+                yield call.end([request.output() for request in stream.requests]).encode()
             except ApiError as error:  # the status has been sent
                 yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
 

@@ -15,6 +15,8 @@ import re
 import uuid
 from typing import Any
 
+import regex
+
 FORMATS = {  # name -> a part of the chat templates of its models; a call's first characters; up to its JSON; its end
     "hermes": ("<tool_call>", "<tool_call>", r"\s*<tool_call>\s*()", r"\s*</tool_call>"),
     "mistral": (
@@ -79,39 +81,30 @@ class Reader:
     def add(self, text: str, ended: bool) -> dict[str, Any]:
         """What came with this text. ended: no more will come."""
         self.held += text
-        thoughts = "" if self.thinks is None else self._read_thoughts(ended)
-        delta: dict[str, Any] = {"reasoning_content": thoughts, "content": "", "tool_calls": []}
+        delta: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
+        if self.thinks is False:
+            start = self.held.lstrip()
+            if start.startswith(THINK):
+                self.held, self.thinks, self.skips_spaces = start.removeprefix(THINK), True, True
+            elif ended or not THINK.startswith(start):
+                self.thinks = None
+        if self.thinks:
+            delta["reasoning_content"], is_over = self._take_until(THOUGHT, ended)
+            if is_over:
+                self.held, self.thinks, self.skips_spaces = self.held.partition(THOUGHT)[2], None, True
         if self.thinks is None:
             (self._read_forced if self.kind == "forced" else self._read)(delta, ended)
         return {name: value for name, value in delta.items() if value}
-
-    def _read_thoughts(self, ended: bool) -> str:
-        if not self.thinks:
-            start = self.held.lstrip()
-            if not ended and THINK.startswith(start):
-                return ""
-            if not start.startswith(THINK):
-                self.thinks = None
-                return ""
-            self.thinks = True
-            self.held, self.skips_spaces = start.removeprefix(THINK), True
-        text, is_over = self._take_until(THOUGHT, ended)
-        if is_over:
-            self.held, self.thinks, self.skips_spaces = self.held.partition(THOUGHT)[2], None, True
-        return text
 
     def _take_until(self, marker: str, ended: bool) -> tuple[str, bool]:
         """Take the held text up to the spaces before a marker, or before what may become one; is the marker there?"""
         if self.skips_spaces:
             self.held = self.held.lstrip()
             self.skips_spaces = not self.held
-        end, size = self.held.find(marker), len(self.held)
-        found = end >= 0
-        if not found and not ended:
-            end = next(n for n in range(max(0, size - len(marker)), size + 1) if marker.startswith(self.held[n:]))
-        text = self.held[:end].rstrip() if end >= 0 else self.held
+        match = regex.search(regex.escape(marker), self.held, partial=not ended)
+        text = self.held[:match.start()].rstrip() if match else self.held
         self.held = self.held[len(text):]
-        return text, found
+        return text, match is not None and not match.partial
 
     def _read(self, delta: dict[str, Any], ended: bool) -> None:
         """Content and complete calls."""

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from importlib.util import find_spec
 from itertools import count
 
@@ -86,28 +85,24 @@ def finish(llm, request_id):
 
 def test_a_short_request_returns_with_its_last_token(busy):
     for _ in range(10):
-        before = len(busy.steps)
         request_id = busy.generate([[7, 8]], tokens(2))[0].request_id
         after = len(busy.steps)
-        last = max(i for i in range(before, after) if request_id in busy.steps[i])
-        assert after - 1 - last <= 3
+        assert after - 1 - max(i for i in range(after) if request_id in busy.steps[i]) <= 3
 
 
 def test_streams_get_their_pieces_as_they_come(busy):
-    pieces, gaps = [], []
+    gaps = []
 
     def read():
-        count, last = 0, len(busy.steps)
+        last = len(busy.steps)
         for _ in busy.stream([1, 2], tokens(150)):
             gaps.append(len(busy.steps) - last)
-            count, last = count + 1, len(busy.steps)
-        pieces.append(count)
+            last = len(busy.steps)
 
     with in_threads(*[read] * 16):
         pass
-    assert len(pieces) == 16 and min(pieces) >= 140
     # A thread that the system keeps from running for a while is late without the engine's doing.
-    assert sorted(gaps)[len(gaps) * 99 // 100] <= 5
+    assert len(gaps) >= 16 * 140 and sorted(gaps)[len(gaps) * 99 // 100] <= 5
 
 
 def test_a_beam_search_branches_after_each_step(busy):
@@ -126,10 +121,8 @@ def test_a_slow_reader_holds_nobody_back(engine):
 
 
 def test_all_prompts_of_a_call_are_added_at_once(busy):
-    before = len(busy.steps)
     outputs = busy.generate([[i % 50] for i in range(400)], tokens(3))
-    first = [next(i for i in range(before, len(busy.steps)) if output.request_id in busy.steps[i])
-             for output in outputs]
+    first = [next(i for i, ids in enumerate(busy.steps) if output.request_id in ids) for output in outputs]
     assert max(first) - min(first) <= 1
 
 
@@ -158,22 +151,15 @@ def test_who_adds_or_aborts_does_not_wait_for_a_loop_of_steps(busy):
 
 
 def test_requests_come_from_many_threads():
-    llm, params = load(), SamplingParams(temperature=0, max_tokens=12)
-    expected, texts = llm.generate(PROMPT, params)[0].outputs[0].text, {}
-
-    def work(i):
-        if i % 3 == 0:
-            texts[i] = "".join(llm.stream(PROMPT, params))
-        elif i % 3 == 1:
-            texts[i] = llm.generate(PROMPT, params)[0].outputs[0].text
-        else:
-            texts[i] = llm.abort_request(llm.add_request(PROMPT, SamplingParams(max_tokens=500)))
-
+    llm, params, texts = load(), SamplingParams(temperature=0, max_tokens=12), []
+    expected = llm.generate(PROMPT, params)[0].outputs[0].text
+    calls = [lambda: texts.append("".join(llm.stream(PROMPT, params))),
+             lambda: texts.append(llm.generate(PROMPT, params)[0].outputs[0].text),
+             lambda: llm.abort_request(llm.add_request(PROMPT, SamplingParams(max_tokens=500)))]
     request_id = llm.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=30))
-    with in_threads(*(partial(work, i) for i in range(12))):
+    with in_threads(*calls * 4):
         output = finish(llm, request_id)  # what others' steps compute of it is reported here
-    assert output.finished and len(output.outputs[0].token_ids) == 30
-    assert texts == {i: expected if i % 3 < 2 else None for i in range(12)}
+    assert output.finished and len(output.outputs[0].token_ids) == 30 and texts == [expected] * 8
 
 
 # ---- From within a step: nothing changes beneath it
@@ -265,17 +251,16 @@ def test_an_interrupt_while_a_step_is_computed_comes_at_once():
     forward, seen = llm.runner.model.forward, []
 
     def interrupted(*args, **kwargs):
-        if len(seen) == 3:
-            seen.append("before")
+        seen.append("begun")
+        if len(seen) == 7:
             signal.raise_signal(signal.SIGINT)
-            seen.append("after")
-        seen.append("step")
+        seen.append("done")
         return forward(*args, **kwargs)
 
     llm.runner.model.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7]], GREEDY)
-    assert seen == ["step"] * 3 + ["before"]
+    assert seen == ["begun", "done"] * 3 + ["begun"]
     check_books(llm.scheduler)
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
