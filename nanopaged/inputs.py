@@ -2,7 +2,8 @@
 given value and the expected one."""
 import difflib
 import json
-from numbers import Integral
+from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
 from typing import Any, Callable, Mapping, NamedTuple, TypedDict
@@ -27,16 +28,21 @@ MOST_SEQS = 2**20  # of a step; each has a row in tensors on the device
 MOST_TOKENS = 2**31 - 1  # of a step, a text or a block, and blocks of a pool: the device has int32
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
-    pipeline_parallel_size=(1,), quantization=(None,),
-    enable_lora=(False, None), cpu_offload_gb=(0,), tokenizer_mode=("auto",),
-    runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
+    pipeline_parallel_size=(1,), quantization=(None,), enable_lora=(False, None), cpu_offload_gb=(0,),
+    tokenizer_mode=("auto",), runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
     limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
-    enable_chunked_prefill=(True, None), trust_remote_code=None, disable_log_stats=None, disable_custom_all_reduce=None,
-    compilation_config=None, served_model_name=None, async_scheduling=None,
-    distributed_executor_backend=None, max_seq_len_to_capture=None)
+    enable_chunked_prefill=(True, None)) | dict.fromkeys((
+        "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "compilation_config",
+        "served_model_name", "async_scheduling", "distributed_executor_backend", "max_seq_len_to_capture"))
 
 
 Kind = type | tuple[type, ...]
+Check = tuple[Kind, Callable[[Any], object], str]  # arguments of check_number: type, range (None is in it), the words
+
+
+def always(value: Any) -> bool:
+    """The range of a value that only has to be of its type."""
+    return True
 
 
 class Option(NamedTuple):
@@ -44,7 +50,7 @@ class Option(NamedTuple):
     kind: type  # that the command line reads
     default: Any  # None may be given only where it is the default
     expected: str = ""  # in the sentence that refuses a value
-    in_range: Callable[[Any], object] = lambda value: True
+    in_range: Callable[[Any], object] = always
 
 
 def _integer(default: int | None, most: int) -> Option:
@@ -132,11 +138,25 @@ def check_kind(name: str, value: Any, kind: Kind, expected: str) -> None:
         raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
-def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
-    """`check_kind`, and raise ValueError unless the value is in range. NaN fails every comparison and so this check."""
+def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], object], expected: str) -> Any:
+    """`check_kind`, and raise ValueError unless the value is None or in range. NaN fails every comparison and so this
+    check. Returns the value, a number as one of Python's: numpy's numbers overflow in comparisons and sums, where
+    uint8(200) + 57 is 1."""
     check_kind(name, value, kind, expected)
-    if not in_range(value):
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # a huge fraction, which is outside of every range
+            value = int(value) if isinstance(value, Integral) else float(value)
+    if value is not None and not in_range(value):
         raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
+    return value
+
+
+def check_fields(settings: Any, checks: Mapping[str, Check]) -> None:
+    """`check_number` of a dataclass's fields, whose numbers become Python's own. None is accepted as a default only."""
+    for name, check in checks.items():
+        value = getattr(settings, name)
+        if value is not None or getattr(type(settings), name, ...) is not None:
+            setattr(settings, name, check_number(name, value, *check))
 
 
 def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
@@ -179,19 +199,17 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
             raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
                              f"leave {unknown[0]!r} out")
-        text = prompt.get("prompt")
-        token_ids = as_python(prompt.get("prompt_token_ids"))
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"the key 'prompt' holds a string, not {text!r:.80}")
-        if isinstance(token_ids, str):
-            raise ValueError(f"the key 'prompt_token_ids' holds a list of token ids, not {token_ids!r:.80}")
+        text, token_ids = prompt.get("prompt"), as_python(prompt.get("prompt_token_ids"))
+        check_kind("the key 'prompt'", text, (str, NoneType), "a string")
+        check_kind("the key 'prompt_token_ids'", token_ids, (list, tuple, NoneType), "a list of token ids")
         prompt = text if token_ids is None else token_ids
     else:
         prompt = as_python(prompt)
         text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, str):
         token_ids = get_tokenizer().encode(text)
-    elif isinstance(prompt, (list, tuple)) and _are_integers(set(map(type, prompt))):
+    elif isinstance(prompt, (list, tuple)) and all(
+            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))):
         token_ids = list(map(int, prompt))  # numpy's integers become Python's
     else:
         raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
@@ -213,10 +231,6 @@ def read_cache_salt(prompt: Any) -> str | None:
     if salt is not None:
         check_number("cache_salt", salt, str, lambda x: x, "a string that is not empty")
     return salt
-
-
-def _are_integers(kinds: set[type]) -> bool:
-    return all(issubclass(kind, Integral) and kind is not bool for kind in kinds)
 
 
 def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:

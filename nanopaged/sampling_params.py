@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import MOST_TOKENS, Kind, check_kind, check_number, is_one_of
+from nanopaged.inputs import MOST_TOKENS, Check, always, check_fields, check_kind, check_number, is_one_of
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
@@ -40,20 +40,12 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
-        if self.json_object is not None:
-            check_kind("json_object", self.json_object, bool, "True")
-        check_kind("disable_additional_properties", self.disable_additional_properties, bool, "True or False")
-        given = [name for name, value in vars(self).items()
-                 if value is not None and value is not False and name != "disable_additional_properties"]
+        check_fields(self, STRUCTURES)
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
-        check_kind("json", self.json, (str, dict, NoneType), "a JSON schema, as a dict or as text")
-        for name in ("regex", "grammar"):
-            check_kind(name, getattr(self, name), (str, NoneType), "a string")
-        if self.choice is not None:
-            check_number("choice", self.choice, (list, tuple), lambda x: x and _are_texts(x),
-                         "a list of strings that are not empty")
+        check_fields(self, {"disable_additional_properties": FLAG})
 
     @property
     def source(self) -> tuple[str, str]:
@@ -157,18 +149,6 @@ class SamplingParams:
     guided_decoding: None = None  # vLLM's old name; any value is refused
 
     def __post_init__(self) -> None:
-        for name, check in SETTINGS.items():
-            _read(self, name, *check)
-        if self.max_tokens is not None:
-            check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
-                         f"at most max_tokens {self.max_tokens}")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if (tokens := getattr(self, name)) is not None:
-                for token in tokens:
-                    check_number(name, token, Integral, lambda x: x >= 0, SETTINGS[name][2])
-                setattr(self, name, list(map(int, tokens)))
-        if self.logit_bias is not None:
-            self.logit_bias = _read_bias(self.logit_bias)
         if self.guided_decoding is not None:
             raise ValueError("guided_decoding is given, which vLLM has replaced; use structured_outputs")
         if isinstance(self.structured_outputs, dict):
@@ -177,8 +157,17 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs has no field {min(unknown, key=str)!r}; it has json, regex, "
                                  "choice, grammar and json_object")
             self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
-        check_kind("structured_outputs", self.structured_outputs, (StructuredOutputsParams, NoneType),
-                   "StructuredOutputsParams, or a dict of its fields")
+        check_fields(self, SETTINGS)
+        if self.max_tokens is not None:
+            check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
+                         f"at most max_tokens {self.max_tokens}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if (tokens := getattr(self, name)) is not None:
+                expected = SETTINGS[name][2]
+                tokens = [check_number(name, token, Integral, lambda x: x >= 0, expected) for token in tokens]
+                setattr(self, name, tokens)
+        if self.logit_bias is not None:
+            self.logit_bias = _read_bias(self.logit_bias)
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
 
@@ -262,44 +251,24 @@ def _are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
-def _read(settings: Any, name: str, kind: Kind, in_range: Callable[[Any], object], expected: str) -> None:
-    """Check one of the settings, and convert a number to one of Python's own."""
-    value = getattr(settings, name)
-    check_kind(name, value, kind, expected)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        value = _as_python(value)
-        setattr(settings, name, value)
-    if value is not None and not in_range(value):
-        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
-
-
-def _as_python(number: Any) -> Any:
-    """The number as an int or a float. NumPy's numbers overflow in comparisons and sums: uint8(200) + 57 is 1."""
-    try:
-        return int(number) if isinstance(number, Integral) else float(number)
-    except OverflowError:  # a huge fraction, which is outside of every range
-        return number
-
-
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
-    expected = "a dict from token ids to numbers"
-    check_kind("logit_bias", bias, dict, expected)
     result: dict[int, float] = {}
     for token, value in bias.items():
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        check_number("logit_bias", token, Integral, lambda x: x >= 0, expected)
-        check_number("logit_bias", value, Real, lambda x: x == x, expected)
-        result[int(token)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, _as_python(value)))
+        token = check_number("logit_bias", token, Integral, lambda x: x >= 0, BIAS)
+        value = check_number("logit_bias", value, Real, lambda x: x == x, BIAS)
+        result[token] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
     return result
 
 
-# What each setting must be: its type, whether a value of this type is in range (None is), and the words for both.
-FLAG = bool, lambda x: True, "True or False"
-PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
-COUNT = (Integral, NoneType), lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
-TOKENS = list, tuple, set, frozenset, NoneType
-SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
+# What each setting must be: its type, the range of a value of this type, and the words for both.
+FLAG: Check = bool, always, "True or False"
+PENALTY: Check = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
+COUNT: Check = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
+TOKENS = list, tuple, set, frozenset
+BIAS = "a dict from token ids to numbers"
+SETTINGS: dict[str, Check] = dict(
     n=(Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"),
     presence_penalty=PENALTY, frequency_penalty=PENALTY,
     repetition_penalty=(Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6"),
@@ -307,22 +276,28 @@ SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
     top_p=(Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     top_k=(Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens"),
     min_p=(Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    seed=((Integral, NoneType), lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"),
+    seed=(Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"),
     max_tokens=((Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None"),
     min_tokens=(Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}"),
     logprobs=COUNT, prompt_logprobs=COUNT,
     ignore_eos=FLAG, detokenize=FLAG, skip_special_tokens=FLAG, include_stop_str_in_output=FLAG,
-    stop=((str, list, tuple, NoneType), lambda x: x if isinstance(x, str) else _are_texts(x),
+    stop=((str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
           "a string that is not empty, or a list of them"),
-    bad_words=((list, tuple, NoneType), _are_texts, "a list of strings that are not empty"),
-    stop_token_ids=(TOKENS, lambda x: True, "a list of token ids"),
+    bad_words=((list, tuple), _are_texts, "a list of strings that are not empty"),
+    stop_token_ids=(TOKENS, always, "a list of token ids"),
     allowed_token_ids=(TOKENS, lambda x: len(x) > 0, "a list of at least one token id"),
-    logits_processors=((list, tuple, NoneType), lambda x: all(map(callable, x)),
+    logit_bias=(dict, always, BIAS),
+    structured_outputs=(StructuredOutputsParams, always, "StructuredOutputsParams, or a dict of its fields"),
+    logits_processors=((list, tuple), lambda x: all(map(callable, x)),
                        "a list of functions (token_ids, logits) -> logits"))
-BEAM_SETTINGS: dict[str, tuple[Kind, Callable[[Any], object], str]] = dict(
+BEAM_SETTINGS: dict[str, Check] = dict(
     beam_width=SETTINGS["n"], max_tokens=(Integral, lambda x: x >= 1, "an integer of at least 1"),
     length_penalty=(Real, lambda x: -30 <= x <= 30, "a number from -30 to 30"), ignore_eos=FLAG,
     temperature=(Real, lambda x: x == 0, "0 in a beam search, which does not sample"))
+STRUCTURES: dict[str, Check] = dict(
+    json=((str, dict), always, "a JSON schema, as a dict or as text"), regex=(str, always, "a string"),
+    choice=((list, tuple), lambda x: x and _are_texts(x), "a list of strings that are not empty"),
+    grammar=(str, always, "a string"), json_object=(bool, always, "True"))
 
 
 @dataclass
@@ -350,8 +325,7 @@ class BeamSearchParams:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, check in BEAM_SETTINGS.items():
-            _read(self, name, *check)
+        check_fields(self, BEAM_SETTINGS)
         if not is_one_of(self.early_stopping, ("never",)):
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 

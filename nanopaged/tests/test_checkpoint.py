@@ -3,6 +3,7 @@ files."""
 import ctypes
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,32 +87,26 @@ def test_a_directory_in_another_format(tmp_path, names, words, has_config):
     assert message.startswith(str(tmp_path)) and all(word in message for word in words)
 
 
-def test_what_is_no_directory_with_a_config(tmp_path):
-    for name in ("model.gguf", "MODEL.GGUF", "model.safetensors"):
-        (tmp_path / name).write_bytes(b"GGUF")
-    for name in ("model.gguf", "MODEL.GGUF"):
-        assert f"{name}' is in GGUF format ({name})" in complaint(find_on_disk, str(tmp_path / name))
-    problem = "is a file; pass the directory"
-    assert problem in complaint(find_on_disk, str(tmp_path / "model.safetensors"), kind=FileNotFoundError)
-    (tmp_path / "empty").mkdir()
-    assert "holds no config.json" in complaint(find_on_disk, tmp_path / "empty", kind=FileNotFoundError)
-
-
-@pytest.mark.parametrize("name, words", [
-    ("https://huggingface.co/Qwen/Qwen3-0.6B", ["write the model's name, 'Qwen/Qwen3-0.6B'"]),
-    ("huggingface.co/Qwen/Qwen3-0.6B/tree/main", ["write the model's name, 'Qwen/Qwen3-0.6B'"]),
-    ("https://hf.co/Qwen/Qwen3-0.6B/tree/v1.2", ["'Qwen/Qwen3-0.6B' and the revision 'v1.2'"]),
-    ("https://example.org/model.safetensors", ["is an address", "Qwen/Qwen3-0.6B"]),
-    ("llama3:8b", ["ollama", "meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b"]),
-    ("library/qwen3:0.6b-q4_K_M", ["ollama", "Qwen/Qwen3-0.6B"])])
-def test_names_of_other_tools_are_told_what_to_write(name, words):
-    message = complaint(find_on_disk, name)
-    assert message.startswith(f"model {name!r}") and all(word in message for word in words)
-
-
-def test_reads_config(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "name": "\u00e9"}', encoding="utf-8")
-    assert read_config(tmp_path) == {"model_type": "gpt2", "name": "\u00e9"}
+@pytest.mark.parametrize("name, kind, words", [
+    ("https://huggingface.co/Qwen/Qwen3-0.6B", ValueError, "write the model's name, 'Qwen/Qwen3-0.6B'"),
+    ("huggingface.co/Qwen/Qwen3-0.6B/tree/main", ValueError, "write the model's name, 'Qwen/Qwen3-0.6B'"),
+    ("https://hf.co/Qwen/Qwen3-0.6B/tree/v1.2", ValueError, "'Qwen/Qwen3-0.6B' and the revision 'v1.2'"),
+    ("https://example.org/model.safetensors", ValueError, "is an address.*Qwen/Qwen3-0.6B"),
+    ("llama3:8b", ValueError, "ollama.*meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b"),
+    ("library/qwen3:0.6b-q4_K_M", ValueError, "ollama.*Qwen/Qwen3-0.6B"),
+    ("model.gguf", ValueError, r"is in GGUF format \(model.gguf\)"),
+    ("MODEL.GGUF", ValueError, r"is in GGUF format \(MODEL.GGUF\)"),
+    ("model.safetensors", FileNotFoundError, "is a file; pass the directory"),
+    ("empty", FileNotFoundError, "holds no config.json"),
+    *((name, FileNotFoundError, "is neither a directory nor bundled")
+      for name in ("n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800"))], ids=lambda name: ascii(name)[:50])
+def test_names_of_no_checkpoint(tmp_path, monkeypatch, name, kind, words):
+    monkeypatch.chdir(tmp_path)
+    for file in ("model.gguf", "MODEL.GGUF", "model.safetensors"):
+        Path(file).write_bytes(b"GGUF")
+    Path("empty").mkdir()
+    message = complaint(find_on_disk, name, kind=kind)
+    assert re.search(words, message) and len(message) < 500 and (name == "empty" or message.startswith("model '"))
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -119,31 +114,26 @@ def test_reads_config(tmp_path):
     pytest.param("[" * 100_000, "not valid JSON", id="deep"), ("[1]", "expected a JSON object, found a list"),
     ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer")])
 def test_broken_config_is_an_error(tmp_path, text, problem):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "name": "\u00e9"}', encoding="utf-8")
+    assert read_config(tmp_path) == {"model_type": "gpt2", "name": "\u00e9"}
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     message = complaint(read_config, tmp_path)
     assert problem in message and str(tmp_path / "config.json") in message
 
 
 @pytest.mark.parametrize("config, generation, expected", [
-    ({"eos_token_id": 2}, None, {2}),
-    ({"eos_token_id": None}, None, set()),
-    ({}, {}, set()),
-    ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}),
-    ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
-    ({}, {"eos_token_id": 0}, {0})])
+    ({"eos_token_id": 2}, None, {2}), ({"eos_token_id": None}, None, set()), ({}, {}, set()),
+    ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}), ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
+    ({}, {"eos_token_id": 0}, {0}), *(({}, {"eos_token_id": value}, None) for value in ("2", [2, None], True, 2.0))])
 def test_every_eos_token_counts(tmp_path, config, generation, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert eos_token_ids(tmp_path) == expected
-
-
-@pytest.mark.parametrize("value", ["2", [2, None], True, {"id": 2}, 2.0])
-def test_an_eos_token_that_is_no_id_is_an_error(tmp_path, value):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is .*expected an integer"):
-        eos_token_ids(tmp_path)
+    if expected is not None:
+        assert eos_token_ids(tmp_path) == expected
+    else:
+        message = complaint(eos_token_ids, tmp_path)
+        assert "generation_config.json: eos_token_id is " in message and "expected an integer" in message
 
 
 # Reading weights
@@ -160,20 +150,16 @@ def test_reads_every_dtype_at_every_alignment(tmp_path, pad):
     assert_same(read_tensors(tmp_path), tensors)
 
 
-def test_writing_to_a_tensor_leaves_the_file_alone_which_it_outlives(tmp_path):
-    write_safetensors(tmp_path / "model.safetensors", SAMPLE)
-    dict(read_tensors(tmp_path))["a"].zero_()
+@pytest.mark.parametrize("pad", [0, 1])
+def test_aligned_tensors_view_one_mapping_and_others_are_copied_alone(tmp_path, pad):
+    """Writing to a tensor leaves the file alone, and a tensor outlives the file's name."""
+    write_safetensors(tmp_path / "model.safetensors", SAMPLE, pad)
+    storages = [tensor.zero_().untyped_storage() for _, tensor in read_tensors(tmp_path)]
+    assert (storages[0].data_ptr() == storages[1].data_ptr()) == (pad == 0)
+    assert pad == 0 or [storage.nbytes() for storage in storages] == [24, 16]
     tensors = dict(read_tensors(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
     assert_same(tensors, SAMPLE)
-
-
-@pytest.mark.parametrize("pad", [0, 1])
-def test_aligned_tensors_view_one_mapping_and_others_are_copied_alone(tmp_path, pad):
-    write_safetensors(tmp_path / "model.safetensors", SAMPLE, pad)
-    storages = [tensor.untyped_storage() for _, tensor in read_tensors(tmp_path)]
-    assert (storages[0].data_ptr() == storages[1].data_ptr()) == (pad == 0)
-    assert pad == 0 or [storage.nbytes() for storage in storages] == [24, 16]
 
 
 @pytest.mark.parametrize("first, second, index", [
@@ -238,27 +224,20 @@ def test_reading_takes_no_memory_of_its_own_and_one_shard_at_a_time(tmp_path):
     """Anonymous memory (what the system cannot drop) stays far below the 3 x 16 MiB read; one mapping is left behind
     by the last tensor that the loop still holds, so at most two shards are ever mapped. One process reads the shards of
     both kinds, since it takes seconds to import torch."""
-    folders = [write_shards(tmp_path / suffix, suffix) for suffix in ("safetensors", "bin")]
-    output = subprocess.check_output([sys.executable, "-c", MEASURE, *folders], cwd=ROOT, text=True)
-    lines = output.splitlines()
-    assert len(lines) == 2
-    for folder, line in zip(folders, lines):
+    for kind, index in (("safetensors", "model.safetensors.index.json"), ("bin", "pytorch_model.bin.index.json")):
+        (tmp_path / kind).mkdir()
+        weight_map = {f"{i}.{j}": f"shard-{i}.{kind}" for i in range(3) for j in range(4)}
+        for shard in set(weight_map.values()):
+            tensors = {name: torch.ones(1 << 20) for name, file in weight_map.items() if file == shard}
+            torch.save(tensors, tmp_path / kind / shard) if kind == "bin" else write_safetensors(
+                tmp_path / kind / shard, tensors)
+        write_index(tmp_path / kind / index, weight_map)
+    output = subprocess.check_output([sys.executable, "-c", MEASURE, tmp_path / "safetensors", tmp_path / "bin"],
+                                     cwd=ROOT, text=True)
+    assert len(output.splitlines()) == 2
+    for line in output.splitlines():
         grown_kib, most_mapped, left_mapped = map(int, line.split())
-        assert grown_kib < 8 * 1024, folder
-        assert most_mapped <= 2 and left_mapped <= 1, folder
-
-
-def write_shards(folder: Path, suffix: str) -> Path:
-    """A checkpoint of three shards of 16 MiB."""
-    folder.mkdir()
-    weight_map = {}
-    for i in range(3):
-        shard, tensors = folder / f"shard-{i}.{suffix}", {f"{i}.{j}": torch.ones(1 << 20) for j in range(4)}
-        weight_map |= {name: shard.name for name in tensors}
-        torch.save(tensors, shard) if suffix == "bin" else write_safetensors(shard, tensors)
-    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
-    write_index(folder / index, weight_map)
-    return folder
+        assert grown_kib < 8 * 1024 and most_mapped <= 2 and left_mapped <= 1, line
 
 
 # What is said of bad files
@@ -270,29 +249,21 @@ def test_no_weights(tmp_path):
     assert "(not read: consolidated.00.safetensors)" in read_error(tmp_path, FileNotFoundError)
 
 
-def test_truncated(tmp_path):
+@pytest.mark.parametrize("change, problem", [
+    (lambda whole: whole[:-5], "is truncated: expected 216 bytes according to its header, found 211"),
+    (lambda whole: whole + b"123", "stray bytes at its end: expected 216 bytes according to its header, found 219"),
+    (lambda whole: whole[:20], "truncated: its header takes"),
+    (lambda whole: whole[:5], "(5 bytes) is not a safetensors file"),
+    (lambda whole: b"", "(0 bytes) is not a safetensors file"),
+    (lambda whole: b"<!DOCTYPE html><html>not found</html>", "is not a safetensors file"),
+    *((lambda whole, text=text: len(text).to_bytes(8, "little") + text, problem) for text, problem in (
+        (b"{'a':", "header is not JSON"), (b"\xff\xfe", "header is not JSON"), (b"[]", "header is a JSON list"),
+        (b"[" * 100_000, "header is not JSON"))),
+    (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git-lfs pointer")])
+def test_not_a_safetensors_file(tmp_path, change, problem):
     file = tmp_path / "model.safetensors"
     write_safetensors(file, SAMPLE)
-    whole = file.read_bytes()
-    n = len(whole)
-    for contents, problem in (
-            (whole[:-5], f"is truncated: expected {n} bytes according to its header, found {n - 5}"),
-            (whole + b"123", f"stray bytes at its end: expected {n} bytes according to its header, found {n + 3}"),
-            (whole[:20], "truncated: its header takes"), (whole[:5], "(5 bytes) is not a safetensors file"),
-            (b"", "(0 bytes) is not a safetensors file")):
-        file.write_bytes(contents)
-        assert problem in read_error(tmp_path)
-
-
-@pytest.mark.parametrize("contents, problem", [
-    (b"<!DOCTYPE html><html>not found</html>", "is not a safetensors file"),
-    ((5).to_bytes(8, "little") + b"{'a':", "header is not JSON"),
-    ((2).to_bytes(8, "little") + b"\xff\xfe", "header is not JSON"),
-    pytest.param((100_000).to_bytes(8, "little") + b"[" * 100_000, "header is not JSON", id="deep"),
-    ((2).to_bytes(8, "little") + b"[]", "header is a JSON list"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git-lfs pointer")])
-def test_not_a_safetensors_file(tmp_path, contents, problem):
-    (tmp_path / "model.safetensors").write_bytes(contents)
+    file.write_bytes(change(file.read_bytes()))
     assert problem in read_error(tmp_path)
 
 
@@ -307,19 +278,14 @@ def test_not_a_safetensors_file(tmp_path, contents, problem):
     ({"dtype": "F4"}, "tensor 'a' has the unknown dtype 'F4'; expected one of F64, F32"),
     ({"dtype": "F64"}, "takes 48 bytes"),
     *(({"shape": shape, "data_offsets": [0, 0]}, "tensor 'a' has a malformed header entry")
-      for shape in ([0, 2**70], [0, 2**40, 2**40], [1] * 65, [2**62] * 64)),
-    ({"data_offsets": [0, 10**400]}, "malformed")], ids=lambda value: repr(value)[:60])
+      for shape in ([0, 2**70], [0, 2**40, 2**40], [2**62] * 64)),
+    ({"data_offsets": [0, 10**400]}, "malformed"),
+    *((entry, "tensor 'a' has a malformed header entry") for entry in (None, [], 3))],
+    ids=lambda value: repr(value)[:60])
 def test_bad_header_entries(tmp_path, change, problem):
-    write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header={"a": entry(SAMPLE["a"], 0) | change})
+    header = {"a": entry(SAMPLE["a"], 0) | change if isinstance(change, dict) else change}
+    write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header=header)
     assert problem in read_error(tmp_path)
-
-
-@pytest.mark.parametrize("bad_entry", [None, [], {}, 3, {"dtype": "F32"}])
-def test_header_entries_of_another_kind(tmp_path, bad_entry):
-    write_safetensors(tmp_path / "model.safetensors", {})
-    assert list(read_tensors(tmp_path)) == []
-    write_safetensors(tmp_path / "model.safetensors", {}, header={"a": bad_entry})
-    assert "tensor 'a' has a malformed header entry" in read_error(tmp_path)
 
 
 def test_missing_shard(tmp_path):
@@ -351,12 +317,6 @@ def test_a_file_that_cannot_be_read(tmp_path, name):
         read_config(tmp_path) if name == "config.json" else list(read_tensors(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800"], ids=ascii)
-def test_names_that_no_file_has(name):
-    message = complaint(find_on_disk, name, kind=FileNotFoundError)
-    assert "is neither a directory nor bundled" in message and len(message) < 500
-
-
 class Code:
     def __reduce__(self):
         return print, ("code in a checkpoint was run",)
@@ -382,9 +342,6 @@ def test_bin_of_another_kind(tmp_path, value):
     assert "expected a dict of names to tensors" in read_error(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "1.safetensors"])
-def test_weights_that_are_a_git_lfs_pointer(tmp_path, name):
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
-    if name == "1.safetensors":
-        write_index(tmp_path / "model.safetensors.index.json", {"a": name})
-    assert f"{name} is a git-lfs pointer, not the file; run `git lfs pull`" in read_error(tmp_path)
+def test_weights_that_are_a_git_lfs_pointer(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "pytorch_model.bin is a git-lfs pointer, not the file; run `git lfs pull`" in read_error(tmp_path)

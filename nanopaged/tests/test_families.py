@@ -63,6 +63,12 @@ def test_keys_that_are_null_or_missing():
         read_model_config({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
+@pytest.mark.parametrize("is_used, windows", [(False, [0, 0]), (None, [0, 0]), (True, [0, 64])])
+def test_qwens_windows_are_used_if_config_json_says_so(is_used, windows):
+    qwen = dict(architectures=["Qwen2ForCausalLM"], num_hidden_layers=2, sliding_window=64, max_window_layers=1)
+    assert read_model_config(LLAMA | qwen | dict(use_sliding_window=is_used)).sliding_windows == windows
+
+
 def test_both_spellings_of_rope_settings_mean_the_same():
     llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
     old = LLAMA | dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **llama3))

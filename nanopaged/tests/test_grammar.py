@@ -44,7 +44,8 @@ def test_exactly_one_kind_is_given(fields, words):
     ({"properties": {"a": {}}, "additionalProperties": True}, []), ({"type": "object"}, []),
     ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]}, []),
     ({"anyOf": [{"properties": {"b": {}}}, {"$ref": "#/$defs/c"}], "$defs": {"c": {"properties": {}}}}, ["b", "c"]),
-    ({"items": {"properties": {"x": {}}}}, ["x"]), ({"allOf": [{"properties": {"a": {}}}, {"properties": {}}]}, [])])
+    ({"items": {"properties": {"x": {}}}}, ["x"]),
+    ({"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, [])])
 def test_objects_with_properties_are_closed_as_in_xgrammar(schema, names):
     given = json.dumps(schema)
     for source in (schema, given):
@@ -92,6 +93,11 @@ def params(max_tokens=80, **fields):
     return SamplingParams(**dict(temperature=1, seed=1, max_tokens=max_tokens) | fields, structured_outputs=structured)
 
 
+def run(llm, *settings, prompt="A"):
+    """The sample of each request, all of them run together."""
+    return [output.outputs[0] for output in llm.generate([prompt] * len(settings), settings, use_tqdm=False)]
+
+
 def random_schema(rng, depth=0):
     """A schema of some kind, nested at most twice."""
     def inner():
@@ -114,6 +120,9 @@ def random_schema(rng, depth=0):
 
 
 def random_structure(rng, index):
+    if index % 10 == 9:
+        return [dict(json_object=True), dict(grammar='root ::= "a" ("b" | "c")+ "d"'),  # GBNF, and Lark's syntax
+                dict(grammar='start: "a" ("b" | "c")+ "d"'), dict(json=json.dumps(random_schema(rng)))][index // 10 % 4]
     if index % 3 == 0:
         return dict(choice=rng.sample(WORDS, rng.randint(1, 5)))
     if index % 3 == 1:
@@ -126,10 +135,11 @@ def fits(structure, text):
     jsonschema = pytest.importorskip("jsonschema", reason="checks the texts; .ci/run installs it for its last part")
     if "choice" in structure:
         return text in structure["choice"]
-    if "regex" in structure:
-        return re.fullmatch(structure["regex"], text) is not None
+    if "json" not in structure and "json_object" not in structure:
+        return re.fullmatch(structure.get("regex", "a[bc]+d"), text) is not None
+    schema = structure.get("json", {"type": "object"})
     try:
-        jsonschema.validate(json.loads(text), structure["json"])
+        jsonschema.validate(json.loads(text), json.loads(schema) if isinstance(schema, str) else schema)
     except (jsonschema.ValidationError, ValueError):
         return False
     return True
@@ -144,7 +154,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
             parameter.normal_(std=0.1)
     structures = [random_structure(rng, i) for i in range(300)]
     settings = [params(**structure, seed=i) for i, structure in enumerate(structures)]
-    outputs = [output.outputs[0] for output in llm.generate(["ROMEO:"] * 300, settings, use_tqdm=False)]
+    outputs = run(llm, *settings, prompt="ROMEO:")
     for structure, output, setting in zip(structures, outputs, settings):
         if output.finish_reason == "stop":
             assert fits(structure, output.text), (structure, output.text)
@@ -155,24 +165,9 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
     assert sum(output.finish_reason == "stop" for output in outputs) > 240
 
 
-RECURSIVE = {"$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer", "maximum": 9, "minimum": 0},
-                                                                  "next": {"anyOf": [{"$ref": "#/$defs/node"},
-                                                                                     {"type": "null"}]}},
-                                "required": ["v", "next"], "additionalProperties": False}}, "$ref": "#/$defs/node"}
 PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"},
                                            "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2}},
           "required": ["first name", "age", "pets"], "additionalProperties": False}
-
-
-def test_recursion_json_objects_and_grammars(llm):
-    settings = [params(json=RECURSIVE, max_tokens=150), params(json=json.dumps(PERSON)), params(json_object=True),
-                params(grammar='root ::= "a" ("b" | "c")+ "d"'), params(grammar='start: "a" ("b" | "c")+ "d"')]
-    texts = [output.outputs[0] for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
-    assert fits(dict(json=PERSON), texts[1].text)
-    assert texts[2].text.startswith("{")
-    assert texts[2].finish_reason == "length" or isinstance(json.loads(texts[2].text), dict)
-    assert all(re.fullmatch("a[bc]+d", output.text) for output in texts[3:])
-    assert texts[0].finish_reason == "length" or fits(dict(json=RECURSIVE), texts[0].text)
 
 
 def mixed(llm):
@@ -231,7 +226,7 @@ def test_steps_that_fail_are_undone(method, options, is_bad, expected):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_engine_that_is_deleted_is_freed_at_once(llguidance, lookahead):
     llm = load(device="cpu", lookahead=lookahead)
-    llm.generate("A", SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[a-c]{1,20}")))
+    run(llm, params(regex="[a-c]{1,20}", max_tokens=9))
     with freed_at_once(llm.runner, llm.runner.model, llm.runner.pool):
         del llm
 
@@ -241,7 +236,7 @@ def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkey
     def num_steps(llm):
         launch, calls = llm.runner.launch, count()
         llm.runner.launch = lambda step: next(calls) < 0 or launch(step)
-        llm.generate("ROMEO:", params(json=PERSON), use_tqdm=False)
+        run(llm, params(json=PERSON))
         llm.runner.launch = launch
         return next(calls)
 
@@ -251,15 +246,9 @@ def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkey
     assert mixed(llm) == expected and num_steps(llm) > with_forced + 5
 
 
-def test_plain_requests_do_not_notice(llm, expected):
-    settings = SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True)
-    alone = llm.generate("ROMEO: what is it", settings, use_tqdm=False)[0].outputs[0]
-    assert expected[1] == [(alone.text, alone.token_ids)]
-
-
 def test_stop_strings_log_probabilities_and_streams(llm):
     def text(**settings):
-        return llm.generate("A", params(json=PERSON, **settings), use_tqdm=False)[0].outputs[0]
+        return run(llm, params(json=PERSON, **settings))[0]
 
     plain, stopped = text(), text(stop='"age":')
     assert stopped.text == plain.text.split('"age":')[0] and stopped.finish_reason == "stop"
@@ -276,15 +265,12 @@ def test_the_mask_is_last(llm):
         logits[5] = 1e9
         return logits
 
-    regex = dict(regex="[xy]{3}")
-    output = llm.generate("A", params(**regex, logits_processors=[favour]), use_tqdm=False)[0].outputs[0]
-    assert re.fullmatch(regex["regex"], output.text)
-    output = llm.generate("A", params(**regex, allowed_token_ids=[5]), use_tqdm=False)[0].outputs[0]
-    assert output.finish_reason == "error" and "no token is allowed" in output.stop_reason
-    output = llm.generate("A", params(**regex, ignore_eos=True), use_tqdm=False)[0].outputs[0]
-    assert output.finish_reason == "stop" and output.token_ids[-1] in llm.eos_token_ids
-    output = llm.generate("A", params(**regex, min_tokens=20), use_tqdm=False)[0].outputs[0]
-    assert output.finish_reason == "error"
+    processed, without_tokens, ignoring, too_short = run(llm, *(params(regex="[xy]{3}", **more) for more in (
+        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True), dict(min_tokens=20))))
+    assert re.fullmatch("[xy]{3}", processed.text)
+    assert without_tokens.finish_reason == "error" and "no token is allowed" in without_tokens.stop_reason
+    assert ignoring.finish_reason == "stop" and ignoring.token_ids[-1] in llm.eos_token_ids
+    assert too_short.finish_reason == "error"
     llm.scheduler.block_manager.check_idle()
 
 
@@ -294,11 +280,10 @@ def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch
     monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda: tokens[:300])
     llm.eos_token_ids = frozenset({299})
     plain = SamplingParams(temperature=1, seed=3, max_tokens=25, ignore_eos=True)
-    alone = llm.generate("A", plain, use_tqdm=False)[0].outputs[0].token_ids
-    settings = [plain] + [params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)]
-    beside, *outputs = (output.outputs[0].token_ids for output in llm.generate(["A"] * 21, settings, use_tqdm=False))
-    assert all(token < 300 for token_ids in outputs for token in token_ids)
-    assert beside == alone and max(alone) >= 300  # a neighbour without a grammar keeps all tokens
+    (alone,) = run(llm, plain)
+    beside, *outputs = run(llm, plain, *(params(regex="[a-z ]{20,30}", seed=seed) for seed in range(20)))
+    assert all(token < 300 for output in outputs for token in output.token_ids)
+    assert beside.token_ids == alone.token_ids and max(alone.token_ids) >= 300  # a neighbour keeps all tokens
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
@@ -325,8 +310,7 @@ def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
         return on_token(self, seq, 0 if next(calls) == 2 else token, *args)
 
     monkeypatch.setattr(grammars.Grammar, "on_token", fails_once)
-    settings = [params(regex="[xy]{9}"), params(regex="[xy]{9}", seed=2)]
-    first, second = (output.outputs[0] for output in llm.generate(["A"] * 2, settings, use_tqdm=False))
+    first, second = run(llm, params(regex="[xy]{9}"), params(regex="[xy]{9}", seed=2))
     assert first.finish_reason == "error" and "grammar failed" in first.stop_reason
     assert re.fullmatch("[xy]{9}", second.text)
 
@@ -336,14 +320,14 @@ def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypa
     monkeypatch.setattr(llm.grammars, "_compile", lambda *source: (compiled.append(source), compile_one(*source))[1])
     monkeypatch.setattr(llm.grammars, "most_compiled", 4)
     for i in range(10):
-        llm.generate("A", params(regex=f"a{{{i % 6 + 1}}}"), use_tqdm=False)
-        llm.generate("A", params(regex="a{1}"), use_tqdm=False)  # the one used last is kept
+        run(llm, params(regex=f"a{{{i % 6 + 1}}}"))
+        run(llm, params(regex="a{1}"))  # the one used last is kept
         with pytest.raises(ValueError, match="unclosed group"):
             llm.add_request("A", params(regex="(unclosed"))
     assert len(llm.grammars.compiled) == 4
     assert compiled.count(("regex", "(unclosed")) == compiled.count(("regex", "a{1}")) == 1
     with llm.grammars.lock:  # as another compilation has it
-        llm.generate("A", params(regex="a{1}"), use_tqdm=False)
+        run(llm, params(regex="a{1}"))
 
 
 def takes_hours(index):
@@ -383,8 +367,7 @@ def test_a_grammar_that_takes_hours_is_given_up(llguidance):
 def test_thousands_of_choices_and_hundreds_of_optional_properties(llm):
     names = [f"the {i}th" for i in range(3000)]
     schema = {"type": "object", "properties": {f"field {i}": {"type": "integer"} for i in range(300)}}
-    settings = [params(choice=names), params(json=schema | {"additionalProperties": False})]
-    first, second = (output.outputs[0] for output in llm.generate(["A"] * 2, settings, use_tqdm=False))
+    first, second = run(llm, params(choice=names), params(json=schema | {"additionalProperties": False}))
     assert first.text in names and second.finish_reason != "error" and second.text.startswith("{")
 
 
@@ -413,27 +396,27 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
     (dict(regex="((a{1,1000}b?){1,1000}c?){1,1000}"), "")], ids=["ambiguous", "many states"])
 def test_a_grammar_that_reaches_a_limit_ends_before_its_masks_take_long(llm, capfd, limited, reason):
     only_a = {token: -100 for token, text in enumerate(llm.tokenizer.token_bytes()) if text not in (b"a", b"aa")}
-    output = llm.generate("A", params(**limited, max_tokens=200, logit_bias=only_a))[0].outputs[0]
+    output, = run(llm, params(**limited, max_tokens=200, logit_bias=only_a))
     assert output.finish_reason == "error" and output.stop_reason.startswith("the grammar failed: ")
     assert reason in output.stop_reason and "<state>" not in output.stop_reason
     assert "Warning" not in capfd.readouterr().err
 
 
 def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
-    common = ["--device", "cpu", "--seed", "3", "--max-tokens", "80"]
+    def printed(*arguments, status=0):
+        assert main([*arguments, "--device", "cpu", "--seed", "3", "--max-tokens", "80"]) == status
+        return capsys.readouterr()
+
     (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8-sig")  # as editors on Windows write it
-    assert main(["--prompt", "A", "--json-schema", str(tmp_path / "person.json"), *common]) == 0
-    assert fits(dict(json=PERSON), capsys.readouterr().out.strip().removeprefix("A"))
-    assert main(["--prompt", "A", "--choice", "yes", "--choice", "no", *common]) == 0
-    assert capsys.readouterr().out.strip() in ("Ayes", "Ano")
-    assert main(["--prompt", "A", "--regex", "a", "--choice", "b", *common]) == 2
-    assert main(["--prompt", "A", "--json-schema", str(tmp_path / "none.json"), *common]) == 2
-    assert main(["--prompt", "A", "--regex", "(", *common]) == 2
-    assert "unclosed group" in capsys.readouterr().err
+    text = printed("--prompt", "A", "--json-schema", str(tmp_path / "person.json")).out
+    assert fits(dict(json=PERSON), text.strip().removeprefix("A"))
+    assert printed("--prompt", "A", "--choice", "yes", "--choice", "no").out.strip() in ("Ayes", "Ano")
+    printed("--prompt", "A", "--regex", "a", "--choice", "b", status=2)
+    printed("--prompt", "A", "--json-schema", str(tmp_path / "none.json"), status=2)
+    assert "unclosed group" in printed("--prompt", "A", "--regex", "(", status=2).err
     (tmp_path / "in.jsonl").write_text('{"prompt": "A", "structured_outputs": {"regex": "[xy]{4}"}}\n')
-    assert main(["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), *common]) == 0
-    result = json.loads((tmp_path / "out.jsonl").read_text())
-    assert re.fullmatch("[xy]{4}", json.dumps(result).partition('"text": "')[2].partition('"')[0])
+    printed("--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"))
+    assert re.search('"text": "[xy]{4}"', (tmp_path / "out.jsonl").read_text())
 
 
 def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
@@ -443,9 +426,8 @@ def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
         replayed = record_graphs(llm, patch)
         assert mixed(llm) == expected
         settings = [params(json=PERSON, seed=seed) for seed in range(4)] + [SamplingParams(seed=1, ignore_eos=True)]
-        texts = [output.outputs[0].text for output in llm.generate(["A"] * 5, settings, use_tqdm=False)]
-    alone = load(str(BUNDLED), device="cpu", lookahead=0)
-    assert texts == [output.outputs[0].text for output in alone.generate(["A"] * 5, settings, use_tqdm=False)]
+        texts = [output.text for output in run(llm, *settings)]
+    assert texts == [output.text for output in run(load(str(BUNDLED), device="cpu", lookahead=0), *settings)]
     assert replayed and llm.runner.masked
 
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import LLM
 from nanopaged.tests.helpers import complaint
 from nanopaged.text.scripts import ScriptTokenizer
 from nanopaged.text.tokenizer import load_tokenizer
@@ -159,9 +158,3 @@ def test_the_llm_gives_it_and_does_not_need_it():
 def test_bad_conversations_get_one_sentence(options, words):
     tokenizer = ScriptTokenizer(load_tokenizer(GOLDEN / "llama3"), GOLDEN / "llama3")
     assert words in complaint(tokenizer.apply_chat_template, [], **options)
-
-
-def test_an_llm_without_a_tokenizer_says_so():
-    llm = LLM(skip_tokenizer_init=True, device="cpu", num_blocks=40, enforce_eager=True)
-    with pytest.raises(ValueError, match="token ids"):
-        llm.get_tokenizer()

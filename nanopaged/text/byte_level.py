@@ -21,7 +21,7 @@ ranks, and for bytes that are not in the vocabulary. A tokenizer of another kind
 import codecs
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,9 @@ import tiktoken
 
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# GPT-2's split of the text between digits. It sees each stretch alone, so a digit ends the text for `\s+(?!\S)`.
-_DIGITS_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Unicode White_Space. Python's \s and str.strip() include U+001C..1F, which the regexes of tokenizers do not.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-_NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+_BYTES_OF_UTF8 = {*range(0xC0), *range(0xC2, 0xF5)}
 MOST_IDS = 2**24  # of a vocabulary; the largest have 2^18
 _MAX_TIKTOKEN_TEXT = 400_000  # characters: tiktoken's regex panics on somewhat less than a million spaces in a row
 
@@ -68,10 +66,11 @@ class Tokenizer:
         self._before, self._after = _template_ids(spec.get("post_processor"))
         # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
         added = spec.get("added_tokens", [])
-        self._added_passes = [_AddedTokens({t["content"]: t for t in added if not t["normalized"]}),
-                              _AddedTokens({self._normalize(t["content"]): t for t in added if t["normalized"]})]
+        normalized = {self._normalize(token["content"]): token for token in added if token["normalized"]}
+        self._added_normalized = _AddedTokens(normalized)
+        self._added = _AddedTokens({token["content"]: token for token in added if not token["normalized"]})
         self._token_bytes = {i: bytes_of(token) for token, i in self.tokens.items()}
-        self._token_bytes |= {t["id"]: bytes_of(self._normalize(t["content"])) for t in added if t["normalized"]}
+        self._token_bytes |= {token["id"]: bytes_of(text) for text, token in normalized.items()}
         special = {token["id"] for token in added if token["special"]}
         self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
         self._prepare_bpe(spec["model"])
@@ -84,19 +83,18 @@ class Tokenizer:
         _check_ids(self.tokens.values())
         self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
-        default = "<|endoftext|>" if (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES else None
-        bos: Any = config.get("bos_token", default)
-        eos: Any = config.get("eos_token", default)
-        self.bos_token_id = self.tokens.get(bos)
-        self.eos_token_id = self.tokens.get(eos)
+        is_gpt2 = (config.get("tokenizer_class") or "GPT2Tokenizer") in GPT2_CLASSES
+        default: Any = "<|endoftext|>" if is_gpt2 else None
+        self.bos_token_id = self.tokens.get(config.get("bos_token", default))
+        self.eos_token_id = self.tokens.get(config.get("eos_token", default))
 
     def _prepare_bpe(self, model: dict[str, Any]) -> None:
         self._vocab: dict[str, int] = model["vocab"]
         self._ignore_merges = bool(model.get("ignore_merges"))
         pairs: Any = (tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
         self._merges: Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
-        self._missing_bytes = {b for b, char in CHAR_OF.items() if char not in self._vocab}
-        if model.get("unk_token") is not None and not self._missing_bytes <= _NEVER_IN_UTF8:
+        self._missing_bytes = {b for b in _BYTES_OF_UTF8 if CHAR_OF[b] not in self._vocab}
+        if model.get("unk_token") is not None and self._missing_bytes:
             raise NotByteLevel("an unknown token in place of missing bytes")
         self._encoding = None
         if ranks := tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
@@ -117,19 +115,13 @@ class Tokenizer:
         Raises ValueError for a lone surrogate, which is half a character.
         """
         check_text(text)
-        ids = []
-        for segment in self._added_passes[0].cut(text):
-            if isinstance(segment, int):
-                ids.append(segment)
-                continue
-            for part in self._added_passes[1].cut(self._normalize(segment)):
-                ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
+        ids = self._added.encode(text, self._encode_segment)
         return self._before + ids + self._after if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. Bytes that form no character become U+FFFD; unknown ids become nothing."""
-        token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
-        return b"".join(token_bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.add(ids) + detokenizer.finish()
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
         """A stream from ids to text for one sequence. It yields the text that the ids add to the prompt's text."""
@@ -148,13 +140,16 @@ class Tokenizer:
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
 
+    def _encode_segment(self, text: str) -> list[int]:
+        return self._added_normalized.encode(self._normalize(text), self._encode_ordinary)
+
     def _encode_ordinary(self, text: str) -> list[int]:
         """The ids of a segment without added tokens."""
-        if self._add_prefix_space and not text.startswith(" "):
+        if text and self._add_prefix_space and not text.startswith(" "):
             text = " " + text
         if self._encoding and len(text) < _MAX_TIKTOKEN_TEXT and self._missing_bytes.isdisjoint(text.encode()):
             with rust_errors("the tokenizer's split regex cannot cut this text"):
-                return self._ids(self._encoding.encode_ordinary(text))
+                return [self._id_of_rank[rank] for rank in self._encoding.encode_ordinary(text)]
         # tiktoken does not expose its pieces. `regex` cuts in the same way, except at characters that only its newer
         # Unicode tables know.
         pattern = self._split.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
@@ -169,16 +164,12 @@ class Tokenizer:
     def _encode_piece(self, piece: str) -> list[int]:
         """The ids of one piece. Bytes outside of the vocabulary (SmolLM2 lacks some) are dropped before the merges."""
         if self._encoding and self._missing_bytes.isdisjoint(piece.encode()):
-            return self._ids(self._encoding._encode_single_piece(piece))
+            return [self._id_of_rank[rank] for rank in self._encoding._encode_single_piece(piece)]
         chars = "".join(CHAR_OF[b] for b in piece.encode())
         if self._ignore_merges and chars in self._vocab:
             return [self._vocab[chars]]
         symbols, _ = merge([char for char in chars if char in self._vocab], self._merges)
         return [self._vocab[symbol] for symbol in symbols]
-
-    def _ids(self, ranks: list[int]) -> list[int]:
-        id_of_rank = self._id_of_rank
-        return [id_of_rank[rank] for rank in ranks]
 
 
 class Detokenizer:
@@ -206,22 +197,19 @@ class _AddedTokens:
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
 
-    def cut(self, text: str) -> Iterator[str | int]:
-        """The parts of `text` in order: the ids of added tokens, and the text between them."""
+    def encode(self, text: str, encode_between: Callable[[str], list[int]]) -> list[int]:
+        """The ids of the added tokens in `text`, and those that `encode_between` gives for the text between them."""
+        ids: list[int] = []
         end = 0
         for match in self._pattern.finditer(text):
             token_id, lstrip, rstrip = self._tokens[match[0]]
             between = text[end:match.start()]
-            if lstrip:
-                between = between.rstrip(_WHITE_SPACE)
-            if between:
-                yield between
-            yield token_id
+            ids += encode_between(between.rstrip(_WHITE_SPACE) if lstrip else between)
+            ids.append(token_id)
             end = match.end()
             if rstrip:
                 end = len(text) - len(text[end:].lstrip(_WHITE_SPACE))
-        if end < len(text):
-            yield text[end:]
+        return ids + encode_between(text[end:])
 
 
 @contextmanager
@@ -275,12 +263,14 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> tuple[str, bool]:
     if kinds == ["ByteLevel"]:
         return (_GPT2_SPLIT if use_regex else r"[\s\S]+"), prefix
     if kinds == ["Digits", "ByteLevel"] and use_regex and not prefix:
-        return _DIGITS_SPLIT.replace("DIGITS", r"\p{N}" if first["individual_digits"] else r"\p{N}+"), False
+        digits = r"\p{N}" if first["individual_digits"] else r"\p{N}+"
+        # GPT-2's split sees each stretch between digits alone, so a digit ends the text for `\s+(?!\S)`.
+        return _GPT2_SPLIT.replace(r" ?\p{N}+", digits).replace(r"(?!\S)", r"(?![^\s\p{N}])"), False
     if kinds == ["Split", "ByteLevel"] and not use_regex and not prefix:
         if first["behavior"] == "Isolated" and not first.get("invert"):
             pattern = first["pattern"].get("Regex") or re.escape(first["pattern"]["String"])
-            if call := re.search(r"\(\?(R|&|P>|[+-]?\d)|\\g", pattern):  # tiktoken panics on some of these
-                raise NotByteLevel(f"a split regex that calls itself, with {call[0]}")
+            if "(?R" in pattern:  # tiktoken panics on it
+                raise NotByteLevel("a split regex that calls itself, with (?R)")
             return rf"{pattern}|(?:(?!{pattern})[\s\S])+", False  # the text between two matches is a piece too
     raise NotByteLevel(f"a pre-tokenizer of another form ({', '.join(map(str, kinds))})")
 

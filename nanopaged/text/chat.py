@@ -24,9 +24,11 @@ import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from nanopaged.inputs import check_kind, read_json
+from nanopaged.inputs import check_kind, check_number, read_json
+from nanopaged.text.tokenizer import read_tokenizer_config
 
 # The error of a chat request if load_chat_template returns None.
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its conversations is unknown; pass a "
@@ -91,20 +93,18 @@ class ChatTemplate:
         if taken := [name for name in variables or () if not isinstance(name, str) or name in GIVEN]:
             raise ValueError("the names of a chat template's variables are strings other than the reserved "
                              f"{', '.join(GIVEN)}; leave {taken[0]!r:.80} out")
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError("messages must be a list of at least one dict like {'role': 'user', 'content': 'Hello'}, "
-                             f"not {messages!r:.80}")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise ValueError(f"tools must be a list of dicts, each the JSON schema of a function, not {tools!r:.80}")
+        check_number("messages", messages, (list, tuple), lambda x: x,
+                     "a list of at least one dict like {'role': 'user', 'content': 'Hello'}")
+        check_number("tools", tools, (list, NoneType), lambda x: all(isinstance(tool, dict) for tool in x),
+                     "a list of dicts, each the JSON schema of a function")
         source = self._choose(tools)
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
         given |= _plain("template variables", {"documents": None} | (variables or {}))
-        if not continue_final_message:
-            return _run(source, self.special_tokens | given, self.seconds)
-        text = _mark_end(messages[-1])
-        return _cut_at_mark(_run(source, self.special_tokens | given, self.seconds), text)
+        text = _mark_end(messages[-1]) if continue_final_message else ""
+        prompt = _run(source, self.special_tokens | given, self.seconds)
+        return _cut_at_mark(prompt, text) if continue_final_message else prompt
 
     def _choose(self, tools: list[dict] | None) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
@@ -212,12 +212,6 @@ def _sandbox() -> Any:
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
-    """Name of a special token -> its text.
-
-    As in transformers, a tokenizer_config.json with added_tokens_decoder is complete without special_tokens_map.json.
-    """
-    config = read_json(path / "tokenizer_config.json", {})
-    if "added_tokens_decoder" not in config:
-        config = config | read_json(path / "special_tokens_map.json", {})
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
-    return {name: token for name, token in tokens.items() if name.endswith("_token") and isinstance(token, str)}
+    """Name of a special token -> its text."""
+    return {name: token for name, token in read_tokenizer_config(path).items()
+            if name.endswith("_token") and isinstance(token, str)}

@@ -21,6 +21,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -170,12 +171,9 @@ class _Vocabulary:
         tokens = self.tokenizer.encode(data.decode(), add_special_tokens=False)
         if max(tokens, default=0) < len(self.tokens) and b"".join(map(self.tokens.__getitem__, tokens)) == data:
             return tokens
-        tokens = []
-        while data:  # take the longest token that fits, up to a byte that no token has
-            ends = (end for end in range(min(len(data), self.longest), 0, -1) if data[:end] in self.token_of)
-            end = next(ends, 0)
-            if not end:
-                break
+        tokens = []  # each the longest that fits, up to a byte that no token has
+        while end := next((end for end in range(min(len(data), self.longest), 0, -1) if data[:end] in self.token_of),
+                          0):
             tokens.append(self.token_of[data[:end]])
             data = data[end:]
         return tokens
@@ -221,9 +219,8 @@ class Grammar:
         """How many of these tokens may come next, one after the other. (None that ends the text, and none that only the
         model has: it would put the matcher into error.)"""
         size = self.compiler.vocabulary.vocab_size
-        end = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids or token >= size),
-                   len(token_ids))
-        return self.matcher.validate_tokens(token_ids[:end])
+        return self.matcher.validate_tokens(
+            [*takewhile(lambda token: token < size and token not in self.eos_token_ids, token_ids)])
 
     def fill_mask(self, address: int, drafts: list[int]) -> int:
         """Write the tokens that may come after these drafts to compiler.num_words int32 on the host, and return their

@@ -4,7 +4,7 @@ These are the SentencePiece-like tokenizers of Llama 2 and Mistral, Unigram and 
 texts, so streaming needs a detokenizer of its own.
 """
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,21 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        return _decode(self._tokenizer, list(ids), skip_special_tokens)
+        with rust_errors("the package tokenizers cannot decode these ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> list[bytes]:
         tokens = [b""] * self.vocab_size
         for name, token in self.tokens.items():  # SentencePiece writes a space as U+2581, and a byte as <0x0A>
-            byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
-            tokens[token] = bytes.fromhex(byte[1]) if byte else name.replace("\u2581", " ").encode()
+            tokens[token] = _byte_of(name) or name.replace("\u2581", " ").encode()
         return tokens
 
     def special_token_ids(self) -> set[int]:
         return {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        return _PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
-
-
-def _decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool) -> str:
-    with rust_errors("the package tokenizers cannot decode these ids"):
-        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        skipped = self.special_token_ids() if skip_special_tokens else set()
+        return _PrefixDetokenizer(self.decode, self._tokenizer.id_to_token, skipped, prompt_token_ids)
 
 
 def _check_merges(model: dict[str, Any]) -> None:
@@ -74,10 +70,9 @@ class _PrefixDetokenizer(Detokenizer):
     behind the last ids of the prompt, and later ids behind the ids shown last.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool, prompt_token_ids: Sequence[int]):
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._skipped = {i for i, token in added.items() if token.special and skip_special_tokens}
+    def __init__(self, decode: Callable[[list[int]], str], id_to_token: Callable[[int], str | None],
+                 skipped: set[int], prompt_token_ids: Sequence[int]):
+        self._decode, self._id_to_token, self._skipped = decode, id_to_token, skipped
         self._prefix: list[int] = []
         self._pending: list[int] = []
         for token_id in reversed(prompt_token_ids):
@@ -95,20 +90,20 @@ class _PrefixDetokenizer(Detokenizer):
         return self.finish()
 
     def finish(self) -> str:
-        pending = self._pending
-        shown = self._decode(self._prefix)
-        text = self._decode(self._prefix + pending)
-        text = text[len(commonprefix([shown, text])):]  # not len(shown): the prompt may end inside a character
+        pending, self._pending = self._pending, []
+        shown, text = self._decode(self._prefix), self._decode(self._prefix + pending)
         # The prefix must have some text: otherwise a decoder that strips a leading space strips it from the next ids.
         self._prefix = pending if self._decode(pending) else self._prefix + pending
-        self._pending = []
-        return text
+        return text[len(commonprefix([shown, text])):]  # not len(shown): the prompt may end inside a character
 
     def _is_visible(self, token_id: int) -> bool:
-        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+        return token_id not in self._skipped and self._id_to_token(token_id) is not None
 
     def _is_byte(self, token_id: int) -> bool:
-        return re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token_id)) is not None
+        return _byte_of(self._id_to_token(token_id) or "") is not None
 
-    def _decode(self, ids: list[int]) -> str:
-        return _decode(self._tokenizer, ids, skip_special_tokens=False)
+
+def _byte_of(token: str) -> bytes | None:
+    """The byte of a token such as <0x0A>."""
+    match = re.fullmatch("<0x([0-9A-F]{2})>", token)
+    return match and bytes.fromhex(match[1])

@@ -21,31 +21,28 @@ class StopChecker:
     def __init__(self, stop: list[str], include: bool = False):
         self.stop, self.include = stop, include
         self.matched: str | None = None
-        self._last = ""  # the last characters of the text, among which a stop string may have begun
-        self._num_held = 0  # those of them that have not been shown
+        self._begun = ""  # the end of the text, as far as a stop string begins with it
 
     def add(self, delta: str, may_stop: bool = True) -> str:
         """The text that can be shown now. may_stop=False ignores stop strings that end in this delta (min_tokens)."""
         if self.matched is not None:
             return ""
-        text, old = self._last + delta, len(self._last)
-        shown = old - self._num_held
+        text, old = self._begun + delta, len(self._begun)
+        shown = old if self.include else 0
         # A stop string that ends in the delta begins at most its length - 1 before the delta.
         places = [text.find(string, max(0, old - len(string) + 1)) if may_stop else -1 for string in self.stop]
         ends = [(place + len(string), string) for place, string in zip(places, self.stop) if place >= 0]
         if ends:
             end, self.matched = min(ends, key=lambda pair: pair[0])  # the first of those that end there
-            self._num_held = 0
+            self._begun = ""
             return text[shown:end if self.include else end - len(self.matched)]
-        longest = max(map(len, self.stop), default=1) - 1
-        if not self.include:
-            self._num_held = max((_num_begun(text, string) for string in self.stop), default=0)
-        self._last = text[max(0, len(text) - longest):]
-        return text[shown:len(text) - self._num_held]
+        held = len(text) - max((_num_begun(text, string) for string in self.stop), default=0)
+        self._begun = text[held:]
+        return text[shown:] if self.include else text[:held]
 
     def finish(self) -> str:
         """The text that was held back, when generation has ended without a stop string."""
-        rest, self._num_held = self._last[len(self._last) - self._num_held:], 0
+        rest, self._begun = "" if self.include else self._begun, ""
         return rest
 
 

@@ -4,6 +4,7 @@ Text becomes token ids and token ids become text with `Tokenizer`, a byte-level 
 (nanopaged/text/byte_level.py). A tokenizer of another kind runs on the optional package `tokenizers`
 (nanopaged/text/huggingface.py). None of these files knows about models or uses the network.
 """
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -14,7 +15,7 @@ from nanopaged.text.huggingface import ADDED_TOKEN, HuggingFaceTokenizer
 
 
 class _Unreadable(Exception):
-    """A complete sentence for the user. Any other error during loading means a damaged file."""
+    """Most of a sentence for the user. Any other error during loading means a damaged file."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -27,7 +28,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         return _load(path)
     except _Unreadable as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{error}, or pass prompts as token ids") from None
     except Exception as error:  # KeyError, TypeError; the package `tokenizers` raises a plain Exception
         has_json = (path / "tokenizer.json").exists()
         files = "tokenizer_config.json or tokenizer.json" if has_json else "vocab.json or merges.txt"
@@ -35,57 +36,55 @@ def load_tokenizer(path: Path) -> Tokenizer:
                          "the file again, or pass prompts as token ids") from None
 
 
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json and special_tokens_map.json of a directory, with each special token as its text.
+
+    The files give a token as its text or as {"content": text, ...}, and a token that does not exist as null. As in
+    transformers, a tokenizer_config.json with added_tokens_decoder is complete without special_tokens_map.json.
+    """
+    config = read_json(path / "tokenizer_config.json", {})
+    if "added_tokens_decoder" not in config:
+        config = config | read_json(path / "special_tokens_map.json", {})
+    return config | {name: token["content"] for name, token in config.items()
+                     if name.endswith("_token") and isinstance(token, dict) and "content" in token}
+
+
 def _load(path: Path) -> Tokenizer:
-    config = _read_special_tokens(path / "special_tokens_map.json")
-    config |= _read_special_tokens(path / "tokenizer_config.json")
+    config = _read(read_tokenizer_config, path)
+    for key in ("bos_token", "eos_token"):
+        if not isinstance(config.get(key), (str, NoneType)):
+            raise _Unreadable(f"{path}: {key} in tokenizer_config.json or special_tokens_map.json is "
+                              f"{config[key]!r:.80}, expected a text, null or {{\"content\": a text}}; fetch the file "
+                              "again")
     if (path / "tokenizer.json").exists():
-        spec = _read_json(path / "tokenizer.json")
-        known = {token["content"] for token in spec.get("added_tokens", [])}
-        spec["added_tokens"] = spec.get("added_tokens", []) + [
-            token for token in _tokens_of_config(config) if token["content"] not in known]
+        spec = _read(read_json, path / "tokenizer.json")
+        added = spec.get("added_tokens", [])
+        known = {token["content"] for token in added}
+        spec["added_tokens"] = added + [token for token in _tokens_of_config(config) if token["content"] not in known]
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
         spec = _spec_of_vocab_and_merges(path, config)
     else:
         sentencepiece = (path / "tokenizer.model").exists()
         found = "only a SentencePiece tokenizer.model, which is not read here" if sentencepiece else "none of them"
         raise _Unreadable(f"looked in {path} for tokenizer.json, or vocab.json and merges.txt, and found {found}; add "
-                          "a tokenizer.json (save_pretrained of a fast tokenizer writes one) or pass prompts as token "
-                          "ids")
+                          "a tokenizer.json (save_pretrained of a fast tokenizer writes one)")
     try:
         return Tokenizer(spec, config)
     except NotByteLevel as error:
         reason = str(error)
-    file = path / "tokenizer.json"
     try:
-        return HuggingFaceTokenizer(file, spec, config)
+        return HuggingFaceTokenizer(path / "tokenizer.json", spec, config)
     except ImportError:
-        raise _Unreadable(f"{file} is not a byte-level BPE that tiktoken can run (it has {reason}); `pip install "
-                          "tokenizers` to read it, or pass prompts as token ids") from None
+        raise _Unreadable(f"{path / 'tokenizer.json'} is not a byte-level BPE that tiktoken can run (it has {reason}); "
+                          "`pip install tokenizers` to read it") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if the file does not exist."""
+def _read(read: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What `read_json`, or a function that uses it, returns: its error is a sentence already."""
     try:
-        return read_json(path, {})
+        return read(*args)
     except ValueError as error:
-        raise _Unreadable(f"{error}, or pass prompts as token ids") from None
-
-
-def _read_special_tokens(path: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json or special_tokens_map.json, with each special token as its text.
-
-    The file gives a token as its text or as {"content": text, ...}, and a token that does not exist as null.
-    """
-    config = _read_json(path)
-    tokens = {key: token for key, token in config.items() if key.endswith("_token")}  # also add_bos_token: true
-    for key, token in tokens.items():
-        if isinstance(token, dict) and "content" in token:
-            config[key] = token["content"]
-    for key in ("bos_token", "eos_token"):
-        if not isinstance(config.get(key), (str, NoneType)):
-            raise _Unreadable(f"{path}: {key} is {config[key]!r:.80}, expected a text, null or "
-                              "{\"content\": a text}; fetch the file again, or pass prompts as token ids")
-    return config
+        raise _Unreadable(str(error)) from None
 
 
 def _tokens_of_config(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,13 +97,13 @@ def _spec_of_vocab_and_merges(path: Path, config: dict[str, Any]) -> dict[str, A
     """The two files of GPT-2 and OPT, vocab.json and merges.txt, in the form of a tokenizer.json."""
     if (kind := config.get("tokenizer_class") or "GPT2Tokenizer") not in GPT2_CLASSES:
         raise _Unreadable(f"{path} has the vocab.json and merges.txt of a {kind}, and without tokenizer.json only "
-                          "those of a GPT2Tokenizer are understood; add tokenizer.json or pass prompts as token ids")
-    vocab = _read_json(path / "vocab.json")
+                          "those of a GPT2Tokenizer are understood; add tokenizer.json")
+    vocab = _read(read_json, path / "vocab.json")
     lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
     special = {token for key, token in config.items() if key.endswith("_token") and isinstance(token, str)}
     special.add("<|endoftext|>")
-    ids = {token: vocab[token] for token in special & vocab.keys()} | _read_json(path / "added_tokens.json")
+    ids = {token: vocab[token] for token in special & vocab.keys()} | _read(read_json, path / "added_tokens.json", {})
     added: dict[str, dict[str, Any]] = {
         token: ADDED_TOKEN | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}
     added |= {token["content"]: token for token in _tokens_of_config(config)}

@@ -14,11 +14,10 @@ it at the first access, and may drop that page again. Loading a model needs memo
 model's own. This module knows nothing about models: it yields names and tensors.
 """
 import json
-import math
 import os
 import re
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Collection, Iterator
 
 import torch
 
@@ -30,7 +29,6 @@ HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)
 WEIGHT_FILES = (  # in the order of preference: the first that exists is read
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_NAME = 255  # characters of a shard's name; few file systems have longer ones
-MAX_DIMS = 64  # as in numpy
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit for the table of contents
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -83,15 +81,14 @@ def _refuse_other_names(model: str) -> None:
                          "meta-llama/Meta-Llama-3-8B-Instruct for llama3:8b")
 
 
-def refuse_other_formats(model: str, names: Iterable[str]) -> None:
+def refuse_other_formats(model: str, names: Collection[str]) -> None:
     """Raise ValueError if the file names are those of a LoRA adapter or of a model in GGUF format."""
-    names = sorted(names)
     if "adapter_config.json" in names:
         raise ValueError(f"{model} is a LoRA adapter (it has adapter_config.json), and nanopaged runs only whole "
                          "models; merge it into its base model (merge_and_unload of the package peft) and pass the "
                          "result")
     if gguf := [name for name in names if name.lower().endswith(".gguf")]:
-        raise ValueError(f"{model} is in GGUF format ({gguf[0]}), which nanopaged does not read; GGUF files are "
+        raise ValueError(f"{model} is in GGUF format ({min(gguf)}), which nanopaged does not read; GGUF files are "
                          "converted from another format, so pass the model in Hugging Face layout (config.json and "
                          "safetensors)")
 
@@ -108,13 +105,12 @@ def eos_token_ids(path: Path) -> set[int]:
     Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
-    for file, default in ((Path(path) / "config.json", None), (Path(path) / "generation_config.json", {})):
-        value = read_json(file, default).get("eos_token_id")
-        if value is None:
-            continue
-        found = value if isinstance(value, list) else [value]
+    for name, config in (("config.json", read_config(path)), ("generation_config.json", read_generation_config(path))):
+        value = config.get("eos_token_id")
+        found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
-            raise ValueError(f"{file}: eos_token_id is {value!r}, expected an integer, a list of integers or null")
+            raise ValueError(f"{path}/{name}: eos_token_id is {value!r}, expected an integer, a list of integers or "
+                             "null")
         ids.update(found)
     return ids
 
@@ -152,8 +148,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     path = Path(path)
     file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if file is None:
-        refuse_other_formats(str(path), [file.name for file in path.glob("*")])
-        other = sorted(f.name for f in path.glob("*") if f.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+        names = sorted(file.name for file in path.glob("*"))
+        refuse_other_formats(str(path), names)
+        other = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
         found = f" (not read: {', '.join(other[:5])})" if other else ""
         raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{found}")
     yield from _read_shards(file) if file.suffix == ".json" else _read_weights(file)
@@ -161,7 +158,6 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of one safetensors file; `read_tensors` describes the tensors and the errors."""
-    refuse_git_lfs_pointer(file)
     entries, data_start = _read_header(file)
     size = file.stat().st_size
     expected = data_start + max((end for *_, end in entries.values()), default=0)
@@ -196,6 +192,7 @@ def _read_shards(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    refuse_git_lfs_pointer(file)
     return read_safetensors(file) if file.suffix == ".safetensors" else _read_bin(file)
 
 
@@ -221,21 +218,17 @@ def _read_header(file: Path) -> tuple[dict[str, tuple[torch.dtype, list[int], in
 def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, int]:
     """(dtype, shape, begin, end) of a header entry; `label` names it in errors. The caller checks the file's size."""
     try:
-        dtype_name = entry["dtype"]
-        shape = entry["shape"]
-        begin, end = entry["data_offsets"]
-        is_valid = (type(dtype_name) is str and len(shape) <= MAX_DIMS
-                    and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end))
-                    and math.prod(max(n, 1) for n in shape) < 2**63)  # an empty tensor has strides, too
-    except (TypeError, KeyError, ValueError):
+        dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = DTYPES.get(dtype_name)
+        num_bytes = torch.empty([*shape], dtype=dtype, device="meta").nbytes  # refuses shapes that no tensor has
+        is_valid = type(begin) is type(end) is int and begin >= 0 and end < 2**63
+    except (TypeError, KeyError, ValueError, RuntimeError):
         is_valid = False
     if not is_valid:
         raise ValueError(f"{label} has a malformed header entry, {str(entry)[:200]}; expected dtype, shape and "
                          "data_offsets")
-    if dtype_name not in DTYPES:
+    if dtype is None:
         raise ValueError(f"{label} has the unknown dtype {dtype_name!r}; expected one of {', '.join(DTYPES)}")
-    dtype = DTYPES[dtype_name]
-    num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes:
         raise ValueError(f"{label} of shape {shape} and dtype {dtype_name} takes {num_bytes:,} bytes, but its "
                          f"data_offsets {begin}..{end} hold {end - begin:,}")
@@ -244,7 +237,6 @@ def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, 
 
 def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a pickled dict. weights_only=True unpickles tensors and no code."""
-    refuse_git_lfs_pointer(file)
     with file.open("rb") as f:
         is_zip = f.read(4) == b"PK\x03\x04"  # torch.save's format since 1.6, the only one that torch can map
     try:

@@ -107,58 +107,9 @@ def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
 # The families
 # --------------------------------------------------------------------------------------------------
 
-def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
-    for key, supported in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False).items():
-        if hf.get(key, supported) != supported:
-            raise ValueError(f"GPT-2 with {key}={hf[key]} is not supported")
-    return model.ModelConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["n_embd"],
-        num_layers=hf["n_layer"],
-        num_heads=hf["n_head"],
-        num_kv_heads=hf["n_head"],
-        head_dim=hf["n_embd"] // hf["n_head"],
-        intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"],
-        max_position_embeddings=hf["n_positions"],
-        norm="layer",
-        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
-        activation=hf.get("activation_function", "gelu_new"),
-        gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True, transposed=True,
-        tie_word_embeddings=hf.get("tie_word_embeddings", True),
-        names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
-               "input_layernorm": "ln_1", "qkv_proj": "attn.c_attn", "o_proj": "attn.c_proj",
-               "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
-
-
-def opt(hf: dict[str, Any]) -> model.ModelConfig:
-    for key, supported in dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
-                               layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]).items():
-        if hf.get(key, supported) != supported:
-            raise ValueError(f"OPT with {key}={hf[key]} is not supported (facebook/opt-350m is the only OPT with it)")
+def decoder(hf: dict[str, Any], **settings: Any) -> model.ModelConfig:
+    """The settings that all families have, under Llama's keys, with those of one family."""
     heads = hf["num_attention_heads"]
-    return model.ModelConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hf["hidden_size"] // heads,
-        intermediate_size=hf["ffn_dim"],
-        max_position_embeddings=hf["max_position_embeddings"],
-        norm="layer",
-        norm_eps=1e-5,
-        activation=hf.get("activation_function", "relu"),
-        gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True, position_offset=2,
-        tie_word_embeddings=hf.get("tie_word_embeddings", True),
-        names={"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm", "q_proj": "self_attn.q_proj",
-               "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "o_proj": "self_attn.out_proj",
-               "post_attention_layernorm": "final_layer_norm", "gate_up_proj": "fc1", "down_proj": "fc2"})
-
-
-def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
-    heads = hf["num_attention_heads"]
-    attention_bias = hf.get("attention_bias", False)
-    biases = dict(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False))
     return model.ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
@@ -168,13 +119,59 @@ def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
         intermediate_size=hf["intermediate_size"],
         max_position_embeddings=hf["max_position_embeddings"],
+        tie_word_embeddings=hf.get("tie_word_embeddings", False),
+        **settings)
+
+
+ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+# GPT-2 and OPT have layer norms, biases everywhere, an MLP without a gate, and positions from a table.
+OLDER = dict(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True)
+
+
+def require(family: str, hf: dict[str, Any], supported: dict[str, Any], advice: str = "") -> None:
+    """Raise ValueError if config.json has another value than the supported one for one of these keys."""
+    for key, value in supported.items():
+        if hf.get(key, value) != value:
+            raise ValueError(f"{family} with {key}={hf[key]} is not supported{advice}")
+
+
+def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
+    require("GPT-2", hf, dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False))
+    sizes = dict(hidden_size=hf["n_embd"], num_hidden_layers=hf["n_layer"], num_attention_heads=hf["n_head"],
+                 intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"], max_position_embeddings=hf["n_positions"])
+    return decoder(
+        {"tie_word_embeddings": True} | hf | sizes, **OLDER,
+        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+        activation=hf.get("activation_function", "gelu_new"),
+        transposed=True,
+        names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
+               "input_layernorm": "ln_1", "qkv_proj": "attn.c_attn", "o_proj": "attn.c_proj",
+               "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
+
+
+def opt(hf: dict[str, Any]) -> model.ModelConfig:
+    require("OPT", hf, dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
+                            layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]),
+            " (facebook/opt-350m is the only OPT with it)")
+    return decoder(
+        {"tie_word_embeddings": True} | hf | {"intermediate_size": hf["ffn_dim"]}, **OLDER,
+        norm_eps=1e-5,
+        activation=hf.get("activation_function", "relu"),
+        position_offset=2,
+        names=ATTENTION | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+                           "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
+                           "gate_up_proj": "fc1", "down_proj": "fc2"})
+
+
+def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
+    attention_bias = hf.get("attention_bias", False)
+    biases = dict(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False))
+    return decoder(
+        hf,
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         activation=hf.get("hidden_act", "silu"),
         rope=rope_settings(hf),
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        names={"q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
-               "o_proj": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
-               "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"},
+        names=ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
         **biases | switches)
 
 
@@ -194,14 +191,10 @@ def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
 
 def qwen_windows(hf: dict[str, Any]) -> list[int]:
     """The window of each layer. If use_sliding_window is true, the layers from max_window_layers on have a window."""
-    window = hf.get("sliding_window") or 0
-    if not hf.get("use_sliding_window", False):
-        window = 0
-    kinds = hf.get("layer_types")
-    if not kinds:
-        first = hf.get("max_window_layers", 28)
-        num_layers = check_size("num_layers", hf["num_hidden_layers"])
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window") else 0
+    first, num_layers = hf.get("max_window_layers", 28), check_size("num_layers", hf["num_hidden_layers"])
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 

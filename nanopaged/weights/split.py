@@ -48,7 +48,7 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
         parts = model.checkpoint_tensors(name, own, config).values()
         for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
             dim = SPLIT_DIMS.get(module)
-            cut: Callable[[Tensor], Tensor] = as_it_is
+            cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
             elif dim is not None and (dim == 0 or kind == "weight"):
@@ -66,10 +66,6 @@ def own_part(cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]], nam
     if tensor.shape != shape:
         raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
     return cut(tensor)
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> Tensor:
