@@ -18,9 +18,8 @@ from nanopaged.cli.trace import Trace
 from nanopaged.scheduling import additions
 from nanopaged.scheduling.data_parallel import Pools, make_schedulers
 from nanopaged.scheduling.samples import Samples
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, check_books, freed_at_once, let_fail, load, tokens_of
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, freed_at_once, let_fail, load, tokens_of
 
-VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
 SETTINGS = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
             SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
@@ -49,29 +48,21 @@ def texts(llm):
 
 
 @cache
-def from_one_pool():
-    return texts(pools(1))[0]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_outputs_do_not_depend_on_the_number_of_pools(variant):
-    expected, _ = texts(pools(1, variant))
-    assert texts(pools(2, variant))[0] == expected
+def from_one_pool(**options):
+    return texts(pools(1, **options))[0]
 
 
 @pytest.mark.parametrize("options", [
     dict(num_blocks=14), dict(num_blocks=14, swap_space=0.01), dict(num_blocks=14, enable_prefix_caching=False),
-    dict(max_num_seqs=2), dict(max_num_batched_tokens=5), dict(lookahead=1), dict(num_blocks=14, lookahead=1)], ids=str)
-def test_outputs_do_not_depend_on_what_the_pools_lack(options):
+    dict(max_num_seqs=2), dict(max_num_batched_tokens=5), dict(lookahead=1), dict(num_blocks=14, lookahead=1),
+    dict(model="mistral", num_blocks=14), dict(model="gpt2"), dict(kv_cache_dtype="fp8")], ids=str)
+def test_outputs_do_not_depend_on_the_number_of_pools(options):
+    """Nor on what the pools lack. A sliding window and an fp8 cache may change the outputs, and pools may not."""
+    expected = from_one_pool(**{name: options[name] for name in ("model", "kv_cache_dtype") if name in options})
     for size in (2, 3):
         found, num_preempted = texts(pools(size, **options))
-        assert found == from_one_pool()
-    assert num_preempted or "num_blocks" not in options
-
-
-def test_windows_and_an_fp8_cache_in_two_pools():
-    for options in (dict(model="mistral", num_blocks=14), dict(kv_cache_dtype="fp8")):
-        assert texts(pools(2, **options))[0] == texts(pools(1, **options))[0]
+        assert found == expected
+    assert num_preempted or options.get("num_blocks") != 14 or "model" in options
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,37 +215,11 @@ def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
     assert first.queue == [seqs[1]] and first.running == [seqs[0]]
 
 
-def test_samples_and_swapped_sequences_stay_with_their_blocks():
-    llm = pools(2, num_blocks=200)
+def test_samples_stay_in_one_pool():
+    llm = pools(2)
     llm.add_request(PROMPT, SETTINGS[2])
     llm.step()
-    homes = {seq.pool for seq in llm.scheduler.running}
-    assert len(llm.scheduler.running) == 3 and len(homes) == 1
-    llm.abort_request("0")
-    llm = pools(2, num_blocks=12, swap_space=0.01, max_num_seqs=4)
-    moves, home = [], {}
-    for prompt in PROMPTS:
-        llm.add_request(prompt, GREEDY)
-    while llm.has_unfinished_requests():
-        for seq in llm.scheduler.waiting:
-            home.update({seq: seq.pool} if seq.host_table else {})
-        llm.step()
-        moves += [seq.pool is home.pop(seq) for seq in llm.scheduler.running if seq in home]
-    assert moves and all(moves)
-
-
-def test_a_preempted_sequence_may_come_back_in_another_pool():
-    llm, homes = pools(3, num_blocks=14), {}
-    params = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.5)
-    expected = tokens_of(pools(1).generate(PROMPTS, params))
-    requests = [llm.add_request(prompt, params) for prompt in PROMPTS]
-    done = {}
-    while llm.has_unfinished_requests():
-        done |= {output.request_id: output for output in llm.step()}
-        for seq in llm.scheduler.running:
-            homes.setdefault(seq.request_id, set()).add(seq.pool)
-    assert any(len(found) > 1 for found in homes.values())
-    assert tokens_of([done[request] for request in requests]) == expected
+    assert len(llm.scheduler.running) == 3 and len({seq.pool for seq in llm.scheduler.running}) == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,17 +346,24 @@ def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
 
 @pytest.mark.parametrize("size, model", [(2, "shakespeare"), (1, "qwen3")])  # qwen3 is a checkpoint without a tokenizer
 def test_the_memory_of_an_engine_that_is_deleted_is_free_at_once(size, model):
+    """The garbage collector is not needed, since nothing in an engine refers to the whole of it."""
     llm = pools(size, model)
-    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2))
-    with freed_at_once(*(part for runner in llm.runners for part in (runner, runner.model, runner.pool))):
+    stop = "xyz" if model == "shakespeare" else None
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, n=2, logit_bias={1: 1.0}, logprobs=2, stop=stop))
+    with freed_at_once(llm, *(part for runner in llm.runners for part in (runner, runner.model, runner.pool))):
         del llm
 
 
-def test_the_trace_shows_each_pool_and_each_placement():
-    lines, llm = [], pools(2, "shakespeare", num_blocks=20)
+def traced(llm, prompts, **settings):
+    lines = []
     trace = Trace(llm, lines.append)
-    llm.generate([[1, 2, 3], [4] * 6, [5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **settings))
     trace.close()
+    return lines
+
+
+def test_the_trace_shows_each_pool_and_each_placement():
+    lines = traced(pools(2, "shakespeare", num_blocks=20), [[1, 2, 3], [4] * 6, [5, 6, 7]])
     assert lines[0].startswith("on each of 2 GPUs, a pool of 20 blocks of 4 tokens")
     start = lines.index("step 0 on GPU 0: 6 of at most 8192 tokens, for 2 of 2 running sequences")
     assert "  placed      A on GPU 0: its next step has 3 tokens with it, 3 on GPU 1" in lines[start:]
@@ -401,29 +373,19 @@ def test_the_trace_shows_each_pool_and_each_placement():
     assert any(line.startswith("  pool 1      BB________") for line in lines)
     assert any(line.startswith("step 1 on GPU 1: 6 of at most") for line in lines)
     assert all(len(line) <= 100 for line in lines)
-    before = len(lines)
-    llm.generate([[1, 2, 3]], GREEDY)
-    assert len(lines) == before
 
 
 def test_the_trace_has_a_reason_for_each_placement_and_no_line_for_an_idle_gpu():
-    def lines_of(llm, prompt, **settings):
-        lines = []
-        trace = Trace(llm, lines.append)
-        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **settings))
-        trace.close()
-        return lines
-
     llm = pools(2, "shakespeare", num_blocks=20)
     llm.generate([[9, 9], list(range(40))], GREEDY)
-    lines = lines_of(llm, [*range(40), 3])  # the second pool has its prefix, and the first has nothing to compute
+    lines = traced(llm, [[*range(40), 3]])  # the second pool has its prefix, and the first has nothing to compute
     assert "  placed      A on GPU 1: its next step has 1 tokens with it, 41 on GPU 0" in lines
     assert [line for line in lines if line.startswith("no step")] == ["no step on GPU 0: nothing can be computed now"]
-    lines = lines_of(pools(2, "shakespeare", max_num_seqs=1), [1, 2], n=2)
+    lines = traced(pools(2, "shakespeare", max_num_seqs=1), [[1, 2]], n=2)
     assert "  placed      A1 on GPU 0: its samples are there" in lines
 
 
-def test_the_command_line_and_bad_values(capsys):
+def test_the_command_line(capsys):
     arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
@@ -431,9 +393,6 @@ def test_the_command_line_and_bad_values(capsys):
     printed = capsys.readouterr()
     assert printed.out == expected
     assert "on cpu (float32), 2 pools, together 40 blocks of 16 tokens" in printed.err
-    for value in ("0", "-1", "x"):
-        assert main(arguments + ["--data-parallel-size", value]) == 2
-    assert "data_parallel_size" in capsys.readouterr().err.replace("-", "_")
 
 
 def test_devices_of_several_pools(monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.scheduling.drafts import Drafting, Ngram
 from nanopaged.tests.helpers import (
@@ -144,59 +144,6 @@ def test_mixed_requests(options):
         assert llm.drafting.metrics.num_draft_tokens > 0
 
 
-def test_a_text_that_reaches_the_longest_length_within_a_draft():
-    for max_model_len in range(20, 27):
-        outputs = load("qwen3", max_model_len=max_model_len, device="cpu").generate([PROMPT], SamplingParams(
-            temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False)
-        assert len(outputs[0].outputs[0].token_ids) == max_model_len - len(PROMPT)
-        llm = drafting(method=knowing(outputs), max_model_len=max_model_len, block_size=4, num_blocks=7)
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-        assert samples(run(llm, [PROMPT], params)) == samples(outputs)
-
-
-def test_an_fp8_cache():
-    """Its numbers are rounded, and drafts read the same numbers as other steps do."""
-    outputs = load("qwen3", kv_cache_dtype="fp8", device="cpu").generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm = drafting(method=knowing(outputs, 0.7), kv_cache_dtype="fp8")
-    assert samples(run(llm, PROMPTS, GREEDY)) == samples(outputs)
-
-
-def test_wrong_drafts_are_found_by_nobody():
-    """All blocks that the prefix cache finds hold the K and V of known texts."""
-    llm = drafting(method=Liar, block_size=2)
-    outputs = run(llm, PROMPTS, GREEDY)
-    texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-    manager = llm.scheduler.block_manager
-    keys = {prefix_key: key for key, (_, prefix_key) in manager.prefix_cache.items()}
-    assert len(keys) > 50
-    for prefix_key, tokens in list(keys.values()):
-        while prefix_key in keys:
-            prefix_key, before = keys[prefix_key]
-            tokens = before + tokens
-        assert any(list(tokens) == text[:len(tokens)] for text in texts)
-    again = run(llm, texts, SamplingParams(temperature=0, max_tokens=1))  # every text, from the cache
-    assert all(output.num_cached_tokens >= len(text) - 2 for output, text in zip(again, texts))
-    fresh = load("qwen3", device="cpu").generate(texts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    assert tokens_of(again) == tokens_of(fresh)
-
-
-def test_an_abort_within_a_draft_and_beams_beside_drafts(expected):
-    llm = drafting(method=knowing(expected[0]), lookahead=1)
-    beams = load("qwen3", device="cpu").beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
-    first, second = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
-    while True:
-        llm.engine.launch(step := llm.scheduler.schedule())
-        if step.num_drafts:
-            break
-        llm.engine.update()
-    llm.abort_request(first)
-    check_books(llm.scheduler)
-    found = llm.beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=8))
-    assert [beam.tokens for beam in found[0].sequences] == [beam.tokens for beam in beams[0].sequences]
-    done = [output for _ in range(99) if llm.has_unfinished_requests() for output in llm.step()]
-    assert done[-1].outputs[0].token_ids == tokens_of(expected[0])[1] and not llm.has_unfinished_requests()
-
-
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
 @compiles
 def test_replayed_steps(monkeypatch, options, expected):
@@ -237,23 +184,6 @@ def test_a_draft_that_the_grammars_tokenizer_lacks():
 # Guesses, and when they are made
 # --------------------------------------------------------------------------------------------------
 
-def test_the_text_is_looked_up():
-    ngram = Ngram(longest=3, shortest=2)
-    text = [1, 2, 3, 4, 5, 9, 2, 3]
-    assert ngram.propose(text, 3) == [4, 5, 9] and ngram.found == 3
-    text += [4]
-    assert ngram.propose(text, 3) == [5, 9, 2]  # after 2 3 4
-    text += [7]
-    assert ngram.propose(text, 3) == []
-    text += [4, 7]
-    assert ngram.propose(text, 5) == [4, 7, 4, 7, 4]  # a period of two
-    text += [2, 3]
-    assert ngram.propose(text, 2) == [4, 7]  # the last occurrence
-    assert Ngram().propose([1], 5) == [] and Ngram().propose([1, 1, 1], 4) == [1, 1, 1, 1]
-    text, ngram = [5, 6, 7, 8, *range(100, 5000), 6, 7], Ngram()
-    assert [ngram.propose(text, 2) for _ in range(6)][-1] == [8, 100]  # a long text is read bit by bit
-
-
 def test_guesses_agree_with_a_search_through_the_text():
     rng = random.Random(0)
     for _ in range(200):
@@ -267,6 +197,8 @@ def test_guesses_agree_with_a_search_through_the_text():
                     expected = [text[ends[-1] + i % (len(text) - ends[-1])] for i in range(4)]
                     break
             assert ngram.propose(text, 4) == expected
+    text, ngram = [5, 6, 7, 8, *range(100, 5000), 6, 7], Ngram()
+    assert [ngram.propose(text, 2) for _ in range(6)][-1] == [8, 100]  # a long text is read bit by bit
 
 
 def test_drafts_rest_until_they_pay(expected):
@@ -298,47 +230,17 @@ def test_a_proposer_that_fails(method, reason, expected):
         assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
-@pytest.mark.filterwarnings("error:.*without drafts")
-def test_a_proposer_that_ends_a_step_in_the_middle_of_its_planning(error, expected):
-    """The warning is an error here. The step is undone, and all sequences go on."""
-    class Proposer:
-        num_calls = 0
+@pytest.mark.parametrize("kind", [
+    tuple, torch.tensor, lambda tokens: chain(tokens, repeat(1))], ids=["tuple", "tensor", "without an end"])
+def test_integers_of_any_kind_are_drafts(kind, expected):
+    """What a proposer is given is its own: it may change it."""
+    def propose(token_ids, k):
+        tokens = known.propose(token_ids, k)
+        token_ids.clear()
+        return kind(tokens)
 
-        def propose(self, token_ids, k):
-            self.num_calls += 1
-            if self.num_calls == 4:
-                raise error("oops")
-            return []
-
-    llm, outputs, num_errors = drafting(method=Proposer), {}, 0
-    ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while llm.has_unfinished_requests():
-        try:
-            outputs |= {output.request_id: output for output in llm.step()}
-        except (UserWarning, SystemExit, KeyboardInterrupt):
-            num_errors += 1
-            check_books(llm.scheduler)
-    assert num_errors == len(PROMPTS)
-    assert tokens_of([outputs[i] for i in ids]) == tokens_of(expected[0])
-
-
-def test_a_proposer_without_an_end(expected):
     known = knowing(expected[0])()
-    llm = drafting(method=lambda: SimpleNamespace(propose=lambda *given: chain(known.propose(*given), repeat(1))))
-    assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
-    assert llm.drafting.metrics.num_accepted_tokens > 50
-
-
-def test_a_proposer_that_changes_what_it_is_given(expected):
-    llm = drafting(method=lambda: SimpleNamespace(propose=lambda token_ids, k: token_ids.clear() or [1]))
-    assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
-
-
-@pytest.mark.parametrize("kind", [tuple, torch.tensor], ids=["tuple", "tensor"])
-def test_tokens_of_any_integer_type_are_drafts(kind, expected):
-    known = knowing(expected[0])()
-    llm = drafting(method=lambda: SimpleNamespace(propose=lambda *given: kind(known.propose(*given))))
+    llm = drafting(method=lambda: SimpleNamespace(propose=propose))
     assert tokens_of(run(llm, PROMPTS, GREEDY)) == tokens_of(expected[0])
     assert llm.drafting.metrics.num_accepted_tokens > 50
 

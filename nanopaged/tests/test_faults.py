@@ -9,7 +9,7 @@ import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.scheduling.recovery import STEPS_UNTIL_REGROWTH
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, load, rewritten, shared, tokens_of
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
 
 # ---- Requests that fail
 
@@ -147,22 +147,13 @@ def test_settings_that_were_changed_after_their_check(name, value):
 # ---- Steps that fail
 
 def test_an_error_inside_a_step_leaves_a_usable_engine():
-    llm = load("llama2")
-    launch, calls = llm.runner.launch, []
-
-    def failing(step):
-        calls.append(step)
-        if len(calls) == 3:
-            raise RuntimeError("the device fell off")
-        return launch(step)
-
-    llm.runner.launch = failing
+    llm, numbers = load("llama2"), count()
+    let_fail(llm.runner, RuntimeError("the device fell off"), lambda step: next(numbers) == 2)
     with pytest.raises(RuntimeError, match="fell off"):
         llm.generate([[5, 6, 7], [8] * 40], GREEDY)
     assert not llm.has_unfinished_requests()
     check_books(llm.scheduler)
-    assert llm.scheduler.block_manager.num_free_blocks == 256
-    llm.runner.launch = launch
+    llm.scheduler.block_manager.check_idle()
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
@@ -199,26 +190,18 @@ def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
 
 # ---- Memory and blocks
 
-def on_a_small_card(llm):
-    """Let steps of more than 20 tokens run out of memory from now on. Returns the runner's own `launch`."""
-    launch = llm.runner.launch
-
-    def small_card(step):
-        if sum(step.num_tokens) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(step)
-
-    llm.runner.launch = small_card
-    return launch
-
-
-def test_a_step_out_of_memory_is_tried_again_with_less(capsys):
-    llm = load("llama2", max_num_batched_tokens=64)
+def test_a_step_out_of_memory_is_tried_again_with_less_and_the_token_budget_grows_back(capsys):
+    llm, is_short = load("llama2", max_num_batched_tokens=64), True
     expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
-    on_a_small_card(llm)
-    assert tokens_of(llm.generate([list(PROMPT) for _ in range(5)], GREEDY)) == expected
-    assert "at most 16 tokens" in capsys.readouterr().err
+    let_fail(llm.runner, torch.OutOfMemoryError("CUDA out of memory"),
+             lambda step: is_short and sum(step.num_tokens) > 20)
+    assert tokens_of(llm.generate([PROMPT] * 5, GREEDY)) == expected
+    assert "at most 16 tokens" in capsys.readouterr().err and llm.scheduler.max_num_batched_tokens == 16
     llm.scheduler.block_manager.check_idle()
+    is_short = False
+    for _ in range(2):
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=STEPS_UNTIL_REGROWTH + 10, ignore_eos=True))
+    assert llm.scheduler.max_num_batched_tokens == 64
 
 
 def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
@@ -238,18 +221,6 @@ def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPT, GREEDY)
     assert tokens_of(llm.generate([PROMPT], GREEDY)) == tokens_of(shared("llama2").generate([PROMPT], GREEDY))
-
-
-def test_the_token_budget_grows_back_after_a_shortage_of_memory(capsys):
-    llm = load("llama2", max_num_batched_tokens=64)
-    launch = on_a_small_card(llm)
-    long = SamplingParams(temperature=0, max_tokens=STEPS_UNTIL_REGROWTH + 10, ignore_eos=True)
-    llm.generate([PROMPT] * 5, GREEDY)
-    assert llm.scheduler.max_num_batched_tokens == 16
-    llm.runner.launch = launch
-    for _ in range(2):
-        llm.generate([PROMPT], long)
-    assert llm.scheduler.max_num_batched_tokens == 64
 
 
 def test_a_leak_is_noticed_whatever_ends_the_last_request():
