@@ -42,17 +42,13 @@ class ProgressBar:
         """Draw the line: the number of units done, and the speed from the number of new tokens since the start."""
         self.drawn = time.perf_counter()
         elapsed = self.drawn - self.started
-        bar = of = left = ""
+        done, left = counted(num_done, self.unit), ""
         if self.total:
-            bar = f"[{'#' * (20 * num_done // self.total):.<20}] "
-            of = f"/{self.total}"
+            done = f"[{'#' * (20 * num_done // self.total):.<20}] {num_done}/{counted(self.total, self.unit)}"
             if num_done > self.num_before:
-                seconds = elapsed * (self.total - num_done) / (num_done - self.num_before)
-                left = f", {_clock(seconds)} left"
-        unit = plural(self.unit, self.total or num_done)
-        rate = num_tokens / max(elapsed, 1e-9)
-        more = f", {more}" * bool(more)
-        line = f"{bar}{num_done}{of} {unit}, {_clock(elapsed)}{left}, {rate:.0f} tokens/s{more}"
+                left = _clock(elapsed * (self.total - num_done) / (num_done - self.num_before)) + " left"
+        rate = f"{num_tokens / max(elapsed, 1e-9):.0f} tokens/s"
+        line = ", ".join(filter(None, [done, _clock(elapsed), left, rate, more]))
         columns = shutil.get_terminal_size().columns - 1  # some terminals begin a new line at the last column
         self._print(f"\r{line[:columns]:{self.width}}")
         self.width = len(line[:columns])
@@ -74,5 +70,6 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def plural(noun: str, count: int) -> str:
-    return noun if count == 1 else noun + "s"
+def counted(count: int, noun: str) -> str:
+    """1 block, or 2 blocks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -50,7 +50,7 @@ from nanopaged.api.openai import FIELDS, Serving
 from nanopaged.cli.status import Progress, say
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
-from nanopaged.progress import ProgressBar, plural
+from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams
 
 try:
@@ -173,8 +173,7 @@ class PromptFile:
         serving: renders conversations, and reads lines in OpenAI's format
         """
         num_earlier = self.num_done
-        self.bar = ProgressBar(self.num_lines, show_progress, "line", num_earlier)
-        self.progress = Progress(llm, self.bar, self._done)
+        self.progress = Progress(llm, ProgressBar(self.num_lines, show_progress, "line", num_earlier), self._done)
         try:
             with closing(self.progress.run(self._requests(params, serving), self._finish)) as finished:
                 for key, output in finished:
@@ -182,14 +181,14 @@ class PromptFile:
         except KeyboardInterrupt:
             if not self.results:
                 raise
-            raise KeyboardInterrupt(f"{self.target} has results for {self.num_done} {plural('line', self.num_done)}, "
-                                    "and the same command goes on from there") from None
+            raise KeyboardInterrupt(f"{self.target} has results for {counted(self.num_done, 'line')}, and the same "
+                                    "command goes on from there") from None
         finally:
             if self.results:
                 self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
-        say(self.progress.report(f"{self.num_done} {plural('line', self.num_done)}{earlier}{bad}"))
+        say(self.progress.report(f"{counted(self.num_done, 'line')}{earlier}{bad}"))
         return 1 if self.num_bad else 0
 
     def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
@@ -219,7 +218,7 @@ class PromptFile:
         self.num_done += 1
         if self.results:
             return self._write(line, result)
-        self.bar.clear()
+        self.progress.bar.clear()
         for title, text in line.texts(result):
             print(f"=== line {line.number}{title}\n{text}\n", flush=True)
 
@@ -227,7 +226,7 @@ class PromptFile:
         """Report a bad line."""
         self.num_done += 1
         self.num_bad += 1
-        self.bar.clear()
+        self.progress.bar.clear()
         say(f"line {line.number}: {error}")
         if self.errors.get(line.number) != line.digest:  # an unchanged line has its error already
             self._write(line, batch_result(error.body, error.status) if isinstance(error, ApiError) else
@@ -248,8 +247,8 @@ class PromptFile:
                           "same command goes on where it stopped") from None
 
     def _done(self) -> tuple[int, str]:
-        bad = f"{self.num_bad} bad, " * (self.num_bad > 0)
-        return self.num_done, f"{bad}{self.progress.blocks_in_use}/{self.progress.pool.num_blocks} blocks"
+        pool, bad = self.progress.pool, f"{self.num_bad} bad, " * (self.num_bad > 0)
+        return self.num_done, f"{bad}{pool.num_blocks - pool.num_free_blocks}/{pool.num_blocks} blocks"
 
 
 @dataclass

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from nanopaged.cli.status import say
@@ -148,41 +149,37 @@ class Keyboard:
     # ---- the history file: a JSON string per line, since an entry may have several lines
 
     def _load(self) -> list[str]:
-        if self.history is None or not self.history.exists():
-            return []
-        try:
-            lines = self.history.read_text(encoding="utf-8").splitlines()
-            if len(lines) > 2 * MOST_ENTRIES:
-                lines = lines[-MOST_ENTRIES:]
-                self._write(lines, os.O_TRUNC)
-            return [entry for entry in map(_read_entry, lines) if entry]
-        except (OSError, ValueError) as error:
-            self._give_up(error)
-            return []
+        lines: list[str] = []
+        with self._or_without():
+            if self.history is not None and self.history.exists():
+                lines = self.history.read_text(encoding="utf-8").splitlines()
+                if len(lines) > 2 * MOST_ENTRIES:
+                    lines = lines[-MOST_ENTRIES:]
+                    self._write(self.history, lines, "w")
+        return [entry for entry in map(_read_entry, lines) if entry]
 
     def _remember(self, text: str) -> None:
         if readline:
             readline.add_history(text)
-        if self.history is not None:
-            try:
+        with self._or_without():
+            if self.history is not None:
                 self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._write([json.dumps(text)], os.O_APPEND)
-            except OSError as error:
-                self._give_up(error)
+                self._write(self.history, [json.dumps(text)], "a")
 
-    def _write(self, lines: list[str], mode: int) -> None:
+    def _write(self, history: Path, lines: list[str], mode: str) -> None:
         """Write lines to the file, which only its owner may read."""
-        assert self.history is not None
-        file = os.open(self.history, os.O_WRONLY | os.O_CREAT | mode, 0o600)
-        try:
-            os.chmod(self.history, 0o600)  # it may have been there with another mode
-            os.write(file, "".join(line + "\n" for line in lines).encode())
-        finally:
-            os.close(file)
+        with open(history, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+            os.chmod(history, 0o600)  # it may have been there with another mode
+            file.writelines(line + "\n" for line in lines)
 
-    def _give_up(self, error: Exception) -> None:
-        say(f"no history of messages is kept: {error}")
-        self.history = None
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        """If the file cannot be used, go on without it."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            say(f"no history of messages is kept: {error}")
+            self.history = None
 
 
 def history_file() -> Path:

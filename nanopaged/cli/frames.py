@@ -1,21 +1,22 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (Scheduler.observers). It takes a picture of the queues, block tables and prefix caches after
-each change, compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames,
-page.py plays them. The engine computes the same with it and without it.
+`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences and prefix caches after each change,
+compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them.
+The engine computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
 """
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling.additions import NULL, Scheduler, SchedulerOutput, Sequence
+from nanopaged.scheduling.additions import NULL, SchedulerOutput, Sequence
 
 VERSION = 1  # of the frames in a file
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
@@ -66,33 +67,29 @@ class Frame:
     cached: list = field(default_factory=list)  # [pool, block, whether the prefix cache has it now]
     seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
 
-    def to_json(self) -> dict[str, Any]:
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in named.items() if value not in (None, False, [], {})
-                or name in ("pool", "step")}
 
-
-class State(NamedTuple):
-    """A picture of the schedulers and their block managers."""
-    running: list[list[Sequence]]  # of each pool
-    waiting: list[Sequence]  # of all
-    keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
-    tables: dict[Sequence, list[int]]  # running sequence -> its block table
-    num_known: dict[Sequence, int]  # running or waiting sequence -> the number of its known tokens
-    num_computed: dict[Sequence, int]  # running sequence -> tokens in its blocks
-    host_tables: dict[Sequence, list[int]]  # waiting sequence -> its blocks on the host
-    num_allowed: dict[Sequence, int]  # running sequence with a grammar -> the tokens that may come next
-    drafts: dict[Sequence, list[int]]  # running sequence -> its drafts that are not decided yet
+class Seen(NamedTuple):
+    """A sequence in a picture, running or waiting."""
+    table: list[int]  # its block table
+    host_table: list[int]
+    num_known: int  # tokens
+    drafts: list[int]  # that are not decided yet
+    num_allowed: int | None  # tokens that may come next, if it runs and has a grammar
 
     @classmethod
-    def of(cls, schedulers: list[Scheduler], waiting: list[Sequence]) -> "State":
-        running = [list(scheduler.running) for scheduler in schedulers]
-        seqs = list(itertools.chain(*running))
-        return cls(running, list(waiting), [dict(one.block_manager.key_of_block) for one in schedulers],
-                   {seq: list(seq.block_table) for seq in seqs}, {seq: len(seq.token_ids) for seq in seqs + waiting},
-                   {seq: seq.num_computed_tokens for seq in seqs}, {seq: list(seq.host_table) for seq in waiting},
-                   {seq: seq.sampling.grammar.num_allowed() for seq in seqs if seq.sampling.grammar},
-                   {seq: list(seq.drafts) for seq in seqs if seq.drafts})
+    def of(cls, seq: Sequence) -> "Seen":
+        grammar = seq.sampling.grammar if seq.block_table else None
+        return cls(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
+                   grammar and grammar.num_allowed())
+
+
+class Picture(NamedTuple):
+    """The engine between two changes."""
+    seqs: dict[Sequence, Seen]
+    keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
+
+    def table(self, seq: Sequence) -> list[int]:
+        return self.seqs[seq].table if seq in self.seqs else []
 
 
 class Frames:
@@ -109,18 +106,19 @@ class Frames:
         self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
         self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its known tokens
-        self.told: dict[str, dict] = dict(tables={}, lens={})  # the state that the frames so far add up to
-        self.told_cached: list[set[int]] = [set() for _ in self.schedulers]
-        self.told_texts: dict[str, tuple] = {}  # name -> (sequence, tokens told, its detokenizer)
-        self.state = self._picture()
-        self.observers = [partial(self._observe, pool) for pool in range(len(self.schedulers))]
-        for scheduler, observer in zip(self.schedulers, self.observers):
-            scheduler.observers.append(observer)
+        self.picture = self._take_picture()
+        # The state that the frames so far add up to
+        self.tables: dict[str, list] = {}
+        self.lens: dict[str, int] = {}
+        self.cached: set[tuple[int, int]] = set()  # (pool, block)
+        self.texts: dict[Sequence, tuple[int, Any]] = {}  # sequence -> (number of its tokens, its detokenizer)
+        self.observers = ExitStack()  # takes them off
+        for pool, scheduler in enumerate(self.schedulers):
+            scheduler.observers.append(observer := partial(self._observe, pool))
+            self.observers.callback(scheduler.observers.remove, observer)
 
     def close(self) -> None:
-        for scheduler, observer in zip(self.schedulers, self.observers):
-            if observer in scheduler.observers:
-                scheduler.observers.remove(observer)
+        self.observers.close()
 
     def header(self) -> dict[str, Any]:
         """What stays the same over the run."""
@@ -132,11 +130,13 @@ class Frames:
                     layers=config.num_layers, bytes_per_token=values * self.llm.runner.kv_dtype.itemsize,
                     attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
 
-    def _picture(self) -> State:
-        return State.of(self.schedulers, self.llm.scheduler.waiting)
+    def _take_picture(self) -> Picture:
+        running = itertools.chain(*(scheduler.running for scheduler in self.schedulers))
+        return Picture({seq: Seen.of(seq) for seq in (*running, *self.llm.scheduler.waiting)},
+                       [dict(manager.key_of_block) for manager in self.managers])
 
     def _observe(self, pool: int, change: str, of: Any) -> None:
-        before, self.state = self.state, self._picture()
+        before, self.picture = self.picture, self._take_picture()
         if beams := self._beams():
             self._tell(Frame("beams", pool, self.last[pool], beams=beams))
         make: dict[str, Callable[..., Frame | None]] = dict(
@@ -146,46 +146,41 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        state = self.state
-        tables: dict[str, list] = {}
-        lens = {self._name(seq): count for seq, count in state.num_computed.items()}
-        for pool, running in enumerate(state.running):
-            tables |= {self._name(seq): [pool, state.tables[seq], []] for seq in running}
-            keys = set(state.keys[pool])
-            frame.cached += [[pool, block, block in keys] for block in sorted(keys ^ self.told_cached[pool])]
-            self.told_cached[pool] = keys
-        for seq, host_table in state.host_tables.items():
-            if host_table:
-                tables[self._name(seq)] = [self.managers.index(seq.pool), [], _real(host_table)]
-        for name, now, news in (("tables", tables, frame.tables), ("lens", lens, frame.lens)):
-            before, self.told[name] = self.told[name], now
-            news.update({key: None for key in before if key not in now})
-            news.update({key: value for key, value in now.items() if before.get(key) != value})
-        for seq in state.num_known:
+        running = [(pool, seq) for pool, scheduler in enumerate(self.schedulers) for seq in scheduler.running]
+        tables = {self._name(seq): [pool, self.picture.seqs[seq].table, []] for pool, seq in running}
+        tables |= {self._name(seq): [self.managers.index(seq.pool), [], _real(seen.host_table)]
+                   for seq, seen in self.picture.seqs.items() if seen.host_table}
+        lens = {self._name(seq): seq.num_computed_tokens for _, seq in running}
+        cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}
+        frame.tables, frame.lens = _difference(self.tables, tables), _difference(self.lens, lens)
+        frame.cached = [[*place, place in cached] for place in sorted(cached ^ self.cached)]
+        self.tables, self.lens, self.cached = tables, lens, cached
+        for seq in self.picture.seqs:
             if seq.order[1] in self.letters:
                 self._tell_text(seq, frame)
-        self.told_texts = {name: told for name, told in self.told_texts.items() if told[0] in state.num_known}
+        self.texts = {seq: told for seq, told in self.texts.items() if seq in self.picture.seqs}
         self.show(frame)
 
     def _tell_text(self, seq: Sequence, frame: Frame) -> None:
-        """The tokens that were not told before; all of them if a beam of that name had others. A token that ends
-        within a character is told as its bytes; the one that completes the character has it."""
+        """The tokens that were not told before. A token that ends within a character is told as its bytes; the one that
+        completes the character has it."""
         name = self._name(seq)
-        told, count, detokenizer = self.told_texts.get(name, (None, 0, None))
-        if told is not seq:
-            count, detokenizer = 0, self._detokenizer()
+        if seq not in self.texts:
+            self.texts[seq] = 0, self._detokenizer()
             frame.seqs[name] = [list(self.letters).index(seq.order[1]), seq.order[2], seq.num_prompt_tokens,
                                 seq.max_len]
+        count, detokenizer = self.texts[seq]
         if count < len(seq.token_ids):
-            new = seq.token_ids[count:]
-            frame.texts[name] = [count, [self._piece(detokenizer, token) for token in new]]
-            self.told_texts[name] = seq, len(seq.token_ids), detokenizer
+            frame.texts[name] = [count, self._pieces(detokenizer, seq.token_ids[count:])]
+            self.texts[seq] = len(seq.token_ids), detokenizer
 
     def _detokenizer(self) -> Any:
         return self.llm.tokenizer and self.llm.tokenizer.detokenizer(skip_special_tokens=False)
 
-    def _piece(self, detokenizer: Any, token: int) -> Words:
-        return detokenizer.add([token]) or list(self._token_bytes[token]) or "" if detokenizer else f"{token} "
+    def _pieces(self, detokenizer: Any, token_ids: list[int]) -> list[Words]:
+        if not detokenizer:
+            return [f"{token} " for token in token_ids]
+        return [detokenizer.add([token]) or list(self._token_bytes[token]) or "" for token in token_ids]
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
@@ -193,12 +188,12 @@ class Frames:
 
     # ---- a step, when it is scheduled
 
-    def _step(self, pool: int, before: State, step: SchedulerOutput) -> Frame | None:
-        scheduler, state, several = self.schedulers[pool], self.state, len(self.schedulers) > 1
-        running = state.running[pool]
-        waiting = sorted(scheduler.waiting + getattr(scheduler, "queue", []), key=engine.by_order)
-        arrived = [seq for seq in state.num_known if seq.order[1] not in self.letters]
-        placements = getattr(scheduler, "placements", [])
+    def _step(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
+        scheduler, several = self.schedulers[pool], len(self.schedulers) > 1
+        running, placements = scheduler.running, scheduler.placements if several else []
+        waiting = [seq for seq in self.llm.scheduler.waiting  # here, or in the queue of all pools
+                   if not any(seq in other.waiting for other in self.schedulers if other is not scheduler)]
+        arrived = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
         self.last[pool] = None
         if several and not (running or waiting or arrived or placements):
             return None  # other GPUs have all that is under way
@@ -220,9 +215,8 @@ class Frames:
             if seq.drafts:  # custom proposers say where they found them, or not
                 found = getattr(seq.drafter.proposer, "found", None)
                 where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
-                detokenizer = self._detokenizer()
-                pieces = [self._piece(detokenizer, token) for token in seq.drafts]
-                frame.drafted.append([self._name(seq), self._words(seq.drafts), where, pieces])
+                frame.drafted.append([self._name(seq), self._words(seq.drafts), where,
+                                      self._pieces(self._detokenizer(), seq.drafts)])
         self._attention(step, frame)
         for seq in step.seqs:
             num_computed = seq.num_computed_tokens - len(seq.drafts)
@@ -274,7 +268,7 @@ class Frames:
         num_free = manager.num_free_blocks
         if seq in step.preempted:
             why = "it was preempted in this step"
-        elif len(self.state.running[pool]) >= max_num_seqs:
+        elif len(self.schedulers[pool].running) >= max_num_seqs:
             why = f"no batch row is free, max_num_seqs is {max_num_seqs}"
         elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > num_free:
             why = f"free blocks needed {num_needed}, there are {num_free}"
@@ -282,43 +276,43 @@ class Frames:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
-    def _moves(self, pool: int, before: State, step: SchedulerOutput, frame: Frame) -> None:
+    def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
+        running, manager, keys = self.schedulers[pool].running, self.managers[pool], self.picture.keys[pool]
         holders: dict[int, list[Sequence]] = {}  # held block -> the sequences whose tables list it
-        for seq in self.state.running[pool]:
+        for seq in running:
             for block in _real(seq.block_table):
                 holders.setdefault(block, []).append(seq)
-        admitted = {seq: i for i, seq in enumerate(self.state.running[pool])}
         came = dict(step.swaps_in)  # host block -> block
-        for seq in self.state.running[pool]:
-            name, table, old = self._name(seq), seq.block_table, before.tables.get(seq)
-            hosts = [host for host in before.host_tables.get(seq, ()) if host in came]
+        for seq in running:
+            name, table, old = self._name(seq), seq.block_table, before.table(seq)
+            hosts = [host for host in (before.seqs[seq].host_table if seq in before.seqs else ()) if host in came]
             moved = {NULL, *(came[host] for host in hosts)}
-            num_old = engine.cdiv(seq.num_hit_tokens, self.managers[pool].block_size) if old is None else len(old)
+            num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
             given = [block for block in table[:num_old] if block not in moved]
-            if old is None and given:  # the sequence was admitted in this step
+            if given and not old:  # the sequence was admitted in this step
                 held = {block: others for block in given if (others := [
-                    other for other in holders[block] if other in before.tables or admitted[other] < admitted[seq]])}
-                shared, holding = list(held), dict.fromkeys(itertools.chain(*held.values()))
-                frame.found.append([name, min(seq.num_hit_tokens, len(given) * self.managers[pool].block_size), shared,
-                                    self._names(holding), [block for block in given if block not in shared]])
+                    other for other in holders[block] if before.table(other) or other.order < seq.order])}
+                holding = dict.fromkeys(itertools.chain(*held.values()))
+                frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size), list(held),
+                                    self._names(holding), [block for block in given if block not in held]])
             if hosts:
                 frame.swapped_in.append([name, hosts, [came[host] for host in hosts]])
-            frame.slid_out += [[name, block] for block, now in zip(old or (), table) if now == NULL != block]
+            frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
             if new := [block for block in table[num_old:] if block not in moved]:
                 frame.taken.append([name, new])
         # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
-        stays = {old for seq, table in before.tables.items() if seq.pool is self.managers[pool]
-                 for old, now in zip(table, seq.block_table) if old == now}
+        stays = {old for seq, seen in before.seqs.items() if seq.pool is manager
+                 for old, now in zip(seen.table, seq.block_table) if old == now}
         frame.evicted = [block for block, key in before.keys[pool].items()
-                         if self.state.keys[pool].get(block) is not key and block not in stays]
+                         if keys.get(block) is not key and block not in stays]
         frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
                         for block, copy in step.copies]
         frame.registered = list(step.cached)
         went = {host: block for block, host in step.swaps_out}
         for seq in step.preempted:
             hosts = _real(seq.host_table)
-            blocks = [went[host] for host in hosts] or _real(before.tables.get(seq, ()))
+            blocks = [went[host] for host in hosts] or _real(before.table(seq))
             frame.preempted.append([self._name(seq), blocks, hosts])
 
     def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
@@ -347,27 +341,28 @@ class Frames:
 
     # ---- the results of a step, and what happens between two steps
 
-    def _tokens(self, pool: int, before: State, step: SchedulerOutput) -> Frame:
+    def _tokens(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
-        for seq in dict.fromkeys(step.sampled):
-            new, notes = seq.token_ids[before.num_known.get(seq, len(seq.token_ids)):], dict[str, Any]()
-            if seq not in before.num_known:
+        sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
+        for seq in sampled:
+            new, notes, seen = [], dict[str, Any](), before.seqs.get(seq)
+            if seen is None:
                 notes["dropped"] = True  # it had ended
-            if candidates := self._candidates(seq):
+            elif candidates := self._candidates(seq):
                 new, notes["best_of"] = [candidates[0][0]], len(candidates)
-            elif new and seq in before.num_allowed:
-                notes["allowed"] = before.num_allowed[seq]
-                if len(new) > 1:
-                    notes["forced"] = self._words(new[1:])
-            if drafts := before.drafts.get(seq):
-                came = seq.token_ids[before.num_known[seq]:]
-                notes["right"] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came)))
-                notes["drafts"] = len(drafts)
+            else:
+                new = seq.token_ids[seen.num_known:]
+                if new and seen.num_allowed is not None:
+                    notes["allowed"] = seen.num_allowed
+                    if forced := new[1:]:
+                        notes["forced"] = self._words(forced)
+                if seen.drafts:
+                    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen.drafts, new))
+                    notes["right"], notes["drafts"] = len(list(pairs)), len(seen.drafts)
             words = new[:1] if "allowed" in notes else new
             frame.sampled.append([self._name(seq), self._words(words) if words else None, notes])
-        alive = {*self.state.running[pool], *self.state.waiting}
-        ended = [seq for seq in dict.fromkeys(step.sampled) if seq in before.num_known and seq not in alive]
+        ended = [seq for seq in sampled if seq in before.seqs and seq not in self.picture.seqs]
         frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
@@ -376,7 +371,7 @@ class Frames:
     def _beams(self) -> list[list]:
         """The beams that have got a token since the last picture, those of a search in its order: best first."""
         lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
-        known = {seq: count for seq, count in self.state.num_known.items()
+        known = {seq: seen.num_known for seq, seen in self.picture.seqs.items()
                  if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
         grown = {seq for seq, count in known.items() if count > lens.get(seq, seq.num_prompt_tokens)}
         found: set[Any] = {seq.listener for seq in grown}
@@ -390,21 +385,22 @@ class Frames:
         self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
         return beams
 
-    def _gone(self, pool: int, before: State, seq: Sequence) -> Frame | None:
+    def _gone(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
+        if seq not in before.seqs:  # it had ended
+            return None
         how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
-        had_ended = seq not in before.num_known
-        return None if had_ended else Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
+        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
 
-    def _undone(self, pool: int, _: State, step: SchedulerOutput) -> Frame | None:
+    def _undone(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
         frame = Frame("undone", pool, self.numbers.pop(step, None), undone=self._names(step.seqs + step.preempted))
         return frame if frame.undone else None
 
-    def _end(self, seq: Sequence, how: str, before: State, later: Iterable[Sequence] = ()) -> list:
+    def _end(self, seq: Sequence, how: str, before: Picture, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
-        pool = next((pool for pool, manager in enumerate(self.managers) if manager is seq.pool), 0)
-        manager, held_later = self.managers[pool], {block for other in later for block in before.tables.get(other, ())}
-        blocks = _real(before.tables.get(seq, ()))[::-1]
+        manager = seq.pool or self.managers[0]
+        held_later = {block for other in later for block in before.table(other)}
+        blocks = _real(before.table(seq))[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
         is_named = seq.finish_reason and not _is_beam(seq)
         return [self._name(seq), how, *((seq.finish_reason, seq.stop_reason) if is_named else (None, None)), free,
@@ -451,3 +447,9 @@ def _is_beam(seq: Sequence) -> bool:
 
 def _real(table: Iterable[int]) -> list[int]:
     return [block for block in table if block != NULL]
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are new or different, and None for those that are gone."""
+    return {name: None for name in before if name not in now} | {
+        name: value for name, value in now.items() if before.get(name) != value}

@@ -15,10 +15,11 @@ import os
 import random
 import re
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from nanopaged.api.tools import FORMATS, THINKERS, find_parser
 from nanopaged.cli.batch import PromptFile, open_file
 from nanopaged.cli.status import Progress, fold, say
 from nanopaged.inputs import OPTIONS, check_choice
-from nanopaged.outputs import EngineDeadError, RequestError
-from nanopaged.progress import ProgressBar, plural
+from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
+from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 HELP = """\
@@ -109,15 +110,13 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, beams, prompt_file, listener = _sampling_params(args), None, None, None
+    params, beams, prompt_file, listener, page = _sampling_params(args), None, None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
-    for option, value, names in (("--tool-call-parser", args.tool_call_parser, FORMATS),
-                                 ("--reasoning-parser", args.reasoning_parser, THINKERS)):
-        if value is not None:
-            check_choice(option, value, tuple(names))
+    for name, value in _given(args, PARSERS).items():
+        check_choice(_option(name), value, PARSERS[name])
     if args.serve:
         from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
         listener = bind(args.host, args.port)
@@ -131,27 +130,19 @@ def _run(args, llm_class) -> int:
                              f"{args.trace!r}")
         open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
-    with _traced(llm, args):
-        return _generate(llm, args, beams, template, prompt_file, listener)
-
-
-@contextmanager
-def _traced(llm, args) -> Iterator[None]:
-    """Meanwhile each step is printed, or noted for a page that is written at the end."""
     if args.trace == "":
         from nanopaged.cli.trace import Trace
         Trace(llm)
-    if not args.trace:
-        yield
-        return
-    from nanopaged.cli.page import Page
-    page = Page(llm)
+    elif args.trace:
+        from nanopaged.cli.page import Page
+        page = Page(llm)
     try:
-        yield
+        return _generate(llm, args, beams, template, prompt_file, listener)
     finally:
-        page.save(args.trace, "python engine.py " + shlex.join(args.words))
-        is_page = args.trace.lower().endswith(".html")
-        say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
+        if page:
+            page.save(args.trace, "python engine.py " + shlex.join(args.words))
+            is_page = args.trace.lower().endswith(".html")
+            say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
@@ -224,20 +215,36 @@ def _sampling_params(args, llm=None) -> SamplingParams:
 
 
 def _load(args, llm_class):
-    if llm_class is None:
-        from nanopaged.api.llm import LLM as llm_class  # here, so that --help does not wait for torch
     started = time.perf_counter()
     options = _given(args, ENGINE) | ({"warm_up": True} if args.serve else {})
     if args.speculate is not None:
         options["speculative_config"] = {"num_speculative_tokens": args.speculate}
-    llm = llm_class(args.model, **options)
-    devices = ", ".join(dict.fromkeys(str(runner.device) for runner in llm.runners))
-    pool = llm.scheduler.block_manager
-    pools = f"{len(llm.runners)} pools, together" if len(llm.runners) > 1 else "pool of"
-    blocks = f"{pool.num_blocks} {plural('block', pool.num_blocks)}"
-    say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pools} {blocks} of "
-             f"{pool.block_size} {plural('token', pool.block_size)}, loaded in {time.perf_counter() - started:.1f} s"))
+    llm = (llm_class or _import_llm())(args.model, **options)
+    runners, pool = llm.runners, llm.scheduler.block_manager
+    devices = ", ".join(dict.fromkeys(str(runner.device) for runner in runners))
+    pools = f"{len(runners)} pools, together" if len(runners) > 1 else "pool of"
+    say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pools} "
+             f"{counted(pool.num_blocks, 'block')} of {counted(pool.block_size, 'token')}, "
+             f"loaded in {time.perf_counter() - started:.1f} s"))
     return llm
+
+
+def _import_llm() -> type:
+    """LLM, imported here, so that --help does not wait for torch. Meanwhile Ctrl-C ends the process at once: torch's
+    own `except` clauses would swallow a KeyboardInterrupt, or Python's callbacks would be left with a traceback."""
+    def end(*_: Any) -> None:
+        try:
+            os.write(2, b"interrupted\n")
+        finally:
+            os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # a script's job with & ignores Ctrl-C
+        signal.signal(signal.SIGINT, end)
+    from nanopaged.api.llm import LLM
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, before)
+    return LLM
 
 
 def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "") -> int:
@@ -260,25 +267,30 @@ def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str
         print(flush=True)
     progress.note_end(output)
     sample = output.outputs[0]
-    went_wrong = sample.finish_reason == "error"
     say(progress.report(after_first=True, end=sample.finish_reason))
-    if went_wrong:
-        say(f"the text went wrong: {sample.stop_reason}")
-    return int(went_wrong)
+    return _report_errors([("the text", sample)])
 
 
 def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
     """Several texts, each under its prompt; the exit code."""
-    samples = [(title, sample) for title, output in zip(titles, outputs) for sample in output.outputs]
-    for title, sample in samples:
-        number = f" [{sample.index}]" if len(samples) > len(titles) else ""
-        score = "" if sample.score is None else f" score {sample.score:.4f}"
-        print(f"=== {title!r}{number}{score}\n{sample.text}\n")
-        if sample.finish_reason == "error":
-            say(f"{title!r:.80}{number} went wrong: {sample.stop_reason}")
-    num_new = sum(len(sample.token_ids) for _, sample in samples)
-    say(progress.report(f"{len(titles)} {plural('prompt', len(titles))}", num_new))
-    return int(any(sample.finish_reason == "error" for _, sample in samples))
+    several, samples = any(len(output.outputs) > 1 for output in outputs), []
+    for title, output in zip(titles, outputs):
+        for sample in output.outputs:
+            number = f" [{sample.index}]" * several
+            score = "" if sample.score is None else f" score {sample.score:.4f}"
+            print(f"=== {title!r}{number}{score}\n{sample.text}\n")
+            samples.append((f"{title!r:.80}{number}", sample))
+    code = _report_errors(samples)
+    say(progress.report(counted(len(titles), "prompt"), sum(len(sample.token_ids) for _, sample in samples)))
+    return code
+
+
+def _report_errors(samples: list[tuple[str, CompletionOutput]]) -> int:
+    """Say which of the named texts went wrong; the exit code."""
+    wrong = [(name, sample) for name, sample in samples if sample.finish_reason == "error"]
+    for name, sample in wrong:
+        say(f"{name} went wrong: {sample.stop_reason}")
+    return int(bool(wrong))
 
 
 def _nowhere():
@@ -349,6 +361,7 @@ OTHERS = dict(
     port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
 KINDS = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
+PARSERS = dict(tool_call_parser=tuple(FORMATS), reasoning_parser=THINKERS)
 NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
              system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
              chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
@@ -434,5 +447,4 @@ def _check_combination(args, talks: bool) -> None:
 
 
 if __name__ == "__main__":
-    from nanopaged.__main__ import run
-    run()
+    sys.exit(main())

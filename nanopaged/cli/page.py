@@ -23,7 +23,8 @@ class Page:
 
     def _note(self, frame: Frame) -> None:
         if len(self.frames) < self.most_frames:
-            self.frames.append(frame.to_json())
+            self.frames.append({name: value for name, value in vars(frame).items()
+                                if value not in (None, False, [], {}) or name in ("pool", "step")})
         else:
             self.num_left_out += 1
 

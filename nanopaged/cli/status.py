@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanopaged.outputs import RequestOutput
-from nanopaged.progress import ProgressBar, plural
+from nanopaged.progress import ProgressBar, counted
 
 
 def say(text: str) -> None:
@@ -62,26 +62,20 @@ class Progress:
                         refuse(key, error)
                 if not keys:
                     return
-                for output in self._step():
-                    if output.request_id in keys:
+                outputs = self.llm.step()
+                if outputs:
+                    self.note_text()
+                if self.bar.due:
+                    num_done, more = self.done()
+                    self.bar.update(num_done, self._counts()[2] - self.before[2], more)
+                for output in outputs:
+                    if output.finished and output.request_id in keys:
+                        self.note_end(output)
                         yield keys.pop(output.request_id), output
         finally:
             self.bar.clear()
             for request_id in keys:
                 self.llm.abort_request(request_id)
-
-    def _step(self) -> list[RequestOutput]:
-        """Compute a step, and return the outputs of the requests that it finished."""
-        outputs = self.llm.step()
-        if outputs:
-            self.note_text()
-        finished = [output for output in outputs if output.finished]
-        for output in finished:
-            self.note_end(output)
-        if self.bar.due:
-            num_done, more = self.done()
-            self.bar.update(num_done, self.num_new_tokens, more)
-        return finished
 
     def note_text(self) -> None:
         self.first = self.first or time.perf_counter()
@@ -96,27 +90,18 @@ class Progress:
     def _counts(self) -> tuple[int, int, int]:
         return self.pool.num_prompt_tokens, self.pool.num_cached_tokens, self.llm.scheduler.num_generated_tokens
 
-    @property
-    def num_new_tokens(self) -> int:
-        return self._counts()[2] - self.before[2]
-
-    @property
-    def blocks_in_use(self) -> int:
-        return self.pool.num_blocks - self.pool.num_free_blocks
-
     def report(self, start: str = "", num_new: int | None = None, after_first: bool = False, end: str = "") -> str:
         """The status line, of at most 100 columns. A longer one goes on in a second line.
 
         num_new: the number of new tokens, where the engine does not count them: beams
         after_first: the speed leaves out the first token, whose time is that of the prompt
         """
-        num_prompt, num_cached, counted = (now - before for now, before in zip(self._counts(), self.before))
-        num_new = counted if num_new is None else num_new
+        num_prompt, num_cached, num_generated = (now - before for now, before in zip(self._counts(), self.before))
+        num_new = num_generated if num_new is None else num_new
         since = self.first if after_first and self.first else self.started
         rate = max(0, num_new - after_first) / max(time.perf_counter() - since, 1e-9)
-        tokens = f"{'' if start else 'prompt '}{plural('token', num_prompt)}"
         drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
-        parts = [start, f"{num_prompt} {tokens} ({num_cached} cached)",
+        parts = [start, f"{counted(num_prompt, 'token' if start else 'prompt token')} ({num_cached} cached)",
                  f"first token {self.first - self.started:.2f} s" if self.first else "",
                  f"{num_new} new at {rate:.0f}/s",
                  f"{drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "",
@@ -133,5 +118,5 @@ class Progress:
         if self.llm.limited_by == "option":
             return f"max_model_len {most} ended {texts}; raise --max-model-len"
         num_blocks = most // self.pool.block_size  # of the smallest pool
-        return (f"the pool of {num_blocks} {plural('block', num_blocks)} ended {texts}; raise --num-blocks or "
-                "--gpu-memory-utilization")
+        pool = f"the pool of {counted(num_blocks, 'block')}"
+        return f"{pool} ended {texts}; raise --num-blocks or --gpu-memory-utilization"

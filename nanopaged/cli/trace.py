@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanopaged.cli.frames import NULL, Frame, Frames, Words
-from nanopaged.progress import plural
+from nanopaged.progress import counted
 
 WIDTH = 100  # columns of a line
 LABEL = 14  # columns of a line's label
@@ -47,12 +47,10 @@ class Trace:
         self.write = write or _print
         self.frames = Frames(llm, self.show)
         self.run = self.frames.header()
-        self.tables: dict[str, list] = {}  # name -> [pool, block table, blocks on the host]
-        self.cached: list[set[int]] = [set() for _ in range(self.run["pools"])]  # blocks that the prefix cache has
         self.num_prompt_tokens: dict[str, int] = {}
-        run, num_blocks, size = self.run, self.run["blocks"], self.run["block_size"]
-        several = f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
-        self.write(f"{several}a pool of {num_blocks} {plural('block', num_blocks)} of {size} {plural('token', size)}"
+        run = self.run
+        self.write(f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
+                   + f"a pool of {counted(run['blocks'], 'block')} of {counted(run['block_size'], 'token')}"
                    + f", {run['host_blocks']} more on the host" * (run["host_blocks"] > 0)
                    + f", attention sees {run['window']} tokens" * (run["window"] > 0))
         self._say("A", "prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled")
@@ -64,10 +62,7 @@ class Trace:
         self.frames.close()
 
     def show(self, frame: Frame) -> None:
-        """Add the frame's difference to the state, and print what happened."""
-        self.tables = {name: table for name, table in (self.tables | frame.tables).items() if table}
-        for pool, block, is_cached in frame.cached:
-            (self.cached[pool].add if is_cached else self.cached[pool].discard)(block)
+        """Print what happened."""
         self.num_prompt_tokens |= {name: seq[2] for name, seq in frame.seqs.items()}
         dict(step=self._step, idle=self._step, tokens=self._tokens, ended=self._ended, beams=self._beams,
              undone=self._undone)[frame.kind](frame)
@@ -190,7 +185,7 @@ class Trace:
     def _holders(self, pool: int) -> dict[int, list[str]]:
         """Held block -> the sequences whose tables list it."""
         holders: dict[int, list[str]] = {}
-        for name, (where, table, _) in self.tables.items():
+        for name, (where, table, _) in self.frames.tables.items():
             for block in table if where == pool else ():
                 holders.setdefault(block, []).append(name)
         holders.pop(NULL, None)
@@ -211,13 +206,13 @@ class Trace:
 
     def _cell(self, pool: int, block: int, names: list[str] | None) -> str:
         if not names:
-            return "." if block in self.cached[pool] else "_"
+            return "." if (pool, block) in self.frames.cached else "_"
         request, *others = {name.rstrip("0123456789") for name in names}
         return "*" if others else request[-1] if len(names) == 1 else request[-1].lower()
 
     def _table(self, name: str, frame: Frame, columns: int) -> str:
         """The block table in at most `columns` columns."""
-        pool, table, _ = self.tables[name]
+        pool, table, _ = self.frames.tables[name]
         holders, copies = self._holders(pool), {copy for _, copy, *_ in frame.copied}
         marks = ["-" if block == NULL else f"{block}" + "c" * (block in copies) + "*" * (len(holders[block]) > 1)
                  for block in table]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -138,13 +137,6 @@ def test_one_prompt_streams_with_its_continuation(call, capsys, prompt):
     assert ROMEO not in captured.err and "error" not in captured.err
 
 
-def test_sampling_options_reach_the_sampler(call):
-    """Drawn text depends on the seed and on nothing else, and equals that of LLM.generate with the same settings."""
-    settings = dict(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, seed=-7, max_tokens=25, ignore_eos=True)
-    texts = [call(prompt=ROMEO, **settings | dict(seed=seed)).out for seed in (-7, -7, -8)]
-    assert texts[0] == texts[1] == f"{ROMEO}{text_after(ROMEO, **settings)}\n" != texts[2]
-
-
 def received_by_llm(*argv: str) -> dict:
     received = {}
 
@@ -156,18 +148,36 @@ def received_by_llm(*argv: str) -> dict:
     return received
 
 
+RIGHT = {int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"), list: ("two words", ["two words"]),
+         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5})}
+WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
+         cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
+
+
+def given(name: str) -> tuple[list[str], object]:
+    """An option on the command line, and its value."""
+    kind = cli.KINDS[name]
+    text, value = (None, kind) if isinstance(kind, bool) else RIGHT[kind]
+    return [cli._option(name)] + [text] * (text is not None), value
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_engine_options_reach_the_engine(name):
     """What is not given is left to the engine."""
-    option = OPTIONS[name]
-    value = {bool: not option.default, int: 7, float: 0.5, str: "my/own", dict: {"top_k": 5}}[option.kind]
-    written = json.dumps(value) if option.kind is dict else str(value)
-    argv = [cli._option(name)] + [written] * (option.kind is not bool)
+    argv, value = given(name)
     assert received_by_llm(*argv) == dict(model="shakespeare") | {name: value}
+
+
+def test_a_value_of_another_type_is_refused(capsys):
+    for name, kind in cli.KINDS.items():
+        for value in WRONG.get(kind, ()):
+            assert run("--prompt", "x", f"{cli._option(name)}={value}", llm_class=no_llm) == 2
+            assert_refused(capsys.readouterr(), cli._option(name), repr(value))
 
 
 def test_short_names_and_underscores():
     assert received_by_llm("-m", "my/model") == dict(model="my/model")
+    assert cli._read_arguments(["--prompt", "x", "-n2", "--stop", "a", "--stop", " b"]).stop == ["a", " b"]
     assert received_by_llm("--max_num_seqs", "7", "--seed=5", "--speculate", "3") == dict(
         model="shakespeare", max_num_seqs=7, seed=5, speculative_config={"num_speculative_tokens": 3})
     assert cli._read_arguments(["--prompt", "a_b", "--system=--c_d", "--chat", "--model", "x"]).system == "--c_d"
@@ -210,24 +220,12 @@ def asked_params(monkeypatch, call):
     return asked_params
 
 
-SAMPLING_OPTIONS = {
-    "--max-tokens 7": dict(max_tokens=7), "--min-tokens 3": dict(min_tokens=3),
-    "--temperature 1.5": dict(temperature=1.5), "--top-k 5": dict(top_k=5), "--top-p 0.5": dict(top_p=0.5),
-    "--min-p 0.1": dict(min_p=0.1), "--n 2": dict(n=2), "-n 2": dict(n=2), "-n2": dict(n=2),
-    "--seed -3": dict(seed=-3), "--presence-penalty -1": dict(presence_penalty=-1),
-    "--frequency-penalty 0.5": dict(frequency_penalty=0.5), "--repetition-penalty 1.1": dict(repetition_penalty=1.1),
-    "--stop ACT --stop ' SCENE'": dict(stop=["ACT", " SCENE"]), "--stop-token-ids 5,6": dict(stop_token_ids=[5, 6]),
-    "--include-stop-str-in-output": dict(include_stop_str_in_output=True), "--ignore-eos": dict(ignore_eos=True),
-    "--no-skip-special-tokens": dict(skip_special_tokens=False), "--bad-words thou": dict(bad_words=["thou"]),
-    """--logit-bias '{"5": -1.5, "7": 3}'""": dict(logit_bias={5: -1.5, 7: 3}),
-    "--allowed-token-ids 3": dict(allowed_token_ids=[3])}
-
-
-@pytest.mark.parametrize("argv, fields", SAMPLING_OPTIONS.items(), ids=SAMPLING_OPTIONS)
-def test_sampling_options_become_sampling_parameters(asked_params, argv, fields):
+@pytest.mark.parametrize("name", [name for name in cli.SAMPLING if "logprobs" not in name])  # these need --output
+def test_sampling_options_become_sampling_parameters(asked_params, name):
+    argv, value = given(name)
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     assert asked_params(prompt="x") == ours
-    assert asked_params(*shlex.split(argv), prompt="x") == replace(ours, **fields) != ours
+    assert asked_params(*argv, prompt="x") == replace(ours, **{name: value}) != ours
 
 
 def checkpoint(folder: Path, **generation_config) -> str:
@@ -304,7 +302,7 @@ POOL_ENDED = "the pool of {} ended {}; raise --num-blocks or --gpu-memory-utiliz
 
 @pytest.mark.parametrize("options, said", [
     (dict(num_blocks=2), POOL_ENDED.format("2 blocks", "the text")),
-    (dict(num_blocks=1), POOL_ENDED.format("1 block", "the text")),
+    (dict(num_blocks=1), POOL_ENDED.format("1 block", "the text")),  # no plural
     (dict(num_blocks=2, n=2), POOL_ENDED.format("2 blocks", "2 texts")),
     (dict(num_blocks=2, beam_width=2), POOL_ENDED.format("2 blocks", "2 texts")),
     (dict(num_blocks=2, data_parallel_size=2), POOL_ENDED.format("2 blocks", "the text")),
@@ -323,19 +321,6 @@ def test_the_status_line_has_the_most_blocks_of_this_run(call, pools):
         printed = call(prompt=["O", "A"], max_tokens=num_tokens, ignore_eos=True, num_blocks=30, block_size=10,
                        data_parallel_size=pools, device="cpu", attention="torch").err
         assert f", {blocks}/{30 * pools} blocks" in printed
-
-
-def test_one_is_no_plural(call):
-    assert "pool of 20 blocks of 1 token, " in call(prompt=ROMEO, num_blocks=20, block_size=1, max_tokens=1).err
-    assert "pool of 1 block of 16 tokens, " in call(prompt="O", num_blocks=1, max_tokens=1).err
-
-
-def test_a_trace_on_request(call):
-    """The trace goes to stderr, and the texts are the same. One text does not stream into it, but is printed like
-    several."""
-    options = dict(prompt=[ROMEO, "O"], max_tokens=5, num_blocks=20, device="cpu", llm_class=LLM)
-    plain, traced = call(**options), call(**options, trace=True)
-    assert traced.out == plain.out and "step 1" in traced.err and "step 1" not in plain.err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,13 +356,14 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize("more", [{}, dict(beam_width=2)], ids=["samples", "beams"])
 def test_several_prompts_have_a_progress_bar(call, monkeypatch, more):
+    """A trace takes its place on stderr. The texts are the same."""
     options = dict(prompt=[ROMEO, JULIET], max_tokens=5, device="cpu") | more
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    call(**options)
+    plain = call(**options)
     assert re.search(r"\r\[\.{20}\] 0/2 prompts, \d:\d\d, \d+ tokens/s", screen.getvalue())
     assert re.fullmatch("2 prompts, .*\n", screen.getvalue().split("\r")[-1])
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    call(**options, num_blocks=20, trace=True, llm_class=LLM)
+    assert call(**options, num_blocks=20, trace=True, llm_class=LLM).out == plain.out
     assert "step 1" in screen.getvalue() and "\r" not in screen.getvalue()
 
 
@@ -398,37 +384,26 @@ def test_beams_with_their_scores(call):
 # Bad input
 # --------------------------------------------------------------------------------------------------
 
-WRONG_TYPE = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
-              cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
-OUT_OF_RANGE = {  # test_params.py has those of all sampling parameters
-    "--temperature": ["-0.1", "nan", "inf"], "--stop": [""], "--min-tokens": ["-1", "2"], "--allowed-token-ids": ["-1"],
-    "--logit-bias": ['{"-1": 1}', '{"x": 1}', '{"5": "a"}', '{"5": NaN}'], "--beam-width": ["0", "-1"],
-    "--seed": [str(2**63), str(-2**63 - 1)],
-    "--block-size": ["0", "-16"], "--num-blocks": ["0", "-1", str(10**20)], "--max-model-len": ["0", "-1", "1025"],
-    "--max-num-seqs": ["0", "-1", str(2**20 + 1)], "--max-num-batched-tokens": ["0", "-1", str(2**31)],
-    "--gpu-memory-utilization": ["0", "-0.5", "1.1", "nan", "inf"], "--swap-space": ["-1", str(2**20), "nan", "inf"],
-    "--dtype": ["int8", "", "Float32"], "--device": ["tpu", "", "cuda:99", "cuda:x"], "--attention": ["flash", ""],
-    "--load-format": ["gguf", ""], "--kv-cache-dtype": ["int4", ""], "--scheduling-policy": ["lifo", ""],
-    "--generation-config": ["checkpoint", ""], "--data-parallel-size": ["0", "65"],
-    "--tensor-parallel-size": ["0", "65"]}
+OUT_OF_RANGE = {  # one of each check; test_params.py and test_what_llm_refuses have all
+    "temperature": ["-0.1", "nan"], "stop": [""], "min_tokens": ["2"], "logit_bias": ['{"-1": 1}', '{"5": NaN}'],
+    "beam_width": ["0", "-1"], "seed": [str(2**63)], "num_blocks": ["0", str(10**20)], "max_model_len": ["1025"],
+    "gpu_memory_utilization": ["nan"], "dtype": ["int8", "", "Float32"], "device": ["tpu", "", "cuda:99", "cuda:x"],
+    "attention": ["flash", ""], "load_format": ["gguf"]}
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused(call, name):
-    field = name.removeprefix("--").replace("-", "_")
     for value in OUT_OF_RANGE[name]:
-        captured = call(**dict(prompt="x", max_tokens=1, llm_class=LLM, code=2) | {field: value})
-        assert_refused(captured, value if name != "--logit-bias" else "")
-        assert name in captured.err or field in captured.err
+        captured = call(**dict(prompt="x", max_tokens=1, llm_class=LLM, code=2) | {name: value})
+        assert_refused(captured, value if name != "logit_bias" else "")
+        assert name in captured.err or cli._option(name) in captured.err
 
 
 @pytest.mark.parametrize("argv, words", [
     ("", ["--prompt"]), ("--max-tokens 8", ["--prompt"]), ("--prompt", ["--prompt"]),
-    ("--prompt x --frobnicate", ["--frobnicate"]), ("--prompt x --frobnicate 7", ["--frobnicate"]),
     ("--prompt x -p 2", ["-p"]), ("--prompt x more", ["more"]), ("--prompt x --top-k", ["--top-k"]),
     ("--prompt x --max-tok 8", ["--max-tok"]),  # no abbreviations: what they mean changes as options are added
     ("hi", ['hi; write a prompt as --prompt "TEXT"']), ("--prompt But soft,", ['--prompt "TEXT"']),
-    ("--prompt x --no-enable-prefix-caching=yes", ["--no-enable-prefix-caching"]),
     ("--prompt x --ignore-eos=1", ["--ignore-eos"]),
     ("--prompt x --max-tokes 8", ["--max-tokes 8; did you mean --max-tokens? "]),
     ("--prompt x --max_tokes=8", ["--max-tokes=8; did you mean --max-tokens? "]),
@@ -440,22 +415,20 @@ def test_a_value_out_of_range_is_refused(call, name):
     ("--prompts FILE.txt --no-history", ["--no-history", "--chat"]),
     ("--prompt x --system S", ["--system", "--chat"]),
     ("--prompt x --output OUT.jsonl", ["--output", "--prompts"]), ("--output OUT.jsonl", ["--prompts"]),
-    ("--chat --output OUT.jsonl", ["--output", "--prompts"]),
     ("--prompts FILE.txt --output ./FILE.txt", ["--output", "FILE.txt"]),
     ("--prompt x --chat-template FILE.txt", ["--chat-template", "--chat", "--prompts"]),
-    ("--prompt x --chat-template-kwargs {}", ["--chat-template-kwargs", "--chat"]),
     ("--chat --prompt x --chat-template nowhere.jinja", ["--chat-template", "nowhere.jinja", "No such file"]),
-    ("--chat --prompt x --chat-template .", ["--chat-template", "directory"]),
     ("--chat --prompt x --chat-template latin.txt", ["--chat-template", "latin.txt", "UTF-8"]),
     ("--prompt x --logprobs 2", ["--logprobs", "--output"]),
     ("--prompts FILE.txt --prompt-logprobs 2", ["--prompt-logprobs", "--output"]),
     ("--prompt x --length-penalty 2", ["--length-penalty", "--beam-width"]),
     ("--prompt x --beam-width 2 --n 2", ["--n", "--beam-width"]),
     ("--prompt x --beam-width 2 --temperature 0 --stop ACT", ["--temperature", "--stop", "--beam-width"]),
-    ("--prompt x --beam-width 2 --no-skip-special-tokens", ["--no-skip-special-tokens", "--beam-width"]),
     ("--prompt x --beam-width 2 --length-penalty nan", ["length_penalty", "nan"]),
     ("--prompt x --max-tokens 4 --min-tokens 5", ["min_tokens", "max_tokens 4", "5"]),
     ("--prompt x --min-tokens 300 --generation-config vllm", ["max_tokens 256"]),
+    ("--prompt x --trace run.txt", ["--trace takes FILE.html or FILE.json", "not 'run.txt'"]),
+    ("--prompt x --trace nowhere/run.html", ["--trace 'nowhere/run.html' cannot be opened: No such file"]),
     ("--chat --model x", ["stdin", "--prompt"])])  # the tests' stdin is empty
 def test_unknown_and_missing_options_and_those_that_do_not_go_together(capsys, tmp_path, monkeypatch, argv, words):
     """Such options are refused before anything is loaded. A typo gets a hint."""
@@ -497,12 +470,9 @@ def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
 
 
 @pytest.mark.parametrize("options, word", [
-    (dict(prompt=""), "empty"), (dict(prompt=[ROMEO, ""]), "empty"), (dict(prompt="", n=2), "empty"),
-    (dict(prompt="", beam_width=2), "empty"), (dict(prompt="what light " * 2000), "max_model_len 1024"),
-    (dict(prompt=[ROMEO, "la " * 9000]), "max_model_len 1024"),
-    (dict(prompt="what light through yonder window breaks", max_model_len=4), "max_model_len 4"),
-    (dict(prompt="broken \udce9 text"), "surrogate"), (dict(prompt="x", skip_tokenizer_init=True), "tokenizer"),
-    (dict(prompt="x", allowed_token_ids="5,1024"), "1024"), (dict(prompt="x", logit_bias='{"99999": 1}'), "99999"),
+    (dict(prompt=""), "empty"), (dict(prompt=[ROMEO, ""]), "empty"), (dict(prompt="", beam_width=2), "empty"),
+    (dict(prompt=[ROMEO, "la " * 9000]), "max_model_len 1024"), (dict(prompt="broken \udce9 text"), "surrogate"),
+    (dict(prompt="x", skip_tokenizer_init=True), "tokenizer"), (dict(prompt="x", allowed_token_ids="5,1024"), "1024"),
     (dict(prompt="x", chat=True), "--chat-template")], ids=lambda value: repr(value)[:50])
 def test_prompts_that_can_never_run(call, options, word):
     """The model is loaded by then, which stderr may say; the error comes last, stdout stays empty, and the engine is
@@ -519,16 +489,6 @@ def test_prompts_that_can_never_run(call, options, word):
 # Edges that are no errors
 # --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [
-    dict(max_tokens=1), dict(max_tokens=99999999, max_model_len=24), dict(temperature="1e-6"), dict(top_k=99999999),
-    dict(top_k=-1), dict(top_p="1e-9"), dict(min_p=1), dict(seed=2**63 - 1, n=2), dict(seed=-2**63),
-    dict(block_size=1), dict(block_size=256, num_blocks=1), dict(max_num_seqs=1, n=3), dict(max_num_batched_tokens=1),
-    dict(dtype="float16"), dict(attention="torch")], ids=str)
-def test_edge_values_run(call, options):
-    captured = call("--no-enable-prefix-caching", **dict(prompt=ROMEO, max_tokens=4) | options)
-    assert captured.out.count(ROMEO) == options.get("n", 1) and "error" not in captured.err
-
-
 def test_a_dict_may_say_that_there_are_no_token_ids():
     prompts = [{"prompt": ROMEO, "prompt_token_ids": None}, ROMEO]
     first, second = generate(prompts, max_tokens=4, temperature=0)
@@ -543,7 +503,7 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and len(lines) <= 50 and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out))
-    assert named - {"--version"} == set(map(cli._option, cli.KINDS)) >= {*OUT_OF_RANGE}
+    assert named - {"--version"} == set(map(cli._option, cli.KINDS))
 
 
 def test_help_tells_the_defaults():
@@ -665,23 +625,17 @@ def answers_to(*questions: str) -> str:
     return "".join(answer + "\n" for answer in turns[1::2])
 
 
-def test_chat_answers_a_message(call, chat, monkeypatch):
-    """The answer alone streams to stdout. What is piped in is one message."""
+def test_chat_answers_messages(call, chat, monkeypatch):
+    """One answer alone streams to stdout. What is piped in is one message; several are conversations of their own."""
     captured = call(**chat, prompt="Who is there?")
     assert captured.out == answers_to("Who is there?")
     assert "12 new at" in captured.err and "Who" not in captured.err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who\nis there?\n"))
-    assert call(**chat).out == answers_to("Who\nis there?")
-
-
-def test_chat_with_a_system_message_and_variables(call, chat):
     captured = call(**chat, prompt="Hi", system="Brief!", chat_template_kwargs='{"speaker": "JULIET"}')
     assert captured.out == answer_to("Hi", system="Brief!", speaker="JULIET") + "\n" != answers_to("Hi")
-
-
-def test_several_messages_are_conversations_of_their_own(call, chat):
-    questions = ["Who is there?", "Hi"]
-    assert_in_order(call(**chat, prompt=questions).out, [f"=== {text!r}\n{answer_to(text)}\n" for text in questions])
+    several = [f"=== {text!r}\n{answer_to(text)}\n" for text in ("Who is there?", "Hi")]
+    assert_in_order(call(**chat, prompt=["Who is there?", "Hi"]).out, several)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who\nis there?\n"))
+    assert call(**chat).out == answers_to("Who\nis there?")
     del chat["temperature"]
     assert "=== 'Hi' [1] score -" in call(**chat, prompt="Hi", beam_width=2).out
 
@@ -824,10 +778,8 @@ def test_a_conversation_may_go_on_for_ever(talk, asked):
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
 
 
-@pytest.mark.parametrize("more, words", [
-    (dict(n=2), ["--n", "conversation"]), (dict(output="OUT.jsonl"), ["--output"])], ids=str)
-def test_options_that_a_conversation_cannot_have(talk, more, words):
-    assert_refused(talk(**more, code=2), *words)
+def test_a_conversation_has_one_answer_at_a_time(talk):
+    assert_refused(talk(n=2, code=2), "--n", "conversation")
 
 
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.cli.frames import VERSION, Frame
+from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
 from nanopaged.cli.page import Page
 from nanopaged.tests.helpers import load
+from nanopaged.tests.test_trace import Witness
 
 torch.set_num_threads(1)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -48,26 +49,17 @@ def states(run: dict):
         yield frame, dict(tables), dict(lens), dict(texts), [set(blocks) for blocks in cached]
 
 
-def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[LLM, dict, list]:
-    """An engine, its page's data, and for each launched step the state of the scheduler by other means."""
+def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dict]:
+    """The witness of a run, and its page's data."""
     llm = load("shakespeare", **dict(device="cpu", num_blocks=18, block_size=4, max_num_seqs=256) | options)
-    page, witnessed = Page(llm, most_frames), []
-    for gpu, (runner, one) in enumerate(zip(llm.runners, llm.engines)):
-        def launch(step, gpu=gpu, scheduler=one.scheduler, launch=runner.launch):
-            witnessed.append((gpu, [list(seq.block_table) for seq in scheduler.running],
-                              [seq.num_computed_tokens for seq in scheduler.running],
-                              [llm.tokenizer.decode(seq.token_ids[:seq.num_computed_tokens])
-                               for seq in scheduler.running],
-                              set(scheduler.block_manager.key_of_block), sum(step.num_tokens), list(step.copies)))
-            return launch(step)
-        runner.launch = launch
+    page, witness = Page(llm, most_frames), Witness(llm)
     run(llm)
     page.save(str(tmp_path / "run.html"), "a run </script>")
     page.save(str(tmp_path / "run.json"), "a run </script>")
     page.close()
     data = run_of((tmp_path / "run.html").read_text())
     assert data == json.loads((tmp_path / "run.json").read_text())
-    return llm, data, witnessed
+    return witness, data
 
 
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
@@ -85,32 +77,30 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_data_is_what_happened(tmp_path, name):
+    """The differences add up to the states and the texts of the witness, which are the engine's."""
     run, options, kinds = RUNS[name]
-    llm, data, witnessed = recorded(tmp_path, run, **options)
-    assert (data["blocks"], data["block_size"], data["pools"]) == (options.get("num_blocks", 18), 4, len(llm.runners))
+    witness, data = recorded(tmp_path, run, **options)
+    pools, decode = options.get("data_parallel_size", 1), witness.llm.tokenizer.decode
+    assert (data["blocks"], data["block_size"], data["pools"]) == (options.get("num_blocks", 18), 4, pools)
     assert data["version"] == VERSION and "</script>" in data["command"]
-    steps = [state for state in states(data) if state[0]["kind"] == "step"]
-    assert len(steps) == len(witnessed) > 10
-    seqs = {name: seq for frame in data["frames"] for name, seq in frame.get("seqs", {}).items()}
-    for (frame, tables, lens, texts, cached), (gpu, held, computed, known, keys, num_tokens, copies) in zip(
-            steps, witnessed):
-        names = [row[0] for row in frame["work"]]
-        assert frame["pool"] == gpu and [tables[name][:2] for name in names] == [[gpu, table] for table in held]
-        assert [lens[name] for name in names] == computed and frame["num_tokens"] == num_tokens
-        assert cached[gpu] == keys and [tuple(pair[:2]) for pair in frame.get("copied", [])] == copies
-        if "lookahead" not in options:  # with it, the text of the last token is not known yet
-            assert ["".join(texts[name][:lens[name]]) for name in names] == known
-        assert sum(end - start for _, _, start, end, *_ in frame["work"]) == num_tokens
-        assert all(seqs[name][1] == int(re.sub("[A-Z]+", "", name) or 0) for name in names)
-    *_, (_, tables, lens, _, _) = states(data)
+    assert len(data["frames"]) == len(witness.states)
+    launched = iter(witness.known)
+    for (frame, tables, lens, texts, cached), told in zip(states(data), witness.states):
+        assert (tables, lens, {(gpu, block) for gpu, blocks in enumerate(cached) for block in blocks}) == told
+        if frame["kind"] == "step":
+            assert {name: "".join(texts[name][:lens[name]]) for name, *_ in frame["work"]} == {
+                name: decode(token_ids) for name, token_ids in next(launched).items()}
     assert tables == lens == {} and kinds <= {kind for frame in data["frames"] for kind in frame}
-    sampled = [frame["step"] for frame in data["frames"] if "sampled" in frame]
-    assert sorted(sampled) == [frame["step"] for frame, *_ in steps]
+    seqs = {name: seq for frame in data["frames"] for name, seq in frame.get("seqs", {}).items()}
+    assert all(name == letters(number) + re.sub("[A-Z]", "", name) and sample == int(re.sub("[A-Z]", "", name) or 0)
+               for name, (number, sample, *_) in seqs.items())
+    steps, sampled = ([frame["step"] for frame in data["frames"] if key in frame] for key in ("work", "sampled"))
+    assert steps == sorted(sampled) and len(steps) > 10
 
 
 def test_a_text_is_told_as_it_becomes_known(tmp_path):
     """A token that ends within a character is told as its bytes, and the one that completes it has the character."""
-    llm, data, _ = recorded(tmp_path, lambda llm: llm.generate("\u20ac<!--<script>", SamplingParams(max_tokens=12)))
+    _, data = recorded(tmp_path, lambda llm: llm.generate("\u20ac<!--<script>", SamplingParams(max_tokens=12)))
     *_, (_, _, _, texts, _) = states(data)
     pieces = texts["A"]
     assert pieces[0] == [0xE2] and "".join(piece for piece in pieces if isinstance(piece, str)).startswith("\u20ac<!--")
@@ -126,7 +116,7 @@ def test_the_pictures_in_the_readme():
 
 def test_the_frames_in_the_readme(tmp_path):
     """README names every field of the data."""
-    _, data, _ = recorded(tmp_path, RUNS["samples"][0])
+    _, data = recorded(tmp_path, RUNS["samples"][0])
     table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
     for name in [*data, *(item.name for item in fields(Frame))]:
         assert f"`{name}`" in table, name
@@ -134,8 +124,8 @@ def test_the_frames_in_the_readme(tmp_path):
 
 
 def test_long_runs_are_cut(tmp_path):
-    _, data, witnessed = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
-    assert len(data["frames"]) == 5 and data["left_out"] >= 2 * len(witnessed) - 5
+    witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
+    assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
 
 
 def test_a_page_on_request(tmp_path, capsys):
@@ -167,16 +157,6 @@ def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(LLM, "advance", interrupted)
     assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
-
-
-@pytest.mark.parametrize("name, words", [
-    ("run.txt", "--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not 'run.txt'"),
-    ("nowhere/run.html", "--trace 'nowhere/run.html' cannot be opened: No such file or directory"),
-    ("nowhere/run.json", "--trace 'nowhere/run.json' cannot be opened: No such file or directory")])
-def test_files_that_are_no_page(tmp_path, capsys, monkeypatch, name, words):
-    monkeypatch.chdir(tmp_path)
-    assert main(["--prompt", "x", "--trace", name], lambda *_, **__: pytest.fail("it is loaded")) == 2
-    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,7 +321,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
     """A wrong draft is struck through in the pool, and the token chosen in its place is drawn in the text."""
     def call(llm):
         llm.generate("ROMEO:\nI love thee. I love", SamplingParams(max_tokens=60, temperature=0))
-    _, run, _ = recorded(tmp_path, call, num_blocks=40, speculative_config=dict(num_speculative_tokens=4))
+    _, run = recorded(tmp_path, call, num_blocks=40, speculative_config=dict(num_speculative_tokens=4))
     result = played(tmp_path / "run.html", look := list(range(60)))
     assert_played(run, result, look)
     drafts = wrong = 0
@@ -361,7 +341,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
 @pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390)])
 def test_a_browser_plays_other_runs(tmp_path, name, width):
     call, options, _ = RUNS[name]
-    _, run, _ = recorded(tmp_path, call, **options)
+    _, run = recorded(tmp_path, call, **options)
     result = played(tmp_path / "run.html", look := [0, 5, 12], width)
     assert_played(run, result, look)
     (tour_top, tour_bottom), (stage_top, _) = result["view"]  # the tour stays above what it explains
@@ -372,7 +352,7 @@ def test_a_browser_plays_other_runs(tmp_path, name, width):
 
 @needs_chromium
 def test_a_browser_opens_what_could_end_the_script(tmp_path):
-    _, run, _ = recorded(tmp_path, lambda llm: llm.generate("<!--<script>", SamplingParams(max_tokens=2)))
+    _, run = recorded(tmp_path, lambda llm: llm.generate("<!--<script>", SamplingParams(max_tokens=2)))
     result = played(tmp_path / "run.html", [0])
     assert_played(run, result, [0])
     assert '"<!--<script>"' in result["shown"][0]["words"]

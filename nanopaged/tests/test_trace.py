@@ -1,10 +1,12 @@
-"""What --trace prints, held to what the scheduler and the block manager really did. A `Witness` takes that down by
-other means than the trace: at every launch, and from inside the block manager."""
+"""What --trace prints. A `Witness` holds each frame of a step to what the scheduler and the block manager really did,
+which it takes down by other means: at every launch, and from inside the block manager."""
 import io
+import itertools
 import re
 import sys
 import unicodedata
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -15,9 +17,8 @@ import kernel
 from engine import Sampled
 from kernel import cdiv
 from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
-from nanopaged.cli.frames import letters, splits_of
+from nanopaged.cli.frames import Frame, Frames, letters, splits_of
 from nanopaged.cli.trace import Trace, _blocks, _fit, _listing
-from nanopaged.scheduling.additions import NULL
 from nanopaged.tests.helpers import load
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -47,53 +48,82 @@ def greedy(max_tokens=16, **settings) -> SamplingParams:
 
 def name_of(seq, llm) -> str:
     several = seq.sampling.params.n > 1 or seq.request_id.startswith("beam")
-    return chr(ord("A") + seq.order[1]) + (str(seq.order[2]) if several else "")
+    return letters(seq.order[1]) + (str(seq.order[2]) if several else "")
 
 
 class Witness:
-    """What happened in each launched step, taken down without the trace."""
+    """Notes the frames of an LLM, and compares each of a step with the engine when the step is launched."""
 
     def __init__(self, llm):
-        self.llm, self.manager, self.steps = llm, llm.scheduler.block_manager, []
-        self.taken, self.evicted, self.freed = [], [], []
-        self.tokens = {}  # name -> tokens sampled
-        self._launch, self._take, self._release = llm.runner.launch, self.manager._pop_free_block, self.manager._decref
-        llm.runner.launch, self.manager._pop_free_block, self.manager._decref = self.launch, self.take, self.release
+        self.llm, self.frames, self.states, self.known = llm, [], [], []
+        self.sampled = {}  # name -> tokens
+        self.source = Frames(llm, self.note)
+        for gpu, (runner, one) in enumerate(zip(llm.runners, llm.engines)):
+            taken, evicted = [], []
+            self.watch(one.scheduler.block_manager, taken, evicted)
+            runner.launch = partial(self.launch, gpu, one.scheduler, runner.launch, taken, evicted)
 
-    def take(self):
-        block = next(iter(self.manager.free_queue))
-        self.evicted += [block] if block in self.manager.key_of_block else []
-        self.taken.append(self._take())
-        assert self.taken[-1] == block
-        return block
+    def note(self, frame):
+        self.frames.append(frame)
+        self.states.append((self.source.tables, self.source.lens, self.source.cached))
 
-    def release(self, block):
-        self._release(block)
-        self.freed += [block] if block != NULL and self.manager.ref_counts[block] == 0 else []
+    def watch(self, manager, taken, evicted):
+        def take(pop=manager._pop_free_block):
+            block = next(iter(manager.free_queue))
+            evicted.extend([block] if block in manager.key_of_block else [])
+            taken.append(pop())
+            assert taken[-1] == block
+            return block
 
-    def launch(self, step):
-        manager, scheduler = self.manager, self.llm.scheduler
-        pool = "".join(("." if block in manager.key_of_block else "_") if count == 0 else "1" if count == 1 else "2"
-                       for block, count in enumerate(manager.ref_counts))
-        work = {name_of(seq, self.llm): (seq.num_computed_tokens - n, seq.num_computed_tokens, seq in step.sampled)
-                for seq, n in zip(step.seqs, step.num_tokens)}
-        tables = {name_of(seq, self.llm): ["-" if block == NULL else str(block) for block in seq.block_table]
-                  for seq in scheduler.running}
-        self.steps.append(SimpleNamespace(
-            pool=pool, work=work, tables=tables, taken=self.taken, evicted=self.evicted, copies=list(step.copies),
-            swaps_in=list(step.swaps_in), swaps_out=list(step.swaps_out), registered=list(step.cached),
-            preempted=[name_of(seq, self.llm) for seq in step.preempted], waiting=len(scheduler.waiting),
-            held={name_of(seq, self.llm): seq.num_hit_tokens for seq in scheduler.running}))
-        self.taken, self.evicted = [], []
-        read = self._launch(step)
+        manager._pop_free_block = take
+
+    def names(self, seqs):
+        return [name_of(seq, self.llm) for seq in seqs]
+
+    def launch(self, gpu, scheduler, launch, taken, evicted, step):
+        frame, manager, names = self.frames[-1], scheduler.block_manager, self.names(scheduler.running)
+        assert (frame.kind, frame.pool, frame.num_tokens) == ("step", gpu, sum(step.num_tokens))
+        assert [name for name, *_ in frame.work] == names
+        assert {name: tuple(row) for name, _, *row, _ in frame.work if row[1]} == {
+            name_of(seq, self.llm): (seq.num_computed_tokens - count, seq.num_computed_tokens, seq in step.sampled)
+            for seq, count in zip(step.seqs, step.num_tokens)}
+        assert [name for name, kind, *_ in frame.work if kind == "again"] == self.names(
+            seq for seq, count in zip(step.seqs, step.num_tokens)
+            if seq.num_computed_tokens - count < seq.num_hit_tokens)
+        assert [self.source.tables[name][:2] for name in names] == [[gpu, seq.block_table] for seq in scheduler.running]
+        assert [self.source.lens[name] for name in names] == [seq.num_computed_tokens for seq in scheduler.running]
+        assert {block for pool, block in self.source.cached if pool == gpu} == manager.key_of_block.keys()
+        moved = [copy for _, copy in step.copies] + [block for _, block in step.swaps_in]
+        assert sorted(moved + [block for _, blocks in frame.taken for block in blocks]) == sorted(taken)
+        assert sorted(frame.evicted) == sorted(evicted) and frame.registered == step.cached
+        assert [(block, copy) for block, copy, *_ in frame.copied] == step.copies
+        assert {pair for _, *hosts in frame.swapped_in for pair in zip(*hosts)} == set(step.swaps_in)
+        assert [name for name, *_ in frame.preempted] == self.names(step.preempted)
+        assert [pair for _, blocks, hosts in frame.preempted for pair in zip(blocks, hosts)] == step.swaps_out
+        assert bool(frame.waits) >= bool(scheduler.waiting)
+        self.known.append({name: seq.token_ids[:seq.num_computed_tokens]
+                           for name, seq in zip(names, scheduler.running)})
+        taken.clear()
+        evicted.clear()
+        read = launch(step)
 
         def read_and_note(*args):
             result = read(*args)
-            for seq, token in zip(step.sampled, result.tokens):
-                self.tokens.setdefault(name_of(seq, self.llm), []).append(token)
+            for name, token in zip(self.names(step.sampled), result.tokens):
+                self.sampled.setdefault(name, []).append(token)
             return result
 
+        read_and_note.is_done = read.is_done
         return read_and_note
+
+    def assert_all_told(self, num_steps):
+        """Every step that was computed has a frame, and so has every token that was sampled; without a tokenizer."""
+        assert num_steps == len({frame.step for frame in self.frames if frame.kind == "step"}) > 0
+        told = {}
+        for name, words, notes in itertools.chain(*(frame.sampled for frame in self.frames)):
+            told.setdefault(name, []).extend(words if words and "best_of" not in notes else [])
+        assert {name: tokens[:len(told[name])] for name, tokens in self.sampled.items() if told[name]} == {
+            name: tokens for name, tokens in told.items() if tokens}
 
 
 def sections(lines: list[str]) -> list[list[str]]:
@@ -107,18 +137,6 @@ def texts(section: list[str], label: str) -> list[str]:
     return [line[14:] for line in section if line[2:13].rstrip() == label]
 
 
-def numbers(section: list[str], label: str) -> list[int]:
-    """The block ids behind a colon."""
-    return [int(number) for text in texts(section, label) for number in text.split(": ")[1].split()]
-
-
-def pairs(section: list[str], label: str) -> list[tuple[int, int]]:
-    """The pairs of lines like "B: swapped out, 4 5 to host 0 1": (4, 0), (5, 1)."""
-    found = [re.search(r"([\d ]+) to (?:host )?([\d ]+)", text) for text in texts(section, label)]
-    return [(int(a), int(b)) for match in found if match
-            for a, b in zip(match[1].split(), match[2].split(), strict=True)]
-
-
 def columns(line: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
 
@@ -128,65 +146,20 @@ def assert_lines_fit(lines: list[str]):
         assert columns(line) <= 100 and line.isprintable() and line == line.rstrip(), line
 
 
-def assert_true(lines: list[str], witness: Witness):
-    """Every step that was launched was printed, and all that is printed of a step is true."""
-    assert_lines_fit(lines)
-    printed = sections(lines)
-    assert len(printed) == len(witness.steps) > 0
-    for number, (section, step) in enumerate(zip(printed, witness.steps)):
-        total = sum(end - start for start, end, _ in step.work.values())
-        header = r"step (\d+): (\d+) of at most \d+ tokens, for (\d+) of (\d+) running sequences"
-        numbers_there = [int(group) for group in re.fullmatch(header, section[0]).groups()]
-        assert numbers_there == [number, total, len(step.work), len(step.tables)]
-        assert_rows_true(section, step)
-        items = [item.split() for text in texts(section, "taken") for item in text.split(", ")]
-        taken = [int(block) for _, *blocks in items for block in blocks]
-        moved = [copy for _, copy in step.copies] + [block for _, block in step.swaps_in]
-        assert Counter(taken + moved) == Counter(step.taken)
-        assert Counter(numbers(section, "evicted")) == Counter(step.evicted)
-        assert numbers(section, "registered") == step.registered
-        assert pairs(section, "copied") == step.copies
-        assert Counter(pairs(section, "swapped in")) == Counter(step.swaps_in)
-        assert pairs(section, "preempted") == step.swaps_out
-        assert [text.split(":")[0] for text in texts(section, "preempted")] == step.preempted
-        assert not step.waiting or any(" waits: " in line or " waits on the host: " in line for line in section)
-    sampled = {}
-    for line in lines:
-        if line.startswith("  sampled ") and "best of" not in line:
-            for item in re.sub(r"^in step \d+, read only now: ", "", line[14:]).split(", "):
-                if re.fullmatch(r"\w+ \d+", item):
-                    sampled.setdefault(item.split()[0], []).append(int(item.split()[1]))
-    if sampled:
-        assert sampled == {name: tokens[:len(sampled[name])] for name, tokens in witness.tokens.items()}
-
-
-def assert_rows_true(section: list[str], step):
-    """Each running sequence's work and block table are printed as they are, and so is the picture of the pool."""
-    rows = {line.split()[0]: line for line in section[1:1 + len(step.tables)]}
-    assert list(rows) == list(step.tables)
-    for name, line in rows.items():
-        work, table = re.fullmatch(r"  \w+ +(.*?) +\[(.*)\]", line).groups()
-        marks = table.split()
-        assert [mark.rstrip("c*") for mark in marks] == step.tables[name]
-        for mark, block in zip(marks, step.tables[name]):
-            assert block == "-" or ("*" in mark) == (step.pool[int(block)] == "2")
-            assert ("c" in mark) == (block in {str(copy) for _, copy in step.copies})
-        if name in step.work:
-            start, end, samples = step.work[name]
-            assert re.search(rf"(decode|token|prompt|recompute) {start}(\.\.{end - 1})?\b", work), work
-            assert work.endswith(f" -> {end}") == samples
-            assert ("again, for its logits" in work) == (start < step.held[name])
-        else:
-            assert "waits" in work
-    [pool] = texts(section, "pool")[:1]
-    picture = pool.split("  ")[0].replace(" ", "")
-    kinds = "".join(char if char in "._" else "2" if char == "*" or char.islower() else "1" for char in picture)
-    assert kinds == step.pool
-    held = len(kinds) - kinds.count(".") - kinds.count("_")
-    assert pool.endswith(f"{held} held ({kinds.count('2')} shared), {kinds.count('.')} free but cached, "
-                         f"{kinds.count('_')} empty")
-    for name, table in step.tables.items():
-        assert all(picture[int(block)] in (name[0], name[0].lower(), "*") for block in table if block != "-")
+def assert_drawn(section: list[str], frame: Frame, cached: set[tuple[int, int]]):
+    """The picture of the pool and the marks have the blocks of the tables that are printed."""
+    tables = {name: texts(section, name)[0].split("[")[1].rstrip("]").split() for name, *_ in frame.work}
+    held = Counter(mark.rstrip("c*") for marks in tables.values() for mark in marks if mark != "-")
+    for name, marks in tables.items():
+        assert ["*" in mark for mark in marks] == [held[mark.rstrip("c*")] > 1 for mark in marks]
+        assert sum("c" in mark for mark in marks) == sum(name in copied[2] for copied in frame.copied)
+    picture, _, counts = texts(section, "pool")[0].partition("  ")
+    kinds = {str(block): char for block, char in enumerate(picture.replace(" ", ""))}
+    assert all(held[block] == 0 if kind in "._" else (kind in "*abc") == (held[block] > 1)
+               for block, kind in kinds.items())
+    assert {block for block, kind in kinds.items() if kind == "."} == {str(block) for _, block in cached} - held.keys()
+    assert counts == (f"{len(held)} held ({sum(count > 1 for count in held.values())} shared), {picture.count('.')} "
+                      f"free but cached, {picture.count('_')} empty")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,7 +198,13 @@ def test_what_is_printed_is_so(case):
     llm = small(**options)
     witness, lines = Witness(llm), traced(llm)
     llm.generate(prompts + prompts[:1], params)
-    assert_true(lines, witness)
+    assert_lines_fit(lines)
+    printed = sections(lines)
+    witness.assert_all_told(len(printed))
+    steps = [(frame, cached) for frame, (*_, cached) in zip(witness.frames, witness.states) if frame.kind == "step"]
+    for section, (frame, cached) in zip(printed, steps):
+        assert section[0].startswith(f"step {frame.step}: {frame.num_tokens} of at most ")
+        assert_drawn(section, frame, cached)
     assert set(events) <= {label for label in EVENTS if any(line.startswith(f"  {label} ") for line in lines)}
     assert lines[-1].startswith("  pool") and " 0 held (0 shared)" in lines[-1]
 
@@ -236,7 +215,8 @@ def test_beam_search():
         llm = small(**options)
         witness, lines = Witness(llm), traced(llm)
         llm.beam_search([COMMON + [1, 2, 3], COMMON], BeamSearchParams(beam_width=3, max_tokens=8))
-        assert_true(lines, witness)
+        assert_lines_fit(lines)
+        witness.assert_all_told(len(sections(lines)))
         beams = texts(sections(lines)[0], "beam")
         assert beams[0].startswith("A0 goes on with ")
         assert options or re.fullmatch(r"A2 goes on with \d+, as a fork of A0: shares( \d+){4}", beams[1])
@@ -257,13 +237,7 @@ EVENTS_OF = {  # engine options, prompts of each call, sampling; and lines that 
         r"found       B 8 tokens in 0 1 \(free, but still cached\)"]),
     "samples": (dict(), [[COMMON]], SamplingParams(n=3, seed=0, max_tokens=3), [
         r"arrives     A0 A1 A2, 10 prompt tokens: 100 101 102 103 104 105 106 107 108 109",
-        r"A2          token 9 again, for its logits -> 10 \[0\* 1\* 2\*\]", r"pool        aaa_.*",
-        r"found       A2 10 tokens in 0 1 2 \(shared with A0 A1\)", r"taken       A0 0 1 2",
-        r"registered  can be shared now: 0 1", r"sampled     A0 \d+, A1 \d+, A2 \d+",
-        r"A0          decode 10 -> 11 \[0\* 1\* 3c\]", r"pool        aaAAA_.*",
-        r"copied      2 to 3, for A0 to write in; 2 is kept by A2 \(copy-on-write\)",
-        r"copied      2 to 4, for A1 to write in; 2 is kept by A2 \(copy-on-write\)",
-        r"finished    A0 \(length\), frees 3 \(all cached\), others hold 1 0",
+        r"found       A2 10 tokens in 0 1 2 \(shared with A0 A1\)", r"registered  can be shared now: 0 1",
         r"finished    A1 \(length\), frees 4 \(all cached\), others hold 1 0",
         r"finished    A2 \(length\), frees 2 1 0 \(all cached\)"]),
     "recompute": (dict(num_blocks=8), [PAIR], greedy(15), [
@@ -298,28 +272,20 @@ def test_single_events(case):
     assert ("recompute" in "".join(lines)) == (case == "recompute")
 
 
-def interrupted(first: tuple, second: tuple, **options) -> list[str]:
-    """The trace of a request that a more urgent one preempts. A request: (prompt, tokens, priority)"""
-    lines = traced(llm := small(scheduling_policy="priority", max_num_seqs=1, **options))
-    for prompt, max_tokens, priority in (first, second):
+def test_a_more_urgent_request():
+    """What of a prompt is computed again is told from what goes on."""
+    lines = traced(llm := small(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=4,
+                                enable_prefix_caching=False))
+    for prompt, max_tokens, priority in ((list(range(10)), 2, 5), ([4], 1, -1)):
         llm.add_request(prompt, greedy(max_tokens), priority=priority)
         llm.step()
     while llm.has_unfinished_requests():
         llm.step()
-    return lines
-
-
-def test_priorities():
-    lines = interrupted(([1, 2, 3], 4, 5), ([4, 5, 6], 4, -1))
-    assert "  arrives     A, priority 5, 3 prompt tokens: 1 2 3" in lines
-    assert "  arrives     B, priority -1, 3 prompt tokens: 4 5 6" in lines
+    assert "  arrives     A, priority 5, 10 prompt tokens: 0 1 2 3 4 5 6 7 8 9" in lines
+    assert "  arrives     B, priority -1, 1 prompt tokens: 4" in lines
     second = sections(lines)[1]
     assert texts(second, "preempted") == ["A: gives back 0, its tokens will be computed again"]
     assert texts(second, "A") == ["waits: it was preempted in this step"]
-
-
-def test_a_prompt_that_is_computed_again_is_told_from_one_that_goes_on():
-    lines = interrupted((list(range(10)), 2, 1), ([4], 1, 0), max_num_batched_tokens=4, enable_prefix_caching=False)
     rows = [line.split("[")[0].split(" ", 4)[-1].strip() for line in lines if re.match(r"  A  .*\[", line)]
     assert rows == ["prompt 0..3 of 10", "recompute 0..3", "prompt 4..7 of 10", "prompt 8..9 of 10 -> 10",
                     "decode 10 -> 11"]
@@ -510,14 +476,6 @@ def test_close_leaves_the_scheduler_as_it_was(capsys):
     length = len(outer)
     llm.generate([1, 2, 3], greedy(1))
     assert len(outer) == len(inner) == length and capsys.readouterr() == ("", "")
-
-
-def test_lines_go_to_stderr(capsys):
-    trace = Trace(llm := small())
-    llm.generate([1, 2, 3], greedy(1))
-    trace.close()
-    captured = capsys.readouterr()
-    assert captured.out == "" and "\nstep 0: 3 of at most 8192 tokens" in captured.err
 
 
 class Terminal(io.StringIO):
