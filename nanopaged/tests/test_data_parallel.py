@@ -4,6 +4,7 @@ A CPU counts as any number of devices, so everything but speed is tested without
 test_paged.py run with 1 to 3 pools, too.
 """
 import threading
+import time
 from functools import cache
 from itertools import count
 
@@ -233,7 +234,12 @@ def test_no_device_waits_for_another_ones_step(lookahead):
     whole.add(sequence(range(60), max_new=50))  # the first device has a long prompt
     whole.add(sequence(range(100, 104), max_new=50))
     for i in range(10):
-        timer = threading.Timer(0.01, lambda: setattr(quick[i], "done", True))
+        def finish(i=i):
+            while len(quick) <= i:  # not launched yet
+                time.sleep(0.001)
+            quick[i].done = True
+
+        timer = threading.Timer(0.01, finish)
         timer.start()
         whole.step()
         timer.join()
