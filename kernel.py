@@ -74,7 +74,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
     Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`, at the end of this file).
+    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`, below).
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
@@ -756,7 +756,7 @@ def as_bytes(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
 #
-# The library computes the large matrix products of a step. These kernels compute what stands between the products, each
+# A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of one row. `nanopaged/device/fused.py` puts them into the
 # model, graphs.py and logits.py beside it into sampling. Each names the plain form that it replaces. What does not
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
@@ -969,8 +969,8 @@ def pick_kernel(logits, temperature, seed, position, best, at, logits_row, tempe
     key = (key ^ _shift(key, 30)) * MIX_1
     key = (key ^ _shift(key, 27)) * MIX_2
     score = tl.where(heat < COLDEST, x, x / tl.maximum(heat, COLDEST) + _gumbel(key ^ _shift(key, 31), token))
-    score = tl.minimum(score, LARGEST)  # infinity marks, in the next line,
-    score = tl.where((x == x) & (x < float("inf")), score, float("inf"))  # NaN and infinity: the row has no token
+    score = tl.minimum(score, LARGEST)  # finite, so that infinity can say: a logit is NaN or infinite, so no token
+    score = tl.where((x == x) & (x < float("inf")), score, float("inf"))
     largest, index = tl.max(score, 0, return_indices=True)
     out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best + out, largest)

@@ -3,10 +3,10 @@
 A decoder reads tokens and computes logits for the next one: a number for each entry of the vocabulary. These families
 share one architecture. Each token is a vector x of hidden_size numbers, and every layer adds to it twice:
 
-    x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(x), [q and k norm], [rope]
+    x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(norm(x)), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-The sum of these additions is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
+The running x is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
 positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
 share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
 config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
@@ -26,7 +26,7 @@ bound by memory, above all decode, which also reads the K and V of a whole seque
 in the same step share the reading of the weights, which is why an engine batches them.
 
 Faster classes take the place of some (`Modules` below): those of `nanopaged/device/last_layer.py`, and on a GPU those
-of `fused.py` beside it. `enforce_eager=True` leaves all as they are here.
+of `fused.py` beside it. `enforce_eager=True` leaves both out.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -163,10 +163,10 @@ class Layer(nn.Module):
         self.qkv_proj = m.linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
-        self.o_proj = m.row_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.o_proj = m.residual_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
         self.post_attention_layernorm = m.norm(c, c.hidden_size)
         self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down_proj = m.row_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> Tensor:
@@ -258,14 +258,14 @@ def compute_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tens
 
 
 class Modules(NamedTuple):
-    """The classes that a Transformer is made of, and a function. Others than these take their places, which compute the
-    same faster, or on several GPUs."""
+    """The classes that a Transformer is made of, and a function. A runner may pass others, which compute the same
+    faster, or on several GPUs."""
     embedding: type[Embedding] = Embedding
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer
     norm: type[Norm] = Norm
     linear: type[Linear] = Linear
-    row_linear: type[Linear] = Linear  # o_proj and down_proj, whose results are added to the residual stream
+    residual_linear: type[Linear] = Linear  # o_proj and down_proj, whose results are added to the residual stream
     compute_logits: Callable[..., Tensor] = compute_logits
 
 
@@ -312,8 +312,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
                 device: torch.device | str, num_positions: int, modules: Modules = PLAIN,
                 part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Transformer:
-    """A Transformer with a checkpoint's (name, tensor) pairs. They are copied one at a time, so one copy of the weights
-    is in memory. part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
+    """A Transformer with a checkpoint's (name, tensor) pairs. Each is copied by itself, so memory holds the weights
+    once. part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
     ValueError: too little memory, or other tensors than `config` implies."""
     with torch.device("meta"):  # shapes without memory
         model = Transformer(config, modules)

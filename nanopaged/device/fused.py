@@ -2,9 +2,9 @@
 
 Four kinds of work get faster:
 
-- **Functions between the products.** Norms and activations only move memory. kernel.py's last part has one launch for
-  each. The addition to the residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
-- **Products of one row.** The library's matrix kernels are made for many rows. A plain sum reads the weights faster.
+- **Functions between the products.** Norms and activations are bound by memory. kernel.py's last part has one launch
+  for each. The addition to the residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
+- **Products of one row.** cuBLAS's kernels are made for many rows. A plain sum reads the weights faster.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
@@ -28,7 +28,7 @@ SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a p
 
 
 class Sum(NamedTuple):
-    """A residual stream whose last addition waits for the next norm."""
+    """x + residual, not added yet: the next norm does that."""
     x: Tensor | tuple[Tensor, ...]  # [T, D], or partial products of it [count, T, D]; a tuple: those of several GPUs
     residual: Tensor  # [T, D]
 
@@ -53,6 +53,7 @@ class FusedLayer(model.Layer):
         return Sum(self.mlp(x), residual)
 
     def keep(self, residual: Tensor, batch: model.Batch) -> Tensor:
+        """The rows that the layer returns."""
         return residual
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class FusedLinear(model.Linear):
 class SplitLinear(model.Linear):
     """Returns [T, out], or partial products of it, as `Sum` has them.
 
-    buffer: with several GPUs (parallel.py), where the partial products of all of them are
+    buffer: with several GPUs (parallel.py), the partial products of all GPUs
     """
     buffer: Any = None
 
@@ -100,7 +101,8 @@ class SplitLinear(model.Linear):
 
 
 MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedNorm, linear=FusedLinear,
-                        row_linear=SplitLinear, compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
+                        residual_linear=SplitLinear,
+                        compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 
 # --------------------------------------------------------------------------------------------------

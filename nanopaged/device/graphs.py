@@ -2,11 +2,12 @@
 
 A step launches hundreds of kernels, and the GPU finishes them faster than the CPU can launch them. One call replays a
 recorded step. A recorded step has fixed sizes and reads its integers from one tensor. A smaller step is therefore
-padded with tokens of slot -1, whose K and V are not written, and with sequences without query and without tokens in the
-cache. A step of a size that is too large to record, or that would be padded too much, is launched kernel by kernel
-(runner.py).
+padded with tokens of slot -1, whose K and V are not written, and with sequences of no new and no cached token. A step
+that is too large to record, that would be padded too much, or that wants log probabilities of prompts is launched
+kernel by kernel (runner.py).
 
-A size is recorded when the first step needs it, which takes some 30 ms, or with `warm_up` before the first request.
+The largest sizes are recorded at the start, and the others when a step first needs them, which takes some 30 ms. With
+`warm_up` all are recorded at the start.
 """
 import warnings
 from contextlib import suppress
@@ -114,7 +115,7 @@ class GraphRunner(Runner):
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         self.masked_input = torch.zeros(3 * self.max_num_samples, dtype=torch.int32, device=self.device)
         self.graph_memory: Any = None  # of all recordings
-        # Without a stream torch.cuda.graph would use one of the first device that it recorded on.
+        # The default stream cannot record. One stream of this device serves all recordings.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         largest = {min(shapes), max(shapes), max((shape for shape in shapes if not shape.num_tiles), default=shapes[0])}
         for shape in shapes if self.warm_up else sorted(largest, reverse=True):
@@ -216,7 +217,7 @@ class GraphRunner(Runner):
             return tokens[:len(batch.seqs)]
         indices, rows = self.send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
         tokens = tokens.index_select(0, indices)
-        # The other rows of a sequence with drafts leave its last token alone.
+        # Of the rows of a sequence with drafts only those that sample set its last token.
         self.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
         return tokens
 

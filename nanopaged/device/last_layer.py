@@ -35,7 +35,7 @@ class ShortLastLayer(model.Layer):
             # All rows wanted, or rows of prompts alone, or one token each.
             o = select_rows(self.attend(q, batch, cache, kernels), batch)
         else:
-            # Some query is longer than 1. Sampling needs each sequence's last row alone, which attends as a decode of
+            # Some query_len is above 1. Sampling needs each sequence's last row alone, which attends as a decode of
             # one token. Behind these rows stand those of prompt tokens whose log probabilities are wanted.
             last_rows, others = rows[:len(seq_indices)], rows[len(seq_indices):]
             o = self.attend(q.index_select(0, last_rows), decode_only(batch, seq_indices), cache, kernels)

@@ -128,7 +128,7 @@ class ParallelRunner(Runner):
         whole, rank, size = self.whole, self.peers.rank, self.peers.size
         config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
         modules = self.modules._replace(
-            embedding=VocabParallelEmbedding, row_linear=SplitLinear if self.fused else RowParallelLinear,
+            embedding=VocabParallelEmbedding, residual_linear=SplitLinear if self.fused else RowParallelLinear,
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
         part = partial(own_part, find_cuts(whole, config, rank, size))
         built: Any = model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)

@@ -18,7 +18,7 @@ from nanopaged.device import transfer
 from nanopaged.scheduling.additions import SchedulerOutput
 
 GIB = 2**30
-MOST_BYTES_MOVED = 2**28  # of blocks at once: they are gathered in between
+MOST_BYTES_MOVED = 2**28  # of blocks at once: they pass through a copy
 
 
 class Pool:

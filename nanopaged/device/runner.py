@@ -2,7 +2,7 @@
 
 The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
-    move blocks       preempted ones to the host, copy-on-write copies, swapped ones back: before anything is written
+    move blocks       to the host, copies, back from the host: before this step writes into blocks just freed
     send rows         new entries of block tables, sampling settings of new sequences
     forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
@@ -19,7 +19,7 @@ This file is the plain path. What takes the place of its parts, as a rule unless
     Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     modules of model.py       ones with small kernels (fused.py)                   GraphRunner
-    the last Layer            one that skips rows (last_layer.py)                 everywhere but with enforce_eager
+    the last Layer            one that skips rows (last_layer.py)                 without enforce_eager, on one device
     attention in torch        one call for all sequences (rectangles.py)          everywhere but with enforce_eager
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
@@ -120,10 +120,10 @@ class Runner:
             forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks)
         return warmup.start(forms, self.device)
 
-    # ---- memory
+    # ---- for parallel.py and graphs.py, which have more to do here
 
     def starting(self) -> ContextManager:
-        """Around `trial.allocate_pool`, for parallel.py."""
+        """Around `trial.allocate_pool`."""
         return nullcontext()
 
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
@@ -131,7 +131,7 @@ class Runner:
         return numbers
 
     def prepare(self) -> None:
-        """The pool is made."""
+        """Do what needs the pool."""
 
     @on_its_device
     def allocate_host_pool(self, swap_space: float) -> int:
@@ -149,13 +149,11 @@ class Runner:
             self.release_memory()
         return is_it
 
-    # ---- a step
-
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and gives
-        `start` a function that samples. The host waits for the device in neither, unless attention is in torch."""
+        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and returns
+        a function for `start` that samples. The host waits in neither, unless attention is in torch."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)

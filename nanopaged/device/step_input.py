@@ -60,7 +60,7 @@ class StepInput:
                 self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:  # a chunk: its ids are known, and K and V of all its tokens are written
+        else:  # a chunk: the host knows its ids, and the step writes all its K and V
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
             for index in range(start // size, engine.cdiv(end, size)):  # as above, for all tokens of a block at once

@@ -65,7 +65,7 @@ class LaunchedStep:
 
     indices: of the batch's sequences, those that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's
-    more_rows: rows of the flat batch that need logits, too: the log probabilities of prompt tokens are wanted
+    more_rows: more rows of the flat batch that need logits, for the log probabilities of prompt tokens
     needs: what sampling must do for these sequences
 
     device, send, editor: the runner's; unsampled: where a step waits to be sampled; wait: for an event
@@ -105,7 +105,7 @@ class LaunchedStep:
             return
         sample, logits = self.computed
         tensors = [tokens := sample()]
-        self.computed = lambda: tokens, logits  # penalties count them once, also if what follows fails and is repeated
+        self.computed = lambda: tokens, logits  # a retry after a failure below must not count the tokens twice
         if self.parts or self.needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
         is_cuda = self.device.type == "cuda"

@@ -54,8 +54,8 @@ def try_step(runner: Runner, query_lens: list[int], logits_indices: Tensor, max_
 # --------------------------------------------------------------------------------------------------
 
 def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
-    """On a GPU, the blocks that fit into the share of the card that the weights and the largest step's activations
-    leave. On a CPU 1 GiB or max_num_seqs full sequences, whichever is less."""
+    """On a GPU, what gpu_memory_utilization of the card leaves beside the memory in use (weights) and the largest
+    step's activations. On a CPU 1 GiB or max_num_seqs full sequences, whichever is less."""
     block_bytes = runner.pool.block_bytes
     if runner.device.type == "cpu":
         blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
@@ -63,7 +63,7 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     block = runner.pool.one_block()
     runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
-    needed *= 2 if runner.fused else 1  # CUDA graphs share a memory pool of their own, as large as the largest step
+    needed *= 2 if runner.fused else 1  # CUDA graphs have memory of their own, as much as the largest step
     runner.release_memory()
     free, total = torch.cuda.mem_get_info(runner.device)
     left = int(total * gpu_memory_utilization) - (total - free) - needed

@@ -1,7 +1,7 @@
 """Compiling Triton's kernels ahead, so that the first request does not wait for the compiler.
 
 Threads compile while the weights are loaded. Each form of a kernel that the model can need on this card is one task. A
-task calls the function that launches the kernel with tensors of no rows: the kernel is compiled, and nothing runs.
+task calls the function that launches the kernel with tensors of no rows or of padding: no work is done.
 """
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ MOST_THREADS = 8
 
 
 def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Future]:
-    """Start compiling, several forms at a time. The results are None, or what failed."""
+    """Start compiling, several forms at a time. `result()` of each raises what failed."""
     def compile_one(task: Callable[[], Any]) -> None:
         with as_current(device):
             task()
