@@ -31,9 +31,9 @@ of `fused.py` beside it. `enforce_eager=True` leaves both out.
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 import math
-import os
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
@@ -272,14 +272,10 @@ class Modules(NamedTuple):
 PLAIN: Modules = Modules()
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
+gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-}
+    "gelu_pytorch_tanh": gelu_tanh}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
@@ -309,38 +305,12 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
-def build_model(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
-                device: torch.device | str, num_positions: int, modules: Modules = PLAIN,
-                part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Transformer:
-    """A Transformer with a checkpoint's (name, tensor) pairs. Each is copied by itself, so memory holds the weights
-    once. part: of a checkpoint's tensor what this model needs; all of it, unless several GPUs share the model.
-    ValueError: too little memory, or other tensors than `config` implies."""
-    with torch.device("meta"):  # shapes without memory
-        model = Transformer(config, modules)
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    is_cuda = torch.device(device).type == "cuda"
-    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
-    try:  # model.to_empty does the same, but imports sympy for it: a quarter of a second
-        if not is_cuda and size > host_memory():
-            raise RuntimeError
-        model._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
-    except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
-        raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
-                         "use a smaller model or dtype") from None
-    load_weights(model, tensors, part)
-    model.make_rope_table(device, num_positions)
-    return model.eval().requires_grad_(False)
-
-
-def host_memory() -> float:
-    """Bytes. Linux gives out more memory than it has, and ends the process that writes to it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
-
-
 @torch.no_grad()
 def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
-                 part: Callable[[str, Tensor], Tensor]) -> None:
-    """Copy a checkpoint into the model. ValueError: a tensor is missing or has another shape than config.json says."""
+                 part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> None:
+    """Copy a checkpoint's (name, tensor) pairs into the model, one at a time. part: what this model needs of a tensor;
+    all of it, unless several GPUs share the model. ValueError: a tensor is missing, or has another shape than
+    config.json implies."""
     config = model.config
     targets = {theirs: target for name, parameter in model.named_parameters()
                for theirs, target in checkpoint_tensors(name, parameter, config).items()}

@@ -43,6 +43,7 @@ from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
 from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.tiles import cdiv
+from nanopaged.weights.build import build_model
 from nanopaged.weights.split import find_cuts, own_part, padded_part, split_config
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class ParallelRunner(Runner):
             embedding=VocabParallelEmbedding, residual_linear=SplitLinear if self.fused else RowParallelLinear,
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
         part = partial(own_part, find_cuts(whole, config, rank, size))
-        built: Any = model.build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
+        built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
             layer.o_proj.buffer, layer.down_proj.buffer = self.sums
         built.embed_tokens.buffer = self.sums[1]

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanopaged import model
 from nanopaged.device import transfer
 from nanopaged.scheduling.additions import SchedulerOutput
+from nanopaged.weights.build import host_memory
 
 GIB = 2**30
 MOST_BYTES_MOVED = 2**28  # of blocks at once: they pass through a copy
@@ -46,7 +46,7 @@ class Pool:
 
     def _empty(self, num_blocks: int, *shape: int) -> Tensor:
         try:
-            if self.device.type == "cpu" and num_blocks * self.block_bytes > model.host_memory():
+            if self.device.type == "cpu" and num_blocks * self.block_bytes > host_memory():
                 raise RuntimeError
             return torch.empty(*shape, *self.block_shape, dtype=self.dtype, device=self.device)
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks raise a TypeError
@@ -59,7 +59,7 @@ class Pool:
         num_blocks = int(swap_space * GIB) // self.block_bytes
         layers, kinds, _, *block = self.blocks.shape
         try:
-            if num_blocks * self.block_bytes > model.host_memory():
+            if num_blocks * self.block_bytes > host_memory():
                 raise RuntimeError
             self.host = torch.empty(num_blocks, layers, kinds, *block, dtype=torch.uint8,
                                     pin_memory=self.device.type == "cuda" and num_blocks > 0)

@@ -47,6 +47,7 @@ from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput
+from nanopaged.weights.build import build_model
 from nanopaged.weights.split import random_tensors
 
 
@@ -111,7 +112,7 @@ class Runner:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
 
     def _build_model(self, tensors: Iterable) -> model.Transformer:
-        return model.build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
+        return build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
     def start_compiling(self) -> list[Future]:
         forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,

@@ -19,6 +19,7 @@ from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.device import logits, sampler
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
+from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 from nanopaged.weights.split import as_checkpoint
 
@@ -107,7 +108,7 @@ def use_modules(llm, modules):
     """Make the engine's model of other modules, with the same weights."""
     r = llm.runner
     tensors = as_checkpoint(r.model.named_parameters(), r.config)
-    r.model = model.build_model(r.config, tensors, r.dtype, r.device, r.max_model_len, modules)
+    r.model = build_model(r.config, tensors, r.dtype, r.device, r.max_model_len, modules)
 
 
 @cache

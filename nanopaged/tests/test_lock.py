@@ -359,7 +359,7 @@ def test_an_interrupt_at_any_line_changes_no_text(options, seeds=(5, 14, 15)):
     expected, total = interrupted_requests(shared(), None, 0)[0], 0
     llm = load(**options)
     for seed in seeds:
-        outputs, num_interrupts = interrupted_requests(llm, random.Random(seed), 4000)
+        outputs, num_interrupts = interrupted_requests(llm, random.Random(seed), 2000)
         total += num_interrupts
         assert outputs == expected
     assert total > 2 * len(seeds)
