@@ -5,8 +5,8 @@ values (K and V) are in the KV cache, so the sampled token is the only new input
 the prompt are called prefill, the later ones decode. This chapter serves many texts at once, and sequences join and
 leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
 
-Chapter 1 explains why the cache is a pool of **blocks** with `block_size` token slots, and why a sequence has a
-**block table** (paging; Kwon et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts
+Chapter 1 explains the pool of **blocks** with `block_size` token slots, and a sequence's **block table** (paging; Kwon
+et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts
 of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block,
 computing its 33rd takes one, and nothing is ever moved.
 
@@ -74,7 +74,7 @@ class Sequence:
     num_prompt_tokens: int = 0
     # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
     num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # leading tokens in the blocks that it shared when it was admitted: it never writes them
+    num_hit_tokens: int = 0  # leading tokens in the blocks that it shared when it began: it never writes them
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
     num_cached_blocks: int = 0  # leading blocks whose tokens the prefix cache has, or had when they were looked up
     prefix_key: int | str = ROOT  # of the tokens in those blocks
@@ -202,8 +202,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # Of two samples of a prompt of 6 tokens, A filled block 1 with tokens 4 to 7, offered the block and ended.
-            # B shares it for tokens 4 and 5, and writes its own token 6 now: the key is not true any more.
+            # Two samples of a prompt of 6 tokens: A filled block 1 (tokens 4 to 7) and offered it. Then B came, shares
+            # tokens 4 and 5, and A ended. Alone, B writes its own token 6 in place, and the key is not true any more.
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -253,10 +253,9 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Start the block table of a waiting sequence with the blocks that it can share; `allocate` adds others when a
-        step computes their tokens. False, taking none, if too few blocks are free for all its tokens so far. The blocks
-        that `allocate` will add are counted, and not reserved: if they are gone when a later chunk needs them,
-        sequences are preempted."""
+        """Give a waiting sequence the blocks that it can share. The others come from `allocate`, chunk by chunk. False,
+        taking none, if fewer are free than its tokens so far need besides. That is a check, not a reservation: others
+        may take these blocks before a later chunk needs them, and then sequences are preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)

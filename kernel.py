@@ -5,8 +5,8 @@ vector of head_dim numbers. Query heads that share one kv head (one K, one V) ar
 the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token never
 change, and every later token reads them again. A **KV cache** therefore keeps them.
 
-**Paging.** The cache is a pool of **blocks** of `block_size` token slots. A sequence may hold any blocks, in any order;
-its **block table** lists them:
+**Paging.** Nobody knows how long a text will be, so no part of the cache is reserved for it. The cache is a pool of
+**blocks** of `block_size` token slots. A sequence may hold any blocks, in any order; its **block table** lists them:
 
     block_size 4, a sequence of 10 tokens          k_cache [num_blocks, block_size, num_kv_heads, head_dim]
 
@@ -33,9 +33,9 @@ keys up to its own:
 
 A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
-**Softmax in one pass.** vLLM's CUDA kernel stores the scores of the whole context, then normalizes them. The kernel
-here reads each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two
-running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by alpha
+**Softmax in one pass.** vLLM's first CUDA kernel stores a context's scores, then normalizes them. The kernel here reads
+each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two running
+sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by alpha
 = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so nothing
 overflows:
 

@@ -19,11 +19,11 @@ per step: the last sampled one, whose K and V are not in the cache yet. It fills
     decode    mat                  5           5                    5               .
     decode    .                    6           6                    6               Then
 
-Both are the same computation, but their cost differs. A step reads every weight once, two bytes in bfloat16. T tokens
-need 2T FLOPs per weight, which is T FLOPs per byte. While an H200 reads one byte, it can compute about 190 FLOPs
-(measured). A step of more tokens than that, as with long prompts, is therefore bound by compute. One of fewer tokens is
-bound by memory, above all decode, which also reads the K and V of a whole sequence for one token. Sequences that decode
-in the same step share the reading of the weights, which is why an engine batches them.
+Both are the same computation, but their cost differs. A step reads each weight, 2 bytes in bfloat16, once, and each of
+its T tokens multiplies and adds with it: 2T FLOPs for 2 bytes, T per byte. While an H200 reads a byte, it can compute
+about 190 FLOPs (measured). A step of more tokens, as with long prompts, is therefore bound by compute. A step of fewer
+is bound by memory, above all decode, which also reads a sequence's whole K and V for one token. Sequences of one step
+share the reading of the weights, which is why an engine batches them.
 
 Faster classes take the place of some (`Modules` below): those of `nanopaged/device/last_layer.py`, and on a GPU those
 of `fused.py` beside it. `enforce_eager=True` leaves both out.
@@ -69,7 +69,7 @@ class Batch:
     logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
     max_query_len: int  # the longest query; above 1 the kernel is launched for prefill, too (CUDA graphs: 1 or 2)
     max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # sequences with one new token, which come first (a CUDA graph passes the number of all)
+    num_decodes: int  # all with one new token are among the first num_decodes sequences (CUDA graphs: of all)
     query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
     sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
     shared: dict[Any, Any] = field(default_factory=dict)  # what attention computes once for all layers; rectangles.py
@@ -205,8 +205,8 @@ class Layer(nn.Module):
 
 
 class LastLayer(Layer):
-    """Returns the rows that need logits, [rows, D]: as a rule the last row of each sequence that samples. After other
-    rows the next token is known already, and a row of logits takes vocab_size numbers."""
+    """Returns the rows that need logits, [rows, D]: as a rule the last row of each sequence that samples. What follows
+    another row is in the text already, and a row of logits takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> Tensor:

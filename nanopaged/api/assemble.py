@@ -50,7 +50,7 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
         if tensor_parallel_size > 1:
             from nanopaged.device.workers import make_driver
             return [make_driver(runner_class, tensor_parallel_size, config, tensors, path, pool, swap_space, **options)]
-        if not (enforce_eager or runner_class.fused):  # on a CPU
+        if not (enforce_eager or runner_class.fused):
             options["modules"] = last_layer.MODULES
         if runners:
             tensors = as_checkpoint(runners[0].model.named_parameters(), config)

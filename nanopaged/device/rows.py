@@ -41,15 +41,16 @@ class Rows:
         blocks: list[int] = []
         new: list[Sequence] = []
         for seq in seqs:
-            # A sequence that is new in its row has sent no block (`BlockManager.free` sets num_sent_blocks to 0). One
-            # that grew or copied a block comes through here, too, but its settings are there already.
+            # Its table has entries to send: all, if it is new in its row (`BlockManager.free` sets num_sent_blocks to
+            # 0), or some, if it grew or copied a block. Then its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
                 if self.owners[seq.row]() is not seq:
                     self.owners[seq.row] = weakref.ref(seq)
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # NULL: masked
+                # -1: behind the sliding window, and masked
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]
                 seq.num_sent_blocks = len(seq.block_table)
         self.sent = cells, blocks
         self.write(cells, blocks, new)
@@ -73,6 +74,6 @@ class Rows:
         return free_rows
 
     def forget(self, seqs: list[Sequence]) -> None:
-        """A step failed half-way: the settings of these rows are sent again. (Their block tables are anyway.)"""
+        """The settings of these rows are sent again. (Their block tables are anyway, as `free` has reset them.)"""
         for seq in seqs:
             self.owners[seq.row] = NOBODY

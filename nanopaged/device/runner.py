@@ -1,4 +1,4 @@
-"""The device's side of a step: the model, the pool's tensors, and the sampler. Read it after chapter 3 (engine.py).
+"""The device's side of a step: the model, the pool, and the sampler. Read it after chapter 3 (engine.py).
 
 The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
@@ -11,7 +11,7 @@ and returns a `LaunchedStep` (transfer.py), which the engine calls for the token
 when the next one is launched: transfer.py says why.)
 
 While a sequence runs it has a **batch row** in tensors that stay on the device (rows.py). A step sends what changed in
-its rows, and its new tokens, as two messages of integers. (For prompts Triton's kernel gets a work list in addition.)
+its rows, and its new tokens, as two messages of integers. (Moves and Triton's work list for prompts are others.)
 
 This file is the plain path. What takes the place of its parts, as a rule unless `enforce_eager=True`:
 
@@ -19,7 +19,7 @@ This file is the plain path. What takes the place of its parts, as a rule unless
     Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     modules of model.py       ones with small kernels (fused.py)                   GraphRunner
-    the last Layer            one that skips rows (last_layer.py)                 without enforce_eager, on one device
+    the last Layer            one that skips rows (last_layer.py)                 without enforce_eager
     attention in torch        one call for all sequences (rectangles.py)          everywhere but with enforce_eager
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
@@ -64,7 +64,7 @@ class StepTensors(NamedTuple):
 class Runner:
     """A model on a device, with its KV pool. ValueError for options that cannot be."""
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
-    fused = False  # with the small kernels of kernel.py's last part
+    fused = False  # with the small kernels at the end of kernel.py
     modules = model.PLAIN
     num_ranks = 1  # GPUs that share the model
     pick = staticmethod(pick)
@@ -183,10 +183,10 @@ class Runner:
         [num_samples + ..., vocab_size] of their rows and then of more rows of the flat batch.
 
             sequence             A   C   B
-            flat rows            0   1   2..5     a row for each token
-            sampling_indices     0   1   2        sequences that sample, here all three (LaunchedStep.indices)
-            last_rows            0   1   5        their last tokens; with more_rows behind them: logits_indices
-            batch rows           4   0   7        their places in the tensors that stay on the device
+            flat rows            0   1   2..5     rows of x, one for each new token
+            sampling_indices     0   1   2        places in the batch of those that sample, here all three
+            last_rows            0   1   5        flat rows of their last tokens; then more_rows: logits_indices
+            sent.rows            4   0   7        batch rows: places in the tensors that stay on the device
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
@@ -225,8 +225,8 @@ class Runner:
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
-        # A sequence with drafts has its row several times, and any of its tokens may end up here. No step reads it: the
-        # next one is planned after the drafts are decided (additions.Engine), and then the host knows the token.
+        # A sequence with drafts is in `rows` several times, and any of its tokens may stay. No step reads that one: the
+        # next step is planned when the drafts are decided (additions.Engine), and then the host sends the token.
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 

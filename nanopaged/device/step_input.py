@@ -63,8 +63,8 @@ class StepInput:
         else:  # a chunk: the host knows its ids, and the step writes all its K and V
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
-            for index in range(start // size, engine.cdiv(end, size)):  # as above, for all tokens of a block at once
-                offset = (table[index] - index) * size  # from position to slot
+            for index in range(start // size, engine.cdiv(end, size)):  # the same, block by block
+                offset = (table[index] - index) * size  # slot - position: one number for each block
                 self.slot_mapping += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
         self.query_start_loc.append(len(self.input_ids))
         self.seq_lens.append(end)

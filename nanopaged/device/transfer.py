@@ -57,9 +57,9 @@ class LaunchedStep:
     As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. The
     call waits for the copy, and puts the tokens in the scheduler's order.
 
-    A step with **grammars** is sampled later. What a grammar allows depends on the token before, and the host knows
-    that token only after it has read the step before. The step is therefore sampled when the next one is launched
-    (`unsampled`), or at the latest when it is read:
+    A step with **grammars** is sampled later. Its mask depends on the token before, which the host knows once it has
+    read the step before; with a lookahead that is after this launch. So the step is sampled when the next one is
+    launched (`unsampled`), or at the latest when it is read:
 
         launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 

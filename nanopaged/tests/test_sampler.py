@@ -377,13 +377,13 @@ def test_the_distribution(vocab_size, temperature):
     """Chi-square, 200,000 draws; of a large vocabulary fewer on a CPU. Every 8th token weighs more than the others."""
     logits = normal(vocab_size, scale=temperature)
     logits[::8] += 2 * temperature
-    count, drawn = 200_000 if vocab_size == 100 or DEVICE == "cuda" else 100, []
+    count, drawn = 200_000 if vocab_size == 100 or DEVICE == "cuda" else 60, []
     for first in range(0, count, 1000):
         drawn += sample(logits.expand(min(1000, count), -1).contiguous(), settings_batch(
             [dict(temperature=temperature)] * min(1000, count), [5] * min(1000, count),
             range(first, first + min(1000, count)))).tolist()
     probs = torch.softmax(logits.double() / temperature, 0)
-    groups = 100 if count > 100 else 20  # tokens that are equal modulo 100 or 20
+    groups = 100 if count > 100 else 12  # tokens that are equal modulo 100 or 12
     assert_distribution([token % groups for token in drawn],
                         [probs[group::groups].sum().item() for group in range(groups)])
 
@@ -419,7 +419,7 @@ def test_tokens_of_probability_0_are_never_drawn_where_sums_round(settings):
     logits = torch.full((150_000,), -math.inf)
     logits[::101] = normal(1486, seed=1).cpu()
     count = 32 if settings and DEVICE == "cpu" else 64
-    for seed in range(1 if settings else 4):  # a filter sorts, which takes its time
+    for seed in range(1 if settings or DEVICE == "cpu" else 4):
         assert all(token % 101 == 0 for token in draws(logits, count, seed=seed, **settings))
 
 
