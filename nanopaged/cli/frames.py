@@ -125,8 +125,8 @@ class Frames:
         manager, scheduler, config = self.managers[0], self.schedulers[0], self.llm.config
         values = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # K and V of a token
         return dict(version=VERSION, model=self.llm.path.name, pools=len(self.schedulers), blocks=manager.num_blocks,
-                    block_size=manager.block_size, host_blocks=getattr(manager, "num_host_blocks", 0),
-                    window=getattr(manager, "window", 0), max_num_seqs=scheduler.max_num_seqs,
+                    block_size=manager.block_size, host_blocks=manager.num_host_blocks,
+                    window=manager.window, max_num_seqs=scheduler.max_num_seqs,
                     layers=config.num_layers, bytes_per_token=values * self.llm.runner.kv_dtype.itemsize,
                     attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
 

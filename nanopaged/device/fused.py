@@ -1,4 +1,4 @@
-"""Faster modules for the decoder on a GPU, in place of the plain ones. Read it after model.py.
+"""Faster modules for the decoder on a GPU, unless `enforce_eager=True`. Read it after model.py.
 
 Four kinds of work get faster:
 
@@ -8,11 +8,9 @@ Four kinds of work get faster:
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
-
-`enforce_eager=True` leaves all of this off.
 """
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +18,8 @@ from torch import Tensor
 from nanopaged import kernel, model
 from nanopaged.device.last_layer import ShortLastLayer, select_rows
 
-# Limits, found by timing products in bfloat16 on an H200.
-MAX_SPLIT_ROWS = 256  # more rows or columns have enough tiles without a split
+# Limits in bfloat16 on an H200. More rows or columns have enough tiles without a split.
+MAX_SPLIT_ROWS = 256
 MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
@@ -45,6 +43,8 @@ class FusedNorm(model.Norm):
 
 
 class FusedLayer(model.Layer):
+    keep: Callable[..., Tensor] = staticmethod(lambda residual, batch: residual)  # the rows that the layer returns
+
     def forward(self, stream: Any, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                 kernels: kernel.Kernels) -> Any:
         x, residual = add_and_norm(self.input_layernorm, stream)
@@ -52,21 +52,17 @@ class FusedLayer(model.Layer):
         x, residual = add_and_norm(self.post_attention_layernorm, Sum(x, self.keep(residual, batch)))
         return Sum(self.mlp(x), residual)
 
-    def keep(self, residual: Tensor, batch: model.Batch) -> Tensor:
-        """The rows that the layer returns."""
-        return residual
-
     def mlp(self, x: Tensor) -> Tensor:
         c, gate_up = self.config, self.gate_up_proj
         if len(x) == 1:  # both products side by side, and the activation in the same kernel
             x = kernel.one_row_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
-            return self.down_proj(x)
-        return self.down_proj(kernel.activate(gate_up(x), c.activation, c.gated_mlp))
+        else:
+            x = kernel.activate(gate_up(x), c.activation, c.gated_mlp)
+        return self.down_proj(x)
 
 
 class FusedLastLayer(FusedLayer, ShortLastLayer):
-    def keep(self, residual: Tensor, batch: model.Batch) -> Tensor:
-        return select_rows(residual, batch)
+    keep = staticmethod(select_rows)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -82,11 +78,8 @@ class FusedLinear(model.Linear):
 
 
 class SplitLinear(model.Linear):
-    """Returns [T, out], or partial products of it, as `Sum` has them.
-
-    buffer: with several GPUs (parallel.py), the partial products of all GPUs
-    """
-    buffer: Any = None
+    """Returns [T, out], or partial products of it, as `Sum` has them."""
+    buffer: Any = None  # with several GPUs (parallel.py): where the partial products of all are
 
     def forward(self, x: Tensor) -> Any:
         weight, bias = self.weight, self.bias

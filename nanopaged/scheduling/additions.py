@@ -94,6 +94,7 @@ class SchedulerOutput(engine.SchedulerOutput):
 class BlockManager(engine.BlockManager):
     """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
     step: SchedulerOutput
+    window = num_host_blocks = 0  # window.py, swapping.py
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from heapq import merge
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nanopaged import engine
@@ -186,20 +187,16 @@ def make_schedulers(managers: list[BlockManager], runners: list, *limits: int) -
     return pools
 
 
-class Sum:
-    """An attribute that is the sum of all parts' attributes of this name."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, whole: Any, owner: type) -> int:
-        return sum(getattr(part, self.name) for part in whole.parts)
+def total(name: str) -> Any:
+    """A property that is the sum of all parts' attributes of this name."""
+    return property(lambda whole: sum(map(attrgetter(name), whole.parts)))
 
 
 class BlockManagers:
     """The books of all pools, as of one."""
-    num_blocks, num_free_blocks, most_blocks_held = Sum(), Sum(), Sum()
-    num_prompt_tokens, num_cached_tokens, num_saved_blocks = Sum(), Sum(), Sum()
+    num_blocks, num_free_blocks, most_blocks_held = map(total, ("num_blocks", "num_free_blocks", "most_blocks_held"))
+    num_prompt_tokens, num_cached_tokens = total("num_prompt_tokens"), total("num_cached_tokens")
+    num_saved_blocks = total("num_saved_blocks")
 
     def __init__(self, parts: list[BlockManager]):
         self.parts, self.block_size = parts, parts[0].block_size
@@ -212,7 +209,7 @@ class BlockManagers:
 class Pools:
     """All pools as one: their schedulers, and their step loops. A step launches work on every device that has room for
     it. Once none has room for more, a step also waits until one device is done."""
-    num_generated_tokens, num_preemptions = Sum(), Sum()
+    num_generated_tokens, num_preemptions = total("num_generated_tokens"), total("num_preemptions")
 
     def __init__(self, engines: list[Any], interruptible: Callable = nullcontext):
         self.engines, self.interruptible = engines, interruptible
