@@ -107,9 +107,7 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in float32, times weight (Zhang and Sennrich 2019)."""
-    exact = x.float()  # vector_norm needs no tensor of the squares
-    mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.shape[-1]
-    return (exact * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
