@@ -131,7 +131,7 @@ def test_grammars():
 
 @pytest.mark.parametrize("variant", ["qwen3", "gpt2"])
 def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
-    """On a CPU graphs are pretended, and compiled functions are not compiled."""
+    """On a CPU graphs are pretended, and the small kernels are in torch."""
     for owner, name, value in forked.pretended():
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
