@@ -223,6 +223,20 @@ def test_samples_stay_in_one_pool():
     assert len(llm.scheduler.running) == 3 and len({seq.pool for seq in llm.scheduler.running}) == 1
 
 
+def test_a_preempted_sequence_may_come_back_in_another_pool():
+    llm, homes = pools(3, num_blocks=14), {}
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.5)
+    expected = tokens_of(pools(1).generate(PROMPTS, params))
+    requests = [llm.add_request(prompt, params) for prompt in PROMPTS]
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output for output in llm.step()}
+        for seq in llm.scheduler.running:
+            homes.setdefault(seq.request_id, set()).add(seq.pool)
+    assert any(len(found) > 1 for found in homes.values())
+    assert tokens_of([done[request] for request in requests]) == expected
+
+
 # --------------------------------------------------------------------------------------------------
 # The loop
 # --------------------------------------------------------------------------------------------------

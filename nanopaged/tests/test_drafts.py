@@ -116,7 +116,8 @@ def test_outputs_do_not_depend_on_drafts(options, expected):
                 assert tokens_of(run(llm, PROMPTS, params)) == tokens_of(outputs)
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_blocks=30, block_size=4, lookahead=1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=30, block_size=4, lookahead=1), dict(kv_cache_dtype="fp8")],
+                         ids=str)
 def test_mixed_requests(options):
     """Samples of one prompt, filters, stop strings and tokens, log probabilities, penalties, ends within a draft."""
     settings = [SamplingParams(n=4, seed=1, max_tokens=25, ignore_eos=True),
@@ -128,10 +129,10 @@ def test_mixed_requests(options):
                 SamplingParams(temperature=0, max_tokens=20, logits_processors=[lambda tokens, logits: -logits]),
                 SamplingParams(temperature=0, max_tokens=1)]
     prompts = ["ROMEO: ", "JULIET: ", "ROMEO: O", "First", "ROMEO: ", "A", "B", "C"]
-    small = dict(model=str(BUNDLED), max_model_len=80)
+    small = dict(model=str(BUNDLED), max_model_len=80, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
     outputs = load(**small, device="cpu").generate(prompts, settings, use_tqdm=False)
     for method in (knowing(outputs, 0.8), Liar):
-        llm = drafting(method=method, **small, **options)
+        llm = drafting(method=method, **small | options)
         found = run(llm, prompts, settings)
         assert samples(found) == samples(outputs)
         assert [sample.text for output in found for sample in output.outputs] == [
