@@ -6,10 +6,10 @@ share one architecture. Each token is a vector x of hidden_size numbers, and eve
     x = x + o_proj(attention(norm(x)))                     q, k, v = qkv_proj(norm(x)), [q and k norm], [rope]
     x = x + down_proj(activation(gate_up_proj(norm(x))))   the MLP, gated (SwiGLU) or plain
 
-The running x is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned
-positions or rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that
-share a kv head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's
-config.json and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
+The running x is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or
+rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that share a kv
+head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's config.json
+and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not in the cache yet. It fills one slot in every layer:
@@ -25,12 +25,8 @@ about 190 FLOPs (measured). A step of more tokens, as with long prompts, is ther
 is bound by memory, above all decode, which also reads a sequence's whole K and V for one token. Sequences of one step
 share the reading of the weights, which is why an engine batches them.
 
-Faster classes take the place of some (`Modules` below): those of `nanopaged/device/last_layer.py`, and on a GPU those
-of `fused.py` beside it. `enforce_eager=True` leaves both out.
-
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
-import math
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import kernel
+from nanopaged.rope import scale_frequencies
 
 # One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
 LayerCache = tuple[Tensor, Tensor, float, float]
@@ -103,11 +100,6 @@ class ModelConfig:
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
-    @property
-    def window(self) -> int:
-        """The widest window: the tokens that one token attends to, itself included. 0: some layer has no window."""
-        return max(self.sliding_windows) if self.sliding_windows and all(self.sliding_windows) else 0
-
 
 # --------------------------------------------------------------------------------------------------
 # The decoder
@@ -146,8 +138,10 @@ class Transformer(nn.Module):
 
     def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
         """rope_table [num_positions, head_dim] float32: a position's cosines, then its sines, one for each angle."""
-        if not self.config.learned_positions:
-            angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(self.config))
+        c = self.config
+        if not c.learned_positions:
+            frequency = 1 / c.rope["rope_theta"] ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+            angles = torch.outer(torch.arange(num_positions).float(), scale_frequencies(frequency, c.rope))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
@@ -259,7 +253,7 @@ def compute_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tens
 
 class Modules(NamedTuple):
     """The classes that a Transformer is made of, and a function. A runner may pass others, which compute the same
-    faster, or on several GPUs."""
+    faster (nanopaged/device/last_layer.py, and fused.py on a GPU) or on several GPUs."""
     embedding: type[Embedding] = Embedding
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer
@@ -284,21 +278,6 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
-
-
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """The angle per position of each pair of a head's numbers, [head_dim // 2] float32. The scaled types slow rotations
-    down, so longer contexts than the trained one meet no angle that training did not have."""
-    rope = config.rope
-    frequency = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    if rope["rope_type"] == "linear":
-        frequency = frequency / rope["factor"]
-    elif rope["rope_type"] == "llama3":  # slow rotations are slowed down, fast ones kept, the others are blended
-        rotations = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the trained context
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = ((rotations - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / rope["factor"])
-    return frequency
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from nanopaged.device.runner import Runner
 from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
 from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
+from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.checkpoint import find_on_disk, read_tensors
 from nanopaged.weights.split import as_checkpoint
 
@@ -72,7 +73,8 @@ def pick_window(config: model.ModelConfig, num_blocks: int, block_size: int,
     """The sliding window, or 0, and the most tokens of a text."""
     limit, size = config.max_position_embeddings, num_blocks * block_size
     # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts must fit.
-    window = config.window if config.window < size - block_size else 0
+    window = widest_window(config.sliding_windows)
+    window = window if window < size - block_size else 0
     if max_model_len is not None and size < max_model_len and not window:
         raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
                          f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more memory")

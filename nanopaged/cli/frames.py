@@ -17,6 +17,7 @@ from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
 from nanopaged.device.step_input import StepInput
 from nanopaged.scheduling.additions import NULL, SchedulerOutput, Sequence
+from nanopaged.scheduling.window import widest_window
 
 VERSION = 1  # of the frames in a file
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
@@ -432,7 +433,8 @@ def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
     sixteenth = engine.cdiv(seq_len, 16 * tile) * tile
     least = engine.cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
     length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
-    num_outside = max(seq_len - config.window, 0) // length if config.window else 0  # splits that the window hides
+    window = widest_window(config.sliding_windows)
+    num_outside = max(seq_len - window, 0) // length if window else 0  # splits that the window hides
     return engine.cdiv(seq_len, length) - num_outside, length
 
 

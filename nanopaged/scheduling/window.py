@@ -14,6 +14,11 @@ from nanopaged import engine
 from nanopaged.scheduling.additions import NULL, BlockManager, Sequence
 
 
+def widest_window(windows: list[int]) -> int:
+    """The tokens that one token attends to, itself included, at most. windows: of each layer. 0: some has no window."""
+    return max(windows) if windows and all(windows) else 0
+
+
 class SlidingWindow(BlockManager):
     """A BlockManager that frees blocks behind the window. window: 0 for none, so that swapping can build on this."""
 

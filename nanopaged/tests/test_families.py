@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from model import rope_frequencies
+from model import Transformer
 from nanopaged import SamplingParams
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, expectations, load, rewritten, tokens_of
 from nanopaged.weights.checkpoint import read_tensors
@@ -75,9 +75,14 @@ def test_both_spellings_of_rope_settings_mean_the_same():
     new = LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **llama3))
     oldest, newest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)), LLAMA | dict(
         rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
-    frequencies = [rope_frequencies(read_model_config(config)) for config in (old, new, oldest, newest)]
-    assert torch.equal(frequencies[0], frequencies[1]) and torch.equal(frequencies[2], frequencies[3])
-    assert not torch.allclose(frequencies[0], rope_frequencies(read_model_config(LLAMA | dict(rope_theta=5e5))))
+    tables = []
+    for config in (old, new, oldest, newest, LLAMA | dict(rope_theta=5e5)):
+        with torch.device("meta"):
+            transformer = Transformer(read_model_config(config))
+        transformer.make_rope_table("cpu", 9)
+        tables.append(transformer.rope_table)
+    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[2], tables[3])
+    assert not torch.allclose(tables[0], tables[4])
 
 
 # --------------------------------------------------------------------------------------------------

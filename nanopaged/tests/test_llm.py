@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
+from nanopaged.scheduling.window import widest_window
 from nanopaged.tests.helpers import (
     BUNDLED,
     GOLDEN,
@@ -264,7 +265,8 @@ def test_bad_engine_options_get_a_sentence(options, message):
 def test_hf_overrides_replace_entries_of_the_config():
     window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}
     llm = LLM(hf_overrides=window, device="cpu", num_blocks=20)
-    assert llm.config.window == 24 and LLM(device="cpu", num_blocks=20).config.window == 0
+    windows = [one.config.sliding_windows for one in (llm, LLM(device="cpu", num_blocks=20))]
+    assert [widest_window(each) for each in windows] == [24, 0]
     with pytest.raises(ValueError, match="hf_overrides must be a dict of entries of config.json, not 5"):
         LLM(hf_overrides=5)
     with pytest.raises(ValueError, match="num_attention_heads|num_heads|heads"):

@@ -400,7 +400,7 @@ def test_splits_follow_the_kernels_own_rule():
     for seq_len in (*range(1, 1100), *range(1100, 40_000, 97)):
         length = split_length(seq_len, 64)
         assert splits_of(llm, seq_len) == (cdiv(seq_len, length), length)
-    config = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=32, window=300)
+    config = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=32, sliding_windows=[300])
     windowed = SimpleNamespace(runner=llm.runner, config=config)
     for seq_len in range(1, 3000, 7):
         count, length = splits_of(windowed, seq_len)
