@@ -140,6 +140,7 @@ class Transformer(nn.Module):
         """rope_table [num_positions, head_dim] float32: a position's cosines, then its sines, one for each angle."""
         c = self.config
         if not c.learned_positions:
+            # The angle per position of each pair of a head's numbers.
             frequency = 1 / c.rope["rope_theta"] ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
             angles = torch.outer(torch.arange(num_positions).float(), scale_frequencies(frequency, c.rope))
             self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)

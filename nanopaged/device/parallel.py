@@ -166,7 +166,7 @@ class ParallelRunner(Runner):
         return recorded
 
     def all_recorded(self, shape: Any) -> bool:
-        return bool(self.peers.agree([super().all_recorded(shape)], largest=False)[0])  # type: ignore[misc]
+        return bool(self.agree([super().all_recorded(shape)], largest=False)[0])  # type: ignore[misc]
 
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

@@ -36,8 +36,8 @@ def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization
     return num_blocks
 
 
-def try_step(runner: Runner, query_lens: list[int], logits_indices: Tensor, max_seq_len: int,
-             ids: list[int] | None = None) -> model.Batch:
+def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, max_seq_len: int,
+                ids: list[int] | None = None) -> model.Batch:
     """A step of new sequences of these lengths, in the padding's row. It writes no K and V. With the ids of one text it
     writes them, from slot 0 on."""
     num_tokens = sum(query_lens)
@@ -91,7 +91,7 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
     before = torch.cuda.memory_allocated(runner.device)
     count = min(runner.max_num_samples, sum(query_lens))
     sampled = torch.zeros(count, dtype=torch.int32, device=runner.device)
-    batch = try_step(runner, query_lens, sampled, runner.max_model_len)
+    batch = trial_batch(runner, query_lens, sampled, runner.max_model_len)
     try:
         for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
             logits = runner.model(batch, runner.kv_cache, runner.kernels)
@@ -120,7 +120,7 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     cache = [torch.zeros(2, num_blocks, *runner.pool.block_shape, dtype=runner.dtype, device=device)
              for _ in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = try_step(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
+    batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
