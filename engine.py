@@ -6,9 +6,9 @@ the prompt are called prefill, the later ones decode. This chapter serves many t
 leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains the pool of **blocks** with `block_size` token slots, and a sequence's **block table** (paging; Kwon
-et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts
-of 1,000, 30 and 500 tokens hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block,
-computing its 33rd takes one, and nothing is ever moved.
+et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts of 1,000, 30 and 500 tokens
+hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block, computing its 33rd takes one, and
+nothing is ever moved.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated. K and V of the first `num_computed_tokens` are in the
 KV cache, or will be after the scheduled steps. A whole prompt, a part of a prompt, one decoded token, the tail that a
@@ -202,8 +202,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # Two samples of a prompt of 6 tokens: A filled block 1 (tokens 4 to 7) and offered it. Then B came, shares
-            # tokens 4 and 5, and A ended. Alone, B writes its own token 6 in place, and the key is not true any more.
+            # Two samples of a prompt of 6 tokens: A filled block 1 (tokens 4 to 7) and offered it. Then B began to
+            # share tokens 4 and 5, and A ended. B writes its own token 6 in place now, so the key is not true any more.
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
