@@ -29,7 +29,8 @@ from nanopaged.outputs import RequestOutput
 
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
 TURN = 1000  # later requests go before the first sample of a call that has several, 2,000 before the second, ..
-CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS = 256, 32  # of prompts in a step on a CPU
+CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS = 256, 32  # in a step on a CPU
+CPU_GRAMMARS_BESIDE_TEXTS = 8  # each may take a millisecond
 JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 
@@ -157,7 +158,7 @@ class AsyncLLM(threading.Thread):
     def _take_turn(self) -> None:
         """A step, and outputs for those that wait."""
         core, started = self.core, time.monotonic()
-        self._limit_prompts()
+        self._limit_step()
         num_steps, num_tokens = core.num_steps, core.scheduler.num_generated_tokens
         with core.run_until(lambda: core.num_steps > num_steps or not core.requests):
             if core.num_steps > num_steps:
@@ -166,12 +167,18 @@ class AsyncLLM(threading.Thread):
         with core.lock:  # what the event loop told meanwhile is done: clients that began to wait get these outputs
             self._serve(time.monotonic() - started)
 
-    def _limit_prompts(self) -> None:
-        """On a CPU a step of 8,192 prompt tokens takes a second, and texts under way wait for its end. In steps of 256
-        tokens a long prompt takes no longer, and 32 tokens take as long as the next tokens of a few texts."""
+    def _limit_step(self) -> None:
+        """On a CPU a step of 8,192 prompt tokens takes a second, one of 128 samples 60 ms, and texts under way wait for
+        its end. In steps of 256 tokens a long prompt takes no longer. Beside texts, 32 tokens of prompts and of calls
+        with several samples take as long as those texts. Calls with one sample come first in the order, so each has its
+        next token in a step of this size."""
         for scheduler in self.schedulers if self.core.runners[0].device.type == "cpu" else ():
-            num_texts = sum(seq.num_tokens > seq.num_prompt_tokens for seq in scheduler.running)
-            most = num_texts + (CPU_TOKENS_BESIDE_TEXTS if num_texts else CPU_TOKENS)
+            texts = [seq for seq in scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
+            num_first = sum(seq.order[1] == seq.order[3] for seq in texts)  # see `_add`
+            most = CPU_TOKENS
+            if texts:
+                has_grammar = any(seq.sampling.grammar for seq in texts[num_first:])
+                most = num_first + (CPU_GRAMMARS_BESIDE_TEXTS if has_grammar else CPU_TOKENS_BESIDE_TEXTS)
             scheduler.max_num_batched_tokens = min(self.most_tokens, most)
 
     def _measure(self, num_tokens: int) -> None:

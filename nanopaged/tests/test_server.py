@@ -414,7 +414,7 @@ def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
 
 
 def test_a_call_of_many_prompts_lets_others_go_first(server, monkeypatch):
-    """And on a CPU a step computes few prompt tokens beside a text that is under way."""
+    """And on a CPU a step computes few tokens of prompts and of many samples beside a text that is under way."""
     steps, launch, may_go = [], server.llm.runner.launch, threading.Event()
 
     def wait(step):
@@ -423,10 +423,11 @@ def test_a_call_of_many_prompts_lets_others_go_first(server, monkeypatch):
         return launch(step)
 
     monkeypatch.setattr(server.llm.runner, "launch", wait)
-    with server.send(request(dict(LONG, stream=True))), ThreadPoolExecutor(2) as pool:
+    with server.send(request(dict(LONG, stream=True))), ThreadPoolExecutor(3) as pool:
         wait_until(lambda: server.llm.requests)
-        for number, prompt in enumerate(([[7] * 100, [8] * 100, [9] * 100], [6] * 50), 2):
-            pool.submit(server.post, dict(prompt=prompt, max_tokens=1))
+        for number, body in enumerate([dict(prompt=[[7] * 100, [8] * 100, [9] * 100]), dict(prompt=[6] * 50),
+                                       dict(prompt=[5], n=64)], 2):
+            pool.submit(server.post, dict(body, max_tokens=1))
             wait_until(lambda: len(server.engine.opened) == number)
         may_go.set()
     prompts = [part for step in steps[1:] for part in step if part[1] > 1]
@@ -445,7 +446,8 @@ BLANKS = b'{"prompt": "' + b" " * (http.MOST_BODY_BYTES - 100) + b'"}'
 LISTS = b'{"prompt": [' + b"[]," * (http.MOST_BODY_BYTES // 3 - 10) + b"[]]}"
 ATTACKS = {"compile": [bomb(i) for i in range(4)], "unread": [UNREAD], "large": [BLANKS, LISTS] * 4,
            "echoes": [dict(prompt=[[5] * 400] * 60, echo=True, logprobs=20, max_tokens=1)] * 4,
-           "masks": [dict(prompt="x", max_tokens=120, n=16, structured_outputs={"grammar": AMBIGUOUS})]}
+           "samples": [dict(prompt="x", max_tokens=400, n=128, ignore_eos=True)],
+           "masks": [dict(prompt="x", max_tokens=120, n=128, structured_outputs={"grammar": AMBIGUOUS})]}
 
 
 def measure_plain(server) -> list[float]:
