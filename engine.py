@@ -1,9 +1,7 @@
 """Chapter 3: the engine. It decides what the next step computes, and where the results live.
 
-Generating text is a loop: the model reads the tokens so far, and the next token is sampled. All earlier keys and
-values (K and V) are in the KV cache, so the sampled token is the only new input of the next step. The steps that read
-the prompt are called prefill, the later ones decode. This chapter serves many texts at once, and sequences join and
-leave the batch at every step (continuous batching; Yu et al. 2022, Orca).
+This chapter serves many texts at once. Each step computes tokens of many sequences, and sequences join and leave the
+batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains the pool of **blocks** with `block_size` token slots, and a sequence's **block table** (paging; Kwon
 et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts of 1,000, 30 and 500 tokens

@@ -33,19 +33,6 @@ keys up to its own:
 
 A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
 
-**Softmax in one pass.** vLLM's first CUDA kernel stores a context's scores, then normalizes them. The kernel here reads
-each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two running
-sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by alpha
-= exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so nothing
-overflows:
-
-    tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
-    tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
-
-The same rule merges the sums of two parts of a context. In decode a long context can therefore be cut into **splits**
-of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2"). Prefill has no splits:
-the queries of a prompt are usually enough for many programs.
-
 The torch forms come first; chapter 2, model.py, needs no more. The second part has the same in Triton.
 """
 import math
@@ -59,30 +46,26 @@ from torch import Tensor
 
 from nanopaged import tiles
 from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
-from nanopaged.optional_triton import triton as triton
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE
-from nanopaged.tiles import cdiv as cdiv
-from nanopaged.tiles import make_query_tiles, programs_per_context, tokens_per_tile
+from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context, tokens_per_tile
 
 
 # --------------------------------------------------------------------------------------------------
 # In plain torch
 # --------------------------------------------------------------------------------------------------
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
-             v_scale: float = 1.0) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
     Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim]. k_scale, v_scale: 1, except for an fp8 cache (`to_fp8`, below).
+    num_kv_heads, head_dim].
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
         written = slots >= 0
         k, v, slots = k[written], v[written], slots[written]
-    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        new = new.to(cache.dtype) if cache.element_size() > 1 else to_fp8(new, scale, cache.dtype)
-        as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, as_bytes(new))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.view(-1, *cache.shape[2:])[slots] = new.to(cache.dtype)
 
 
 def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
@@ -101,7 +84,9 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
     if rotation is not None:
         qk = rotate(qk, rotation[:, None])
     q, k = qk.split([num_heads, num_kv_heads], dim=1)
-    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if k_cache.element_size() == 1:
+        k, v = to_fp8(k, k_scale, k_cache.dtype), to_fp8(v, v_scale, v_cache.dtype)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
 
 
@@ -286,6 +271,19 @@ def _wait_for_previous_kernel(PDL: tl.constexpr):
 
 # --------------------------------------------------------------------------------------------------
 # In Triton: the attention kernel
+#
+# **Softmax in one pass.** vLLM's first CUDA kernel stores a context's scores, then normalizes them. The kernel here
+# reads each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two
+# running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by
+# alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so
+# nothing overflows:
+#
+#     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
+#     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
+#
+# The same rule merges the sums of two parts of a context. In decode a long context can therefore be cut into **splits**
+# of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2"). Prefill has no splits:
+# the queries of a prompt are usually enough for many programs.
 # --------------------------------------------------------------------------------------------------
 
 # The kernel's functions pass each other these tuples. The compiler knows every value of Sizes.
@@ -747,7 +745,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """An fp8 tensor as bytes, which torch can index on a CPU."""
+    """An fp8 tensor as bytes, which every torch can index on a CPU."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

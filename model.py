@@ -64,12 +64,8 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
-    max_query_len: int  # the longest query; above 1 the kernel is launched for prefill, too (CUDA graphs: 1 or 2)
-    max_seq_len: int  # upper bound of seq_lens
-    num_decodes: int  # all with one new token are among the first num_decodes sequences (CUDA graphs: of all)
-    query_tiles: Tensor | None = None  # the Triton kernel's work list for sequences with several new tokens
+    hints: dict[str, Any]  # further arguments of attention: they change its speed, and no result (paged_attention)
     sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
-    shared: dict[Any, Any] = field(default_factory=dict)  # what attention computes once for all layers; rectangles.py
 
 
 @dataclass
@@ -190,9 +186,7 @@ class Layer(nn.Module):
         k_cache, v_cache, k_scale, v_scale = cache
         return kernels.attention(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            self.config.head_dim ** -0.5, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
-            sliding_window=self.window, num_decodes=batch.num_decodes, query_tiles=batch.query_tiles,
-            k_scale=k_scale, v_scale=v_scale, shared=batch.shared)
+            self.config.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale, v_scale=v_scale, **batch.hints)
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""

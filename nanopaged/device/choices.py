@@ -3,6 +3,7 @@ import torch
 
 from nanopaged import kernel
 from nanopaged.inputs import check_choice, is_one_of
+from nanopaged.optional_triton import triton
 
 FP8 = torch.float8_e4m3fn
 
@@ -66,7 +67,7 @@ def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device,
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
     check_choice("attention", attention, ("auto", "triton", "torch"))
-    if attention == "torch" or attention == "auto" and (device.type != "cuda" or kernel.triton is None):
+    if attention == "torch" or attention == "auto" and (device.type != "cuda" or triton is None):
         return kernel.TORCH
     kernel.require_triton(device)
     return kernel.TRITON

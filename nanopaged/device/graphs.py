@@ -170,8 +170,8 @@ class GraphRunner(Runner):
             sampling = torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
-        batch = self.make_batch(sent, last_rows, max_query_len, self.max_model_len, shape.num_seqs,
-                                  tiles.view(-1, 2), sampling)
+        batch = self.make_batch(sent, last_rows, sampling, max_query_len, self.max_model_len, shape.num_seqs,
+                                tiles.view(-1, 2))
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self.sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 

@@ -31,7 +31,7 @@ class ShortLastLayer(model.Layer):
         rows, seq_indices = batch.logits_indices, batch.sampling_indices
         if rows is not None and not len(rows):
             o = q[:0]
-        elif rows is None or seq_indices is None or not len(seq_indices) or batch.max_query_len == 1:
+        elif rows is None or seq_indices is None or not len(seq_indices) or batch.hints["max_query_len"] == 1:
             # All rows wanted, or rows of prompts alone, or one token each.
             o = select_rows(self.attend(q, batch, cache, kernels), batch)
         else:
@@ -57,6 +57,6 @@ def decode_only(batch: model.Batch, seq_indices: Tensor) -> model.Batch:
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
+    hints = dict(max_query_len=1, max_seq_len=batch.hints["max_seq_len"], shared={})
     return replace(batch, block_tables=batch.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
-                   query_start_loc=starts, logits_indices=None, max_query_len=1, num_decodes=len(seq_lens),
-                   query_tiles=None, shared={})
+                   query_start_loc=starts, logits_indices=None, hints=hints)

@@ -7,11 +7,9 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
     forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
-and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. (With grammars a step is sampled
-when the next one is launched: transfer.py says why.)
-
-While a sequence runs it has a **batch row** in tensors that stay on the device (rows.py). A step sends what changed in
-its rows, and its new tokens, as two messages of integers. (Moves and Triton's work list for prompts are others.)
+and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
+**batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens,
+as two messages of integers.
 
 This file is the plain path. What takes the place of its parts, as a rule unless `enforce_eager=True`:
 
@@ -29,10 +27,11 @@ be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
+from collections import namedtuple
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Callable, ContextManager, Iterable, NamedTuple
+from typing import Callable, ContextManager, Iterable
 
 import torch
 from torch import Tensor
@@ -50,15 +49,8 @@ from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.weights.build import build_model
 from nanopaged.weights.split import random_tensors
 
-
-class StepTensors(NamedTuple):
-    """A StepInput on the device, int32."""
-    input_ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    slot_mapping: Tensor  # [T]
-    query_start_loc: Tensor  # [N + 1]
-    seq_lens: Tensor  # [N]
-    rows: Tensor  # [N]
+# StepInput.lists on the device, int32
+StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows")
 
 
 class Runner:
@@ -80,15 +72,15 @@ class Runner:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
-        # Plain functions: the logits editor keeps one, and a bound method would keep this runner and its memory alive.
-        self.to_device, self.send = partial(transfer.to_device, device), partial(transfer.send, device)
+        # A plain function: the logits editor keeps it, and a bound method would keep this runner and its memory alive.
+        self.send = partial(transfer.send, device)
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = block_size or (64 if device.type == "cuda" else 16)
         self.dtype = choices.pick_dtype(dtype, config.torch_dtype, device)
         self.kv_dtype = choices.pick_kv_dtype(kv_cache_dtype, self.dtype, device, kernels)
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
-            self.release_memory()
+            torch.cuda.empty_cache()
         shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
@@ -103,10 +95,8 @@ class Runner:
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
-        self.tokens_per_tile = 1  # of queries in prefill, as the kernel cuts them
-        if kernels is kernel.TRITON:
-            group = config.num_heads // config.num_kv_heads
-            self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)
+        group = config.num_heads // config.num_kv_heads
+        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
 
     def _make_rows(self) -> Rows:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -139,15 +129,10 @@ class Runner:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks."""
         return self.pool.allocate_on_host(swap_space) if swap_space else 0
 
-    def release_memory(self) -> None:
-        """Give back what torch keeps for later allocations."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether a smaller step may succeed. If so, memory is released."""
         if is_it := isinstance(error, torch.OutOfMemoryError):
-            self.release_memory()
+            torch.cuda.empty_cache()
         return is_it
 
     @on_its_device
@@ -191,9 +176,9 @@ class Runner:
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
-        tiles = self.to_device(self.query_tiles(batch.num_tokens, batch.seq_lens))
-        inputs = self.make_batch(sent, logits_indices, max(batch.num_tokens), max(batch.seq_lens),
-                                   batch.num_tokens.count(1), tiles, sampling)
+        tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
+        inputs = self.make_batch(sent, logits_indices, sampling, max(batch.num_tokens), max(batch.seq_lens),
+                                 batch.num_tokens.count(1), tiles)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
         if not sampling_indices:
@@ -201,17 +186,18 @@ class Runner:
         rows, seq_lens = sent.rows.index_select(0, sampling), sent.seq_lens.index_select(0, sampling)
         return partial(self.sample, logits[:len(sampling)], rows, seq_lens, needs), logits
 
-    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, max_query_len: int, max_seq_len: int,
-                     num_decodes: int, query_tiles: Tensor | None, sampling: Tensor | None = None) -> model.Batch:
+    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
+                   max_seq_len: int, num_decodes: int, query_tiles: Tensor) -> model.Batch:
         # -1: the token is known on the device alone. This comes with lookahead (graphs.py), not on the plain path. Only
         # sequences with one new token can have such an id, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.rows.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
+        hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
+                     query_tiles=query_tiles, shared={})
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
-                           sent.query_start_loc, logits_indices, max_query_len, max_seq_len, num_decodes, query_tiles,
-                           sampling)
+                           sent.query_start_loc, logits_indices, hints, sampling)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
@@ -234,7 +220,5 @@ class Runner:
         return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
-        """The kernel's work list for prompts, on the host. Torch needs none."""
-        if self.kernels is not kernel.TRITON:
-            return torch.empty(0, 2, dtype=torch.int32)
+        """The kernel's work list for prompts, on the host."""
         return kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)

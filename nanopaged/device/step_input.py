@@ -7,8 +7,7 @@ from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
-    sequence with drafts counts several times: it has an entry for its last token and one for each draft.)
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
 
     Sequences with one new token come first, the longest context at the front: attention has one kernel launch for
     these and one for the others, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C

@@ -54,14 +54,8 @@ class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
     would return at once. Use both in the order of the launches.
 
-    As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. The
-    call waits for the copy, and puts the tokens in the scheduler's order.
-
-    A step with **grammars** is sampled later. Its mask depends on the token before, which the host knows once it has
-    read the step before; with a lookahead that is after this launch. So the step is sampled when the next one is
-    launched (`unsampled`), or at the latest when it is read:
-
-        launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
+    As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. (With
+    grammars that comes later: masks.py.) The call waits for the copy, and puts the tokens in the scheduler's order.
 
     indices: of the batch's sequences, those that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's
@@ -80,8 +74,7 @@ class LaunchedStep:
         self.seqs = [batch.seqs[i] for i in self.indices]
         positions = [batch.seq_lens[i] for i in self.indices]
         self.needs = SamplingNeeds.of(self.seqs, positions, editor) if self.seqs else SamplingNeeds()
-        wants_prompts = any(seq.sampling.num_prompt_logprobs is not None for seq in batch.seqs)
-        self.parts = logprobs.prompt_parts(batch) if wants_prompts else []
+        self.parts = logprobs.prompt_parts(batch)
         self.more_rows = [row for part in self.parts for row in part.rows]
         self.computed: tuple[Callable[[], Tensor], Tensor] | None = None
         self.copies: list[Tensor] = []
@@ -108,11 +101,8 @@ class LaunchedStep:
         self.computed = lambda: tokens, logits  # a retry after a failure below must not count the tokens twice
         if self.parts or self.needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
-        is_cuda = self.device.type == "cuda"
-        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
-        for copy, tensor in zip(self.copies, tensors):
-            copy.copy_(tensor, non_blocking=True)
-        if is_cuda:
+        self.copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # into pinned memory
+        if self.device.type == "cuda":
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
         self.computed = None  # frees the logits
@@ -129,6 +119,5 @@ class LaunchedStep:
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
         tokens, *more = self.copies
-        ids = tokens.tolist()
-        ids = [ids[row] for row in order]
+        ids = tokens[order].tolist()
         return logprobs.add_logprobs(ids, more, self.seqs, order, self.parts) if more else engine.Sampled(ids)

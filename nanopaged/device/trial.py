@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine, model
+from nanopaged.device import transfer
 from nanopaged.device.choices import FP8
 from nanopaged.device.pool import GIB
 from nanopaged.device.runner import Runner, StepTensors
@@ -45,8 +46,8 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
     sent = StepTensors(*runner.send([
         ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
         query_lens, [runner.max_num_seqs] * len(query_lens)]))
-    tiles = runner.to_device(runner.query_tiles(query_lens, query_lens))
-    return runner.make_batch(sent, logits_indices, max(query_lens), max_seq_len, query_lens.count(1), tiles)
+    return runner.make_batch(sent, logits_indices, None, max(query_lens), max_seq_len, query_lens.count(1),
+                             transfer.to_device(runner.device, runner.query_tiles(query_lens, query_lens)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
     needed *= 2 if runner.fused else 1  # CUDA graphs have memory of their own, as much as the largest step
-    runner.release_memory()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)
     left = int(total * gpu_memory_utilization) - (total - free) - needed
     if left < block_bytes:
@@ -86,7 +87,7 @@ def largest_steps(runner: Runner) -> tuple[list[int], list[int]]:
 def peak_of(runner: Runner, query_lens: list[int]) -> int:
     """The peak memory of a step of this shape, in bytes. The step samples as many rows as possible, once plainly, once
     with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
-    runner.release_memory()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
     count = min(runner.max_num_samples, sum(query_lens))

@@ -322,7 +322,7 @@ def main() -> None:
             except torch.OutOfMemoryError as error:
                 if not runner.peers.catch_up():
                     raise
-                runner.release_memory()
+                torch.cuda.empty_cache()
                 answers.write(_as_answer(error))
         if runner.device.type == "cuda":
             torch.cuda.synchronize()  # rank 0's last steps need this rank

@@ -29,7 +29,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-needs_kernel = pytest.mark.skipif(kernel.triton is None or not (CUDA or find_spec("numpy")),
+needs_kernel = pytest.mark.skipif(optional_triton.triton is None or not (CUDA or find_spec("numpy")),
                                   reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter")
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU; the same behaviour is tested in the interpreter")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
