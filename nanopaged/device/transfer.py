@@ -1,8 +1,4 @@
-"""Between the host and the device: integers go there, and a step's results come back.
-
-`send` copies lists of integers to the device, and the host does not wait. `Runner.launch` returns a `LaunchedStep`. The
-engine calls it to wait for the step and to get its tokens.
-"""
+"""Between the host and the device: `send` takes integers there, and a `LaunchedStep` brings a step's tokens back."""
 import weakref
 from array import array
 from contextlib import nullcontext
