@@ -753,10 +753,12 @@ def as_bytes(x: Tensor) -> Tensor:
 # Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
 #
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
-# in one launch where plain torch needs several, and products of one row. `nanopaged/device/fused.py` puts them into the
-# model, graphs.py and logits.py beside it into sampling. Each names the plain form that it replaces. What does not
+# in one launch where plain torch needs several, and products of few rows. `nanopaged/device/fused.py` puts them into
+# the model, graphs.py and logits.py beside it into sampling. Each names the plain form that it replaces. What does not
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
+
+MOST_FEW_ROWS, MOST_OF_FEW_ROWS, COLUMNS_PER_PROGRAM = 16, 1024, 32  # see `takes_rows`, `few_rows_linear`
 
 
 def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
@@ -765,11 +767,11 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
     tuple: those of several GPUs. The sum is taken in float32 and rounded once."""
     parts = tuple(x) if isinstance(x, tuple) else (x,)
     (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
-    padded = tiles.next_power_of_2(size)
+    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, size, residual.dtype, residual.device)
     add_and_norm_kernel[(num_rows,)](
         parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
         COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
-        num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device, in_chain=num_rows == 1))
+        num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device, in_chain=in_chain))
     return out, total
 
 
@@ -839,17 +841,39 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     return y
 
 
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
-                   gated: bool = False) -> Tensor:
-    """F.linear for x [1, in] and weight [out, in]; with an activation, `model.activate` of it (gated: the first half of
-    the weight's rows is the gate). The library's kernels are made for many rows; plain sums read the weights faster."""
-    num_out, size = len(weight) // (2 if gated else 1), x.shape[1]
-    out = x.new_empty(1, num_out) if out is None else out
+def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `few_rows_linear` is good for so many rows of this inner size. With more of either, the library is faster
+    on an H200. Older cards lack the shared memory, and float32 is slow on tensor cores."""
+    is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
+    return num_rows == 1 or is_able and num_rows <= MOST_FEW_ROWS and size <= MOST_OF_FEW_ROWS
+
+
+def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
+    """Whether `few_rows_linear` is to compute this product. Several rows need some 64 programs."""
+    has_enough = len(x) == 1 or cdiv(len(weight), COLUMNS_PER_PROGRAM) * count >= 64
+    return has_enough and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device)
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
+                    gated: bool = False, count: int = 1) -> Tensor:
+    """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
+    first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
+    of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension."""
+    num_rows, size = x.shape
+    num_out = len(weight) // (2 if gated else 1)
+    out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
+    options = dict(BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+    bias = weight if bias is None else bias
+    if num_rows > 1:
+        padded = 8 if num_rows <= 8 else 16
+        tile = 256 if gated and padded == 8 else 128  # and 16 KiB a stage: best of 20 forms for ten products (H200)
+        few_rows_kernel[(cdiv(num_out, COLUMNS_PER_PROGRAM), count)](
+            x, weight, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
+            ROWS=COLUMNS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)
+        return out
     tile = min(2048, tiles.next_power_of_2(cdiv(size, 2)))  # the fastest of 27 forms for ten products on an H200
     rows = max(2, 2048 // tile)
-    one_row_kernel[(cdiv(num_out, rows),)](
-        x, weight, weight if bias is None else bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile,
-        BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+    one_row_kernel[(cdiv(num_out, rows),)](x, weight, bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile, **options)
     return out
 
 
@@ -883,6 +907,37 @@ def one_row_kernel(x, weight, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.c
     if ACTIVATION != "":
         y = _activate(y, up_y.to(out.dtype.element_ty), GATED, ACTIVATION)
     tl.store(out + row, y, mask=row < num_out)
+
+
+@jit
+def few_rows_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
+                    PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+                    BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    """Grid (ROWS rows of the weight, part of the inner dimension). The rows of x are columns, as queries are in decode:
+    tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns."""
+    row, column, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
+    start, row_exists, column_exists = tl.program_id(1) * PART, (row < num_out)[:, None], (column < num_rows)[None, :]
+    at = weight + row.to(tl.int64)[:, None] * SIZE + start + i[None, :]
+    up_at, x_at = at + num_out.to(tl.int64) * SIZE, x + column[None, :] * SIZE + start + i[:, None]
+    sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    _wait_for_previous_kernel(PDL)
+    for k in tl.range(0, PART, TILE, num_stages=STAGES):
+        inside = k + i < PART
+        factors = tl.load(x_at + k, mask=inside[:, None] & column_exists, other=0.0)
+        gate = tl.load(at + k, mask=row_exists & inside[None, :], other=0.0)
+        sums = tl.dot(gate, factors, sums, input_precision="ieee")
+        if GATED:
+            up = tl.load(up_at + k, mask=row_exists & inside[None, :], other=0.0)
+            up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_sums += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
+    y = sums.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        y = _activate(y, up_sums.to(out.dtype.element_ty), GATED, ACTIVATION)
+    at_out = out + (tl.program_id(1) * num_rows + column)[None, :].to(tl.int64) * num_out
+    tl.store(at_out + row[:, None], y, mask=row_exists & column_exists)
 
 
 @jit

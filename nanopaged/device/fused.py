@@ -4,7 +4,7 @@ Four kinds of work get faster:
 
 - **Functions between the products.** Norms and activations are bound by memory. kernel.py's last part has one launch
   for each. The addition to the residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
-- **Products of one row.** cuBLAS's kernels are made for many rows. A plain sum reads the weights faster.
+- **Products of one row, and of up to 16 on an H200.** cuBLAS's kernels are made for many rows.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
@@ -54,8 +54,8 @@ class FusedLayer(model.Layer):
 
     def mlp(self, x: Tensor) -> Tensor:
         c, gate_up = self.config, self.gate_up_proj
-        if len(x) == 1:  # both products side by side, and the activation in the same kernel
-            x = kernel.one_row_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
+        if kernel.has_few_rows(x, gate_up.weight):  # both products side by side, and the activation in the same kernel
+            x = kernel.few_rows_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
         else:
             x = kernel.activate(gate_up(x), c.activation, c.gated_mlp)
         return self.down_proj(x)
@@ -67,8 +67,8 @@ class FusedLastLayer(FusedLayer, ShortLastLayer):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """F.linear, in `out` if given."""
-    if len(x) == 1:
-        return kernel.one_row_linear(x, weight, bias, out)
+    if kernel.has_few_rows(x, weight):
+        return kernel.few_rows_linear(x, weight, bias, out)
     return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
@@ -87,7 +87,8 @@ class SplitLinear(model.Linear):
         shape = count, len(x), len(weight)
         out = self.buffer and self.buffer.own(*shape)
         if count > 1:
-            y = partial_products(x, weight, count, out)
+            y = (kernel.few_rows_linear(x, weight, None, out, count=count) if kernel.has_few_rows(x, weight, count) else
+                 partial_products(x, weight, count, out))
         else:
             y = linear(x, weight, bias, None if out is None else out[0])
         return y if out is None else tuple(self.buffer.all(*shape))
@@ -102,11 +103,12 @@ MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedN
 # Few rows: split-K
 # --------------------------------------------------------------------------------------------------
 
-def split_counts(config: model.ModelConfig, dtype: torch.dtype) -> set[int]:
-    """All results of `num_partial_products` for a model."""
+def residual_products(config: model.ModelConfig, dtype: torch.dtype) -> list[tuple[int, bool, int]]:
+    """o_proj and down_proj: (inner size, whether there is a bias, number of partial products of a few rows)."""
     c, make = config, partial(torch.empty, dtype=dtype, device="meta")
     products = (c.num_heads * c.head_dim, c.o_bias), (c.intermediate_size, c.mlp_bias)
-    return {1, *(num_partial_products(make(2, size), make(c.hidden_size, size)) for size, bias in products if not bias)}
+    return [(size, bias, 1 if bias else num_partial_products(make(2, size), make(c.hidden_size, size)))
+            for size, bias in products]
 
 
 def num_partial_products(x: Tensor, weight: Tensor) -> int:

@@ -3,6 +3,7 @@
 Threads compile while the weights are loaded. Each form of a kernel that the model can need on this card is one task. A
 task calls the function that launches the kernel with tensors of no rows or of padding: no work is done.
 """
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, model, tiles
-from nanopaged.device.fused import split_counts
+from nanopaged.device.fused import residual_products
 from nanopaged.device.transfer import as_current
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
@@ -69,14 +70,22 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
                 num_ranks: int) -> Iterator[Callable[[], Any]]:
     """The kernels between the products, and those of sampling."""
     make = partial(torch.empty, dtype=dtype, device=device)
-    for size, bias in {(c.hidden_size, False), (c.hidden_size, c.qkv_bias), (c.num_heads * c.head_dim, c.o_bias),
-                       (c.intermediate_size, c.mlp_bias)}:  # the first one: lm_head
-        yield partial(kernel.one_row_linear, make(1, size), make(0, size), make(1) if bias else None)
+
+    def rows_of(size: int) -> list[int]:
+        return [rows for rows in (1, 2, 9) if kernel.takes_rows(rows, size, dtype, device)]  # one, up to 8, up to 16
+
+    residual = residual_products(c, dtype)
+    for size, bias, count in {(c.hidden_size, False, 1), (c.hidden_size, c.qkv_bias, 1), *residual}:  # lm_head is first
+        for num_rows in rows_of(size // count):
+            yield partial(kernel.few_rows_linear, make(num_rows, size), make(0, size), make(1) if bias else None,
+                          count=count if num_rows > 1 else 1)
     mlp_bias, act = make(1) if c.mlp_bias else None, (c.activation, c.gated_mlp)
-    yield partial(kernel.one_row_linear, make(1, c.hidden_size), make(0, c.hidden_size), mlp_bias, None, *act)
+    for num_rows in rows_of(c.hidden_size):
+        yield partial(kernel.few_rows_linear, make(num_rows, c.hidden_size), make(0, c.hidden_size), mlp_bias, None,
+                      *act)
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size)
-    for count, num_rows in [(1, 1), *((count, 0) for count in split_counts(c, dtype))]:  # one row is another form
+    for num_rows, count in itertools.product((1, kernel.MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):
         yield partial(kernel.add_and_norm, (make(count, num_rows, c.hidden_size),) * num_ranks,
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]

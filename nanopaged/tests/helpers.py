@@ -16,7 +16,7 @@ import kernel
 import model
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
-from nanopaged.device import logits, sampler
+from nanopaged.device import fused, logits, sampler
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
 from nanopaged.weights.build import build_model
@@ -67,15 +67,15 @@ class PlainKernels:
         return normalize(residual, weight, bias, eps), residual
 
     @staticmethod
-    def one_row_linear(x, weight, bias, out=None, activation="", gated=False):
-        y = F.linear(x, weight, bias)
+    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1):
+        y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
 
 
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
-    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "one_row_linear")
+    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "few_rows_linear")
     return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
             (GraphRunner, "pick", staticmethod(sampler.pick))]
 

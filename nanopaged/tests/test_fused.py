@@ -65,19 +65,33 @@ def test_activation_and_product(dtype, gated, activation):
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size_in, size_out", [(5, 3), (64, 8), (1500, 6), (2048, 10)])
-def test_product_of_one_row(dtype, bias, size_in, size_out):
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize("size_in, size_out", [(5, 3), (64, 8), (1500, 6), (2048, 40)])
+def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     torch.manual_seed(0)
-    x, weight = made(1, size_in, dtype=dtype), made(size_out, size_in, dtype=dtype) / size_in ** 0.5
+    x, weight = made(rows, size_in, dtype=dtype), made(size_out, size_in, dtype=dtype) / size_in ** 0.5
     shift = made(size_out, dtype=dtype)
     exact = x.double() @ weight.double().T + (shift.double() if bias else 0)
     shift = shift if bias else None
-    assert_close(kernel.one_row_linear(x, weight, shift), exact)
-    out = torch.full_like(weight[:, :1].T.contiguous(), torch.nan)
-    assert kernel.one_row_linear(x, weight, shift, out) is out and out.isfinite().all()
+    assert_close(kernel.few_rows_linear(x, weight, shift), exact)
+    out = x.new_full((rows, size_out), torch.nan)
+    assert kernel.few_rows_linear(x, weight, shift, out) is out and out.isfinite().all()
     for activation, gated in (("silu", size_out % 2 == 0), ("relu", False)):
-        assert_close(kernel.one_row_linear(x, weight, shift, None, activation, gated),
+        assert_close(kernel.few_rows_linear(x, weight, shift, None, activation, gated),
                      activate(exact.to(dtype).double(), activation, gated), 4)
+    if rows > 1 and not bias and size_in % 4 == 0:
+        parts = kernel.few_rows_linear(x, weight, None, count=4)
+        assert parts.shape == (4, rows, size_out)
+        assert_close(parts.double().sum(0).to(dtype), exact, 4)
+
+
+def test_which_products_have_few_rows():
+    def chosen(rows, size_out, dtype=torch.bfloat16, count=1, size=1024):
+        return kernel.has_few_rows(torch.empty(rows, size, dtype=dtype), torch.empty(size_out, size), count)
+
+    assert chosen(16, 2048) and chosen(2, 512, count=4, size=4096) and chosen(1, 8, size=9000)
+    assert not chosen(17, 2048) and not chosen(2, 512) and not chosen(2, 2048, size=2048)
+    assert not chosen(2, 2048, torch.float32) and chosen(1, 2048, torch.float32)
 
 
 @needs_kernel
