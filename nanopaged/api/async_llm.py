@@ -29,8 +29,7 @@ from nanopaged.outputs import RequestOutput
 
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
 TURN = 1000  # later requests go before the first sample of a call that has several, 2,000 before the second, ..
-CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS = 256, 32  # in a step on a CPU
-CPU_GRAMMARS_BESIDE_TEXTS = 8  # each may take a millisecond
+CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS, CPU_GRAMMARS_BESIDE_TEXTS = 256, 32, 8  # in a step; a grammar takes 1 ms
 JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 
@@ -41,7 +40,6 @@ class Stream:
         self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
         self.num_sequences, self.arrival = sum(request.params.n for request in requests), time.monotonic()
         self.request_ids = [request.request_id for request in requests]
-        self.waiter: asyncio.Future | None = None  # None: the client does not wait for outputs
         self.failure: BaseException | None = None  # of a step
 
     @property
@@ -63,20 +61,19 @@ class AsyncLLM(threading.Thread):
     loop_share = 0.35  # of a step's time, for the event loop
     hang_seconds = 60  # of a step, which then counts as hanging
 
-    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, core: Core) -> None:
         super().__init__(name="engine", daemon=True)
-        self.core, self.loop = core, loop
+        self.core, self.loop = core, asyncio.get_running_loop()
         self.has_work = threading.Event()
-        self.streams: dict[Stream, None] = {}  # with the lock: those in the engine
         self.arrivals: dict[Request, float] = {}  # with the lock: of requests without a token
-        self.opened: set[Stream] = set()  # the event loop's: those within `open`
+        self.opened: set[Stream] = set()  # those within `open`; the event loop changes it, the thread copies it
+        self.waiting: dict[Stream, asyncio.Future] = {}  # both threads': clients that wait, the longest first
         self.end_reason: ApiError | None = None  # of the thread: there will be no outputs any more
         self.failure: BaseException | None = None  # of the last step
         self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
         self.is_stopped = False
         self.metrics = Metrics(core)
-        self.schedulers = [one.scheduler for one in core.engines]
-        self.most_tokens = self.schedulers[0].max_num_batched_tokens
+        self.most_tokens = core.engines[0].scheduler.max_num_batched_tokens
 
     # ---- in the event loop
 
@@ -89,7 +86,10 @@ class AsyncLLM(threading.Thread):
             yield
         finally:
             self.opened.remove(stream)
-            self._tell(self._abort, stream)
+            self.waiting.pop(stream, None)
+            self._tell(self.core.abort, *stream.request_ids)
+            self.metrics.finish_reasons.update(seq.finish_reason or "abort" for request in stream.requests
+                                               for seq in request.sequences)
 
     def num_unfinished(self) -> int:
         """The samples under way, without those that only wait for their client to read them."""
@@ -99,8 +99,9 @@ class AsyncLLM(threading.Thread):
         """Wait for outputs of the stream that have something new; by the request's number. If all are wanted at once,
         the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while.
         Raises ApiError for a step that has failed, and once the engine has ended."""
-        waiter = stream.waiter = self.loop.create_future()
-        self._wake()
+        waiter = self.waiting[stream] = self.loop.create_future()
+        if stream.finished:  # else the thread is awake, and `set` is slow
+            self.has_work.set()
         news = {} if self.end_reason else await waiter
         if problem := self.end_reason or stream.failure:
             raise ApiError.of(problem, 500) from problem
@@ -109,7 +110,7 @@ class AsyncLLM(threading.Thread):
     def end(self, sentence: str = "the server is stopping") -> None:
         """Clients get this as an error, now and from now on, whatever the thread does."""
         self.end_reason = self.end_reason or ApiError(sentence, 503)
-        self._deliver([(stream.waiter, {}) for stream in self.opened])
+        self._deliver([(waiter, {}) for waiter in [*self.waiting.values()]])
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -124,11 +125,7 @@ class AsyncLLM(threading.Thread):
 
     def _tell(self, function: Callable, *arguments: Any) -> None:
         self.core.lock.deferred.append(partial(function, *arguments))  # `defer` itself might call it in this thread
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self.has_work.is_set():  # `set` is much slower
-            self.has_work.set()
+        self.has_work.set()
 
     @staticmethod
     def _deliver(news: list[tuple[asyncio.Future | None, dict[int, RequestOutput]]]) -> None:
@@ -168,18 +165,14 @@ class AsyncLLM(threading.Thread):
             self._serve(time.monotonic() - started)
 
     def _limit_step(self) -> None:
-        """On a CPU a step of 8,192 prompt tokens takes a second, one of 128 samples 60 ms, and texts under way wait for
-        its end. In steps of 256 tokens a long prompt takes no longer. Beside texts, 32 tokens of prompts and of calls
-        with several samples take as long as those texts. Calls with one sample come first in the order, so each has its
-        next token in a step of this size."""
-        for scheduler in self.schedulers if self.core.runners[0].device.type == "cpu" else ():
-            texts = [seq for seq in scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
+        """On a CPU a step of 8,192 prompt tokens takes a second, and texts under way wait for its end. Beside texts, a
+        step has few tokens of prompts and of calls with several samples, which come later in the order than others."""
+        for one in self.core.engines if self.core.runners[0].device.type == "cpu" else ():
+            texts = [seq for seq in one.scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
             num_first = sum(seq.order[1] == seq.order[3] for seq in texts)  # see `_add`
-            most = CPU_TOKENS
-            if texts:
-                has_grammar = any(seq.sampling.grammar for seq in texts[num_first:])
-                most = num_first + (CPU_GRAMMARS_BESIDE_TEXTS if has_grammar else CPU_TOKENS_BESIDE_TEXTS)
-            scheduler.max_num_batched_tokens = min(self.most_tokens, most)
+            has_grammars = any(seq.sampling.grammar for seq in texts[num_first:])
+            beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
+            one.scheduler.max_num_batched_tokens = min(self.most_tokens, num_first + (beside if texts else CPU_TOKENS))
 
     def _measure(self, num_tokens: int) -> None:
         """A step has ended, with this many new tokens."""
@@ -195,38 +188,31 @@ class AsyncLLM(threading.Thread):
 
     def _serve(self, seconds: float) -> None:
         """Outputs for clients that wait, after a step of so many seconds."""
-        ready = [stream for stream in self.streams if stream.waiter and (
-            stream.failure or stream.has_news and (stream.in_parts or stream.finished))]
+        ready = [stream for stream in [*self.waiting]
+                 if stream.failure or stream.has_news and (stream.in_parts or stream.finished)]
         if self.core.requests:
             del ready[16 + int(self.loop_share / EVENT_SECONDS * seconds):]
-        if news := [self._take(stream) for stream in ready]:
+        news = []
+        for stream in ready:
+            news.append((self.waiting.pop(stream, None), stream.take_news() if stream.in_parts else {}))
+            if stream.finished and not stream.failure:
+                self.metrics.whole.add(time.monotonic() - stream.arrival, len(stream.requests))
+        if news:
             with suppress(RuntimeError):  # as in `run`
                 self.loop.call_soon_threadsafe(self._deliver, news)
-
-    def _take(self, stream: Stream) -> tuple[asyncio.Future | None, dict[int, RequestOutput]]:
-        """The future of a client that waits, and its outputs."""
-        waiter, stream.waiter = stream.waiter, None
-        del self.streams[stream]
-        if not stream.finished:
-            self.streams[stream] = None  # behind those that wait longer
-        else:
-            self._count(stream)
-            if not stream.failure:
-                self.metrics.whole.add(time.monotonic() - stream.arrival, len(stream.requests))
-        return waiter, stream.take_news() if stream.in_parts else {}
 
     def _fail(self, failure: BaseException) -> None:
         self.failure = failure
         with self.core.lock:
-            for stream in self.streams:
-                stream.failure = failure
-                self.core.abort(*stream.request_ids)
+            for stream in [*self.opened]:
+                if stream in self.waiting or not stream.finished:  # else the client has all outputs
+                    stream.failure = failure
+                    self.core.abort(*stream.request_ids)
             self._serve(0)
 
     # ---- with the lock
 
     def _add(self, stream: Stream) -> None:
-        self.streams[stream] = None
         number = int(stream.num_sequences > 1)
         for request in stream.requests:
             for seq in request.sequences:
@@ -235,14 +221,3 @@ class AsyncLLM(threading.Thread):
                 number += 1
             self.core.add(request)
             self.arrivals[request] = stream.arrival
-
-    def _abort(self, stream: Stream) -> None:
-        """The client has left `open`."""
-        self.core.abort(*stream.request_ids)
-        if stream in self.streams:
-            del self.streams[stream]
-            self._count(stream)
-
-    def _count(self, stream: Stream) -> None:
-        self.metrics.finish_reasons.update(str(seq.finish_reason) for request in stream.requests
-                                           for seq in request.sequences)

@@ -31,13 +31,19 @@ SETTINGS = {  # passed on to SamplingParams, which checks them
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 FLAG, OBJECT = (bool, lambda _: True, "true or false"), (dict, lambda _: True, "an object")
 COUNT = int, lambda x: 0 <= x <= MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}"
+STREAM_OPTIONS = {"continuous_usage_stats", "include_obfuscation", "include_usage"}
 COMMON = dict.fromkeys(SETTINGS | {"model", "max_tokens", "priority", "cache_salt"}) | {
     "n": (int, lambda x: 1 <= x <= MOST_SAMPLES_OF_A_PROMPT, f"an integer from 1 to {MOST_SAMPLES_OF_A_PROMPT}"),
     "truncate_prompt_tokens": (int, lambda x: x == -1 or x > 0, "a positive integer, or -1"),
-    "stream": FLAG, "stream_options": OBJECT, "response_format": OBJECT, "return_token_ids": FLAG,
-    "prompt_logprobs": COUNT}
+    "stop": ((str, list), lambda x: isinstance(x, str) or len(x) <= MOST_STOPS,
+             f"a text, or a list of at most {MOST_STOPS}"),
+    "stream_options": (dict, lambda x: x.keys() <= STREAM_OPTIONS and all(type(flag) is bool for flag in x.values()),
+                       f"an object with true or false for {', '.join(sorted(STREAM_OPTIONS))}"),
+    "stream": FLAG, "response_format": OBJECT, "return_token_ids": FLAG, "prompt_logprobs": COUNT}
 FIELDS: dict[str, dict[str, tuple | None]] = {  # field -> check_number's arguments, or None: checked elsewhere
-    COMPLETIONS: COMMON | {"prompt": None, "echo": FLAG, "logprobs": COUNT},
+    COMPLETIONS: COMMON | {
+        "prompt": ((str, list), lambda x: x != [], "a text, a list of token ids, or a list of at least one of these"),
+        "echo": FLAG, "logprobs": COUNT},
     CHAT: COMMON | {"logprobs": FLAG, "top_logprobs": COUNT, "add_generation_prompt": FLAG,
                     "continue_final_message": FLAG} | dict.fromkeys(
                         {"messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
@@ -50,7 +56,6 @@ NEUTRAL: dict[str, tuple] = {  # what these ask for does not exist; with these v
     "detokenize": (True,), "functions": ([],), "function_call": ("none", "auto"), "logits_processors": ([],),
     "documents": ([],), "mm_processor_kwargs": ({},), "include_reasoning": (True,), "echo": (False,)}
 TEXT_PATHS = TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # vLLM's
-STREAM_OPTIONS = "continuous_usage_stats", "include_obfuscation", "include_usage"
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Serving:
                              "several requests")
         if length is None:
             self._check_size(texts)
-        prompts = [self._render(body, tools)] if path == CHAT else _read_prompts(body["prompt"])
+        prompts = [self._render(body, tools)] if path == CHAT else [_read_prompt(prompt) for prompt in texts]
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
             thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
         reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
@@ -177,39 +182,29 @@ def _check_fields(path: str, body: dict) -> dict:
     for name, value in body.items():
         if check := FIELDS[path][name]:
             check_number(name, value, *check)
-    for name in MOST_CHARS.keys() & body.keys():
-        if len(json.dumps(body[name])) > MOST_CHARS[name]:
+        if name in MOST_CHARS and len(json.dumps(value)) > MOST_CHARS[name]:
             raise ValueError(f"{name} has more than {MOST_CHARS[name]} characters; give less")
-    options = body.get("stream_options") or {}
-    if options and not body.get("stream"):
+    if body.get("stream_options") and not body.get("stream"):
         raise ValueError('stream_options needs "stream": true')
-    for name in options:
-        check_choice("a field of stream_options", name, STREAM_OPTIONS)
-        check_kind(name, options[name], bool, "true or false")
-    if isinstance(stop := body.get("stop"), list) and len(stop) > MOST_STOPS:
-        raise ValueError(f"stop has {len(stop)} strings; give at most {MOST_STOPS}")
     return body
 
 
-def _read_prompts(prompt: Any) -> list[dict]:
-    check_kind("prompt", prompt, (str, list), "a text, a list of token ids, or a list of these")
-    check_number("prompt", prompts := as_list(prompt), list, lambda x: x, "a list of at least one prompt")
-    for prompt in prompts:
-        check_kind("a prompt", prompt, (str, list), "a text or a list of token ids")
-    return [{"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} for prompt in prompts]
+def _read_prompt(prompt: Any) -> dict:
+    check_kind("a prompt", prompt, (str, list), "a text or a list of token ids")
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 def _read_logprobs(body: dict) -> dict[str, int]:
     """logprobs and top_logprobs, which differ between the two paths, as SamplingParams' settings."""
-    wanted, best, echo = body.get("logprobs", False), body.get("top_logprobs", 0), body.get("echo", False)
-    if best and not wanted:
+    best, echo = body.get("logprobs", False), body.get("echo", False)
+    if best is True:  # in a chat; /v1/completions has the number here
+        best = body.get("top_logprobs", 0)
+    elif body.get("top_logprobs"):
         raise ValueError('top_logprobs needs "logprobs": true')
-    if wanted is not False and wanted is not True:  # /v1/completions has their number here
-        wanted, best = True, wanted
     if "prompt_logprobs" in body and body.get("stream"):
         raise ValueError('prompt_logprobs does not go with "stream": true; leave one out')
-    given = {"logprobs": best} if wanted else {}
-    if "prompt_logprobs" in body or wanted and echo:
+    given = {} if best is False else {"logprobs": best}
+    if "prompt_logprobs" in body or given and echo:
         given["prompt_logprobs"] = max(body.get("prompt_logprobs", 0), best if echo else 0)
     return given
 
@@ -222,10 +217,9 @@ def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
         "schema": given.get("schema", given.get("value", {"type": "object"}))}  # llama.cpp's name, Hugging Face's
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ValueError("response_format must be {'type': 'json_schema', 'json_schema': {'schema': {..}, ..}}")
-    found: dict[str, Any] = {
-        "tool_choice": call and {"json": call}, "structured_outputs": body.get("structured_outputs"),
-        "response_format": None if kind == "text" else {"json": schema["schema"]}}
-    names = [name for name, value in found.items() if value is not None]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} are both given; leave one out")
-    return {"structured_outputs": found[names[0]]} if names else {}
+    found = {name: value for name, value in (
+        ("tool_choice", call and {"json": call}), ("structured_outputs", body.get("structured_outputs")),
+        ("response_format", None if kind == "text" else {"json": schema["schema"]})) if value is not None}
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} are both given; leave one out")
+    return {"structured_outputs": value for value in found.values()}

@@ -18,7 +18,6 @@ import errno
 import hmac
 import ipaddress
 import json
-import signal
 import socket
 import sys
 import time
@@ -88,7 +87,8 @@ class Guard:
 
     def _find_problem(self, scope: Any, headers: dict[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1")
-        if not (self.key or scope["path"] in ANY_HOST or self._may_be_ours(host)):
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if not (self.key or scope["path"] in ANY_HOST or name.lower() in self.names or is_address(name)):
             return ApiError(f"the header Host has {host!r:.80}, which is no address and not the server's name; the "
                             "server's operator can name it with --allowed-hosts, or set a key")
         if self.key and scope["path"].startswith(("/v1", *TEXT_PATHS)):
@@ -104,31 +104,21 @@ class Guard:
                 return ApiError(f"the header Content-Type must be application/json, not {kind!r:.80}")
         return None
 
-    def _may_be_ours(self, host: str) -> bool:
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        return name.lower() in self.names or is_address(name)
-
 
 class Protocol(H11Protocol):
     """uvicorn's, with a time limit for headers. Its own limit is for a kept connection that is silent."""
     header_seconds = HEADER_SECONDS
-    headers_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._set_limit()
+        self.headers_due = self.loop.call_later(self.header_seconds, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._set_limit()
-
-    def _set_limit(self) -> None:
-        is_waiting = self.cycle is None or self.cycle.response_complete
-        if is_waiting and self.headers_due is None:
-            self.headers_due = self.loop.call_later(self.header_seconds, self.transport.abort)
-        elif not is_waiting and self.headers_due is not None:
+        if self.cycle is not None and not self.cycle.response_complete:  # all headers of a request have come
             self.headers_due.cancel()
-            self.headers_due = None
+        elif self.headers_due.cancelled():
+            self.headers_due = self.loop.call_later(self.header_seconds, self.transport.abort)
 
 
 def is_address(name: str, is_loopback: bool = False) -> bool:
@@ -159,7 +149,7 @@ def parse(body: bytes) -> Any:
 
 class Server(uvicorn.Server):
     """uvicorn's, with an engine and the endpoints."""
-    most_sequences, body_seconds = MOST_SEQUENCES, BODY_SECONDS
+    most_sequences, body_seconds, shutdown_seconds = MOST_SEQUENCES, BODY_SECONDS, SHUTDOWN_SECONDS
 
     def __init__(self, serving: Serving, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> None:
         self.serving, self.llm = serving, serving.llm
@@ -169,33 +159,31 @@ class Server(uvicorn.Server):
         routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT, RESPONSES, *TEXT_PATHS)]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
-            ("/ping", self.health), ("/metrics", self.metrics), ("/version", self.version))]
+            ("/ping", self.health), ("/metrics", self.metrics), ("/version", JSONResponse({"version": __version__})))]
         no_path = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
         router = Router(routes, default=error_response(no_path))
         super().__init__(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
             Guard(router, {host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="off",
-            log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS))
+            log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS + 10))  # then uvicorn prints a traceback for each request
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self.say_once)
-        self.engine = AsyncLLM(self.llm, loop)
+        self.engine = AsyncLLM(self.llm)
+        self.engine.loop.set_exception_handler(self.say_once)
         self.engine.start()
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        limit = self.config.timeout_graceful_shutdown or 0
-        self.engine.loop.call_later(limit, self.hurry)
-        self.config.timeout_graceful_shutdown = limit + 10  # uvicorn's way prints a traceback for each request
+        self.engine.loop.call_later(self.shutdown_seconds, self.hurry)
         await super().shutdown(sockets)
         if self.llm.grammars:
             await self.llm.grammars.close()
 
     def handle_exit(self, number: int, frame: Any) -> None:
+        """As uvicorn's, which would raise the signal once more after the shutdown."""
         if self.should_exit:
             self.hurry()
-        else:
-            super().handle_exit(number, frame)
+        self.should_exit = True
 
     def hurry(self) -> None:
         """Requests under way end with an error."""
@@ -298,10 +286,8 @@ class Server(uvicorn.Server):
         card = {"id": self.serving.model, "object": "model", "created": int(time.time()), "owned_by": "nanopaged",
                 "root": self.serving.root or self.serving.model, "parent": None, "permission": [],
                 "max_model_len": self.llm.max_model_len}
-        if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [card]})
-        self.serving.check_model(request.path_params["name"])
-        return JSONResponse(card)
+        self.serving.check_model(request.path_params.get("name", self.serving.model))
+        return JSONResponse(card if "name" in request.path_params else {"object": "list", "data": [card]})
 
     async def health(self, request: HttpRequest) -> Response:
         if problem := self.engine.problem():
@@ -314,9 +300,6 @@ class Server(uvicorn.Server):
                 except ApiError as error:
                     raise ApiError(f"the engine failed: {error}", 503) from None
         return Response()
-
-    async def version(self, request: HttpRequest) -> Response:
-        return JSONResponse({"version": __version__})
 
     async def metrics(self, request: HttpRequest) -> Response:
         return PlainTextResponse(self.engine.metrics.text(self.serving.model), media_type="text/plain; version=0.0.4")
@@ -348,8 +331,6 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = Server(serving, host, api_key, allowed_hosts)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal once more when it has shut down
-        signal.signal(number, lambda *_: None)
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)

@@ -11,26 +11,24 @@ The names are vLLM's. A call in a format of models is sent when it is complete: 
 none, and what is no call stays text. The arguments of a forced call are sent as they come.
 """
 import json
-import re
 import uuid
 from typing import Any
 
 import regex
 
-FORMATS = {  # name -> a part of the chat templates of its models; a call's first characters; up to its JSON; its end
-    "hermes": ("<tool_call>", "<tool_call>", r"\s*<tool_call>\s*()", r"\s*</tool_call>"),
-    "mistral": (
-        "[TOOL_CALLS]", "[TOOL_CALLS]", r"\s*\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
-    "llama3_json": ("dictionary of argument name", "", r"\s*;?\s*(?:<\|python_tag\|>)?\s*()(?={)", "")}
-MAY_BE_LLAMAS = re.compile(r"\s*(?:[;{]|<\|p|<?\|?\Z)")  # a call has no text in front
-FORCED = re.compile(r'\{"name":"([\w-]+)","arguments":')
-NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+SPACES = r"(?<!\s)\s*+"  # from the first of them on, without backtracking: many spaces take linear time
+THINK, THINKING, THOUGHT = "<think>", r"\A\s*+<think>\s*", rf"{SPACES}</think>\s*"
+FORMATS = {  # name -> a part of the chat templates of its models; a call up to its JSON, with its name; a call's end
+    "hermes": ("<tool_call>", rf"{SPACES}<tool_call>\s*()", r"\s*</tool_call>"),
+    "mistral": ("[TOOL_CALLS]", rf"{SPACES}\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
+    "llama3_json": ("dictionary of argument name", rf"{SPACES};?+\s*+(?:<\|python_tag\|>)?+\s*+()(?={{)", "")}
+NO_CALLS = "", "(?!)", ""  # a pattern that matches nothing
+FORCED = regex.compile(r'\{"name":"([\w-]+)","arguments":')
+NAME = regex.compile("[A-Za-z0-9_-]{1,64}")
 # Schemas of tools have keywords that llguidance does not know, "uniqueItems" for example: these bind nothing.
 LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_flexible": False}
 NO_PARAMETERS = {"type": "object", "properties": {}}
 THINKERS = ("deepseek_r1", "qwen3")  # the models with these thoughts
-THINK, THOUGHT = "<think>", "</think>"
-NO_MARKER = "\ud800"  # half a character, which no text contains
 
 
 def find_parser(template: str) -> str | None:
@@ -47,13 +45,12 @@ def read_tools(body: dict[str, Any]) -> tuple[list | None, dict | None]:
         functions = [tool["function"] for tool in tools or ()]
         schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
         names = list(schemas) if choice == "required" else [choice["function"]["name"]]
-        is_right = all(NAME.fullmatch(name) and isinstance(schema, dict) for name, schema in schemas.items())
+        if not all(NAME.fullmatch(name) and isinstance(schema, dict) for name, schema in schemas.items()):
+            raise TypeError
     except (TypeError, KeyError, AttributeError):
-        is_right = False
-    if not is_right:
         raise ValueError("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': "
                          "..}}, and tools a list of {'type': 'function', 'function': {'name': .., 'parameters': {..}}} "
-                         "with names of at most 64 letters, digits, _ and -")
+                         "with names of at most 64 letters, digits, _ and -") from None
     if not schemas or names[0] not in schemas:
         raise ValueError(f"tool_choice asks for {choice!r:.80}, and tools has {', '.join(schemas) or 'no function'}")
     calls, places = [], {}
@@ -75,7 +72,6 @@ class Reader:
     def __init__(self, kind: str | None, thinks: bool | None = None):
         self.kind, self.thinks = kind, thinks
         self.held = ""  # text that is not sent yet: more may come that belongs to it
-        self.skips_spaces = False  # after a thought's beginning and end
         self.num_calls = self.next_try = 0
 
     def add(self, text: str, ended: bool) -> dict[str, Any]:
@@ -83,58 +79,53 @@ class Reader:
         self.held += text
         delta: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
         if self.thinks is False:
-            start = self.held.lstrip()
-            if start.startswith(THINK):
-                self.held, self.thinks, self.skips_spaces = start.removeprefix(THINK), True, True
-            elif ended or not THINK.startswith(start):
-                self.thinks = None
+            text, begin = self._take_until(THINKING, ended)
+            self.held = text + (self.held[begin.end():] if begin else self.held)
+            self.thinks = None if text else begin is not None
         if self.thinks:
-            delta["reasoning_content"], is_over = self._take_until(THOUGHT, ended)
-            if is_over:
-                self.held, self.thinks, self.skips_spaces = self.held.partition(THOUGHT)[2], None, True
+            delta["reasoning_content"], end = self._take_until(THOUGHT, ended)
+            if end:
+                self.held, self.thinks = self.held.removeprefix(end[0]), None
         if self.thinks is None:
             (self._read_forced if self.kind == "forced" else self._read)(delta, ended)
         return {name: value for name, value in delta.items() if value}
 
-    def _take_until(self, marker: str, ended: bool) -> tuple[str, bool]:
-        """Take the held text up to the spaces before a marker, or before what may become one; is the marker there?"""
-        if self.skips_spaces:
-            self.held = self.held.lstrip()
-            self.skips_spaces = not self.held
-        match = regex.search(regex.escape(marker), self.held, partial=not ended)
-        text = self.held[:match.start()].rstrip() if match else self.held
-        self.held = self.held[len(text):]
-        return text, match is not None and not match.partial
+    def _take_until(self, pattern: str, ended: bool) -> tuple[str, Any]:
+        """Take the held text in front of a match, or of what may become one. None for a match that may get longer."""
+        match = regex.search(pattern, self.held, partial=not ended)
+        start = match.start() if match else len(self.held)
+        text, self.held = self.held[:start], self.held[start:]
+        is_whole = match and not match.partial and (ended or match[0] != self.held)
+        return text, match if is_whole else None
 
     def _read(self, delta: dict[str, Any], ended: bool) -> None:
         """Content and complete calls."""
         while self.held and not (self.num_calls and self.held.isspace()):
-            if self.kind == "llama3_json" and not MAY_BE_LLAMAS.match(self.held):
-                self.kind = None
-            text, found = self._take_until(FORMATS[self.kind][1] if self.kind else NO_MARKER, ended)
+            _, begin, close = FORMATS.get(self.kind or "", NO_CALLS)
+            text, match = self._take_until(begin, ended)
             delta["content"] += text
-            if not found or not ended and len(self.held) < self.next_try:
+            if self.kind == "llama3_json" and text:
+                self.kind = None  # a call has no text in front
+                continue
+            if not match or not ended and len(self.held) < self.next_try:
                 return
-            calls, end = self._parse(ended)
-            if not end and not ended:
-                self.next_try = len(self.held) * 51 // 50 + 1  # so all tries together take linear time
-                return
-            end = end or len(self.held)
+            try:
+                calls, end = self._parse(match, close, ended)
+            except (ValueError, RecursionError):  # no JSON, or not all of it
+                if not ended:
+                    self.next_try = len(self.held) * 51 // 50 + 1  # so all tries together take linear time
+                    return
+                calls, end = [], len(self.held)
             delta["content"] += "" if calls else self.held[:end]
             delta["tool_calls"] += [self._call(name, json.dumps(found, ensure_ascii=False)) for name, found in calls]
             self.held, self.next_try = self.held[end:], 0
 
-    def _parse(self, ended: bool) -> tuple[list[tuple[Any, Any]], int]:
-        """The calls in front of the held text, none if that is other JSON, and where they end; 0: not complete."""
-        begin, close = map(re.compile, FORMATS[self.kind or ""][2:])
-        try:
-            match = begin.match(self.held)
-            value, end = json.JSONDecoder().raw_decode(self.held, match.end() if match else len(self.held))
-        except (ValueError, RecursionError):
-            return [], 0
-        if not (closed := close.match(self.held, end)) and not ended:
-            return [], 0
-        value = {"name": match[1], "arguments": value} if match and match[1] else value
+    def _parse(self, begin: Any, close: str, ended: bool) -> tuple[list[tuple[Any, Any]], int]:
+        """The calls in front of the held text, none if that is other JSON, and where they end."""
+        value, end = json.JSONDecoder().raw_decode(self.held, len(begin[0]))
+        if not (closed := regex.compile(close).match(self.held, end)) and not ended:
+            raise ValueError
+        value = {"name": begin[1], "arguments": value} if begin[1] else value
         calls = [(call.get("name"), call.get("arguments", call.get("parameters"))) if isinstance(call, dict) else (0, 0)
                  for call in (value if isinstance(value, list) else [value])]
         are_calls = all([*map(type, call)] == [str, dict] for call in calls)

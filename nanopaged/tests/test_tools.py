@@ -106,6 +106,8 @@ def test_a_long_call_takes_linear_time():
     reader.add('<tool_call>{"name": "f", "arguments": {"x": [', ended=False)
     for _ in range(20_000):
         reader.add('{"a": "}"}, ', ended=False)
+    for kind in FORMATS:
+        assert Reader(kind).add(" " * 5000, ended=False) == {}
     assert time.perf_counter() - started < 5
 
 
