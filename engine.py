@@ -5,8 +5,8 @@ batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains the pool of **blocks** with `block_size` token slots, and a sequence's **block table** (paging; Kwon
 et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts of 1,000, 30 and 500 tokens
-hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block, computing its 33rd takes one, and
-nothing is ever moved.
+hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block, computing its 33rd takes one. No
+block moves when a text grows.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated. K and V of the first `num_computed_tokens` are in the
 KV cache, or will be after the scheduled steps. A whole prompt, a part of a prompt, one decoded token, the tail that a
@@ -19,9 +19,9 @@ up with `num_tokens`. When it has, the step samples the next token.
       runner               the model, the pool's tensors, the sampler      GPUModelRunner
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
-`Engine` runs this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
-nanopaged/api/llm.py has what users call. LLM runs subclasses of these classes, with what a reader of paging does not
-need, planning ahead of the GPU above all (nanopaged/scheduling/additions.py).
+`Engine` has this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
+nanopaged/api/llm.py has what users call. LLM runs subclasses of these classes (nanopaged/scheduling/additions.py). They
+add what a reader of paging does not need, planning ahead of the GPU above all, so breakpoints in `step` go there.
 """
 import itertools
 from bisect import bisect_left, insort
@@ -76,7 +76,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
     num_cached_blocks: int = 0  # leading blocks whose tokens the prefix cache has, or had when they were looked up
     prefix_key: int | str = ROOT  # of the tokens in those blocks
-    root: int | str = ROOT  # its prefix key of no tokens: ROOT, or a request's cache_salt, to share with no other
+    root: int | str = ROOT  # its prefix key of no tokens; with a cache_salt, only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = 0  # leading entries of its block table that the runner has a copy of
 
@@ -89,8 +89,8 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that could be computed now. The last possible token is never an input, so it needs no K and V."""
-        return min(self.num_tokens, self.max_len - 1) - self.num_computed_tokens
+        """Tokens that could be computed now."""
+        return self.num_tokens - self.num_computed_tokens
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is a stop token, the last possible one, or -1 (none could be
@@ -109,15 +109,14 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class SchedulerOutput:
-    """What one step computes: how many tokens of each scheduled sequence, and which of these sequences sample a token.
-    The runner copies blocks before the forward pass."""
+    """What one step computes: how many tokens of each scheduled sequence, and which of these sample a token."""
     budget: int = 0  # tokens that may still be scheduled
     seqs: list = field(default_factory=list)  # Sequence
     num_tokens: list[int] = field(default_factory=list)
     sampled: list = field(default_factory=list)  # Sequence
     preempted: list = field(default_factory=list)  # Sequence
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy)
-    cached: list[int] = field(default_factory=list)  # blocks that the step offers to the prefix cache, unless it fails
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), made before the forward pass
+    cached: list[int] = field(default_factory=list)  # blocks that it offers to the prefix cache; withdrawn if it fails
 
 
 class Sampled(NamedTuple):
@@ -132,7 +131,7 @@ class Sampled(NamedTuple):
 # --------------------------------------------------------------------------------------------------
 
 class PrefixHit(NamedTuple):
-    """The beginning of a sequence whose K and V are in the pool, or will be before the sequence attends."""
+    """The leading tokens of a sequence whose K and V the pool has, or will have before the sequence attends."""
     blocks: list[int]
     num_tokens: int
     prefix_key: int | str  # of the first num_cached_blocks of these blocks
@@ -149,7 +148,8 @@ class BlockManager:
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_hit_tokens 4
 
     After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
-    that list it). A sequence copies a block that others hold before it writes new tokens there.
+    that list it). Before a sequence writes into a block that others hold, it copies the block. A free block keeps its
+    old K and V, which nobody reads: attention reads seq_len positions, each written before it is read.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
@@ -159,8 +159,8 @@ class BlockManager:
         (0, abcd) -> block 0, prefix key 1      (1, efxy) -> block 3, prefix key 2
 
     (A request's cache_salt takes the place of the 0.) A freed block stays in the prefix cache until it is reused. The
-    block that was freed longest ago is reused first (LRU). A sequence frees its last block first, because a block
-    cannot be found without those before it.
+    block that was freed longest ago is reused first (LRU). A sequence frees its last block first, so ends are reused
+    before beginnings, without which they cannot be found.
 
     **Copy-on-write.** Samples of one prompt and beams (scheduling/samples.py, api/beam.py) also share a block that is
     not full. A sequence that is about to write into it while others hold it gets a copy. The last holder writes into
@@ -200,8 +200,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # Two samples of a prompt of 6 tokens: A filled block 1 (tokens 4 to 7) and offered it. Then B began to
-            # share tokens 4 and 5, and A ended. B writes its own token 6 in place now, so the key is not true any more.
+            # The sequence writes into a block that the prefix cache has, so the block's key becomes wrong. That happens
+            # with samples: B shares the first half of a block that A filled, and A ends before B writes.
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -222,17 +222,17 @@ class BlockManager:
         sequence that shares them attends after they are written, in the same forward pass or a later one."""
         if not self.enable_prefix_caching:
             return
-        # (With lookahead the last scheduled token is not known yet. Its block is offered one step later.)
+        # With lookahead (additions.py) the last scheduled token has no id yet, so its block waits one step.
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_cached_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                self._evict(block)  # a sample may have offered it under a key that nothing finds any more (samples.py)
+                self._evict(block)  # with samples it may have an outdated key (samples.py)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
-            # else: the cache has these tokens already. If it has them in another block, this one stays private
+            # else: the cache has a block for this key. If it is another one, this sequence's block is not shared.
             seq.prefix_key = self.prefix_cache[key][1]
             seq.num_cached_blocks = index + 1
 
@@ -251,9 +251,9 @@ class BlockManager:
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence the blocks that it can share. The others come from `allocate`, chunk by chunk. False,
-        taking none, if fewer are free than its tokens so far need besides. That is a check, not a reservation: others
-        may take these blocks before a later chunk needs them, and then sequences are preempted."""
+        """Give a waiting sequence the blocks that it can share. False, taking none, if too few are free for the rest of
+        its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may take the
+        free blocks first, and then the last running sequence is preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -334,17 +334,17 @@ def discard(queue: list, seq: Sequence) -> None:
 class Scheduler:
     """Decides what each step computes.
 
-    **One order rules**: priority, then arrival. `running` and `waiting` are kept in it. The token budget is given out
-    from the front of the order. When the pool runs dry, the last running sequences lose their blocks (preemption). They
-    keep their place in the order. Equal priorities are first come, first served: no step leaves a decoding text out for
-    a newer prompt, but an older long prompt takes the whole budget before a newer prompt gets any. With priorities a
-    decoding text also waits for more urgent prompts. If the budget is smaller than the number of decoding texts, the
-    later ones wait until earlier ones end.
+    **One order rules**: priority, then arrival. `running` and `waiting` are kept in it. A token budget bounds a step's
+    memory, and its time, for which all its texts wait. The budget is given out from the front of the order. When the
+    pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order. Equal
+    priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long
+    prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for more
+    urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait until others end.
 
     Every accepted sequence can run alone: LLM refuses a prompt that is longer than the pool, and limits max_len to the
     pool's tokens. (With a sliding window longer texts fit, see scheduling/window.py.) So the first sequence in the
-    order always fits, at the latest after all others are preempted. With equal priorities every other one becomes the
-    first in the end.
+    order always fits, at the latest after all others are preempted. With equal priorities each one becomes the first in
+    the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -368,8 +368,8 @@ class Scheduler:
             running    A   B       D           A and B have got their tokens: turn is 2, and running[turn] is D
             waiting            C       E       C comes before D: C is admitted, and becomes running[turn]
 
-        C was preempted before, or is more urgent. If C needs room, D and what runs behind D are preempted, and never A
-        or B. If C does not fit even so, the step admits no other sequence, so that none overtakes C."""
+        C is more urgent than D. (With equal priorities all that wait come after all that run.) If C needs room, running
+        sequences are preempted, the last one first, but never A or B. If C still does not fit, none is admitted."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
@@ -384,14 +384,14 @@ class Scheduler:
             num_tokens = min(seq.num_new_tokens, step.budget)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
-                    break  # the sequence was the last of all, and was preempted; no waiting one may overtake it
+                    break  # the sequence was the last running one, and was preempted; no waiting one may overtake it
                 self._compute(seq, num_tokens, step)
             turn += 1
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. (That is in vain
-        if earlier sequences hold too much. The sequence stays the first that waits.)"""
+        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: earlier
+        sequences hold too many blocks, and the sequence stays the first that waits."""
         seq = self.waiting[0]
         if seq in step.preempted:  # it returns in a later step
             return False

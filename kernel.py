@@ -21,19 +21,18 @@ needs one table. **Paged attention** finds K and V through the table and compute
 section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers of K, 2,048 in all. The K of
 token t is k_cache[block_table[t // block_size], t % block_size, kv head].
 
-**Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens, the last of the
-`seq_len` that the cache then holds: a whole prompt or a chunk of it (**prefill**), or the one token sampled last
-(**decode**). Each layer stores their K and V first. Then query i, at position seq_len - query_len + i, attends to the
-keys up to its own:
+**Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens: a whole prompt or
+a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer stores their K and V first, and the
+cache holds `seq_len` tokens. Then query i, at position seq_len - query_len + i, attends to the keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
                                 query 0, position 4       x x x x x . .
                                 query 1, position 5       x x x x x x .      . is masked
                                 query 2, position 6       x x x x x x x
 
-A prompt may therefore come in any chunks. Decode is the last row alone: it sees every key and needs no causal mask.
+A prompt may therefore come in any chunks. Decode is the last row alone, which needs no causal mask.
 
-The torch forms come first; chapter 2, model.py, needs no more. The second part has the same in Triton.
+The torch forms come first (two functions for an fp8 cache stand at the end). The second part has the same in Triton.
 """
 import math
 from collections import namedtuple
@@ -57,8 +56,8 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context, tokens
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: do not write (padding, or K and V that a shared block has already). A cache must allow the view [num_slots,
-    num_kv_heads, head_dim].
+    Slot -1: nothing is written, because the token is padding or a shared block has its K and V. A cache must allow the
+    view [num_slots, num_kv_heads, head_dim].
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
@@ -127,7 +126,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
             continue
         first, window = seq_len - (end - start), sliding_window or seq_len
         position = torch.arange(seq_len, device=q.device)
-        query, key = position[first:, None], position[max(0, first - window + 1):]  # earlier keys no query sees
+        query, key = position[first:, None], position[max(0, first - window + 1):]  # no query sees earlier keys
         visible = (key <= query) & (key > query - window)  # [query_len, num_keys]
         # block_size 4, table [5, 2]:  key 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
         block, offset = table[key // block_size], key % block_size

@@ -63,9 +63,9 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # rows of the T that need logits: last rows, then those of prompt logprobs; None: all
-    hints: dict[str, Any]  # further arguments of attention: they change its speed, and no result (paged_attention)
-    sampling_indices: Tensor | None = None  # sequences that sample, whose last rows begin logits_indices; last_layer.py
+    logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
+    hints: dict[str, Any]  # facts about the batch with which Triton's attention is faster (kernel.paged_attention)
+    sampling_indices: Tensor | None = None  # the sequences that sample; only last_layer.py reads it
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Layer(nn.Module):
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        # Norm, rope and storing k and v (chapter 1's `store_kv`) wait for memory, so one launch does all three.
+        # Norm, rope and storing k and v (`store_kv`) wait for memory, so in Triton one launch does all three.
         return kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
                                         batch.slot_mapping, k_scale, v_scale)
 
@@ -194,8 +194,8 @@ class Layer(nn.Module):
 
 
 class LastLayer(Layer):
-    """Returns the rows that need logits, [rows, D]: as a rule the last row of each sequence that samples. What follows
-    another row is in the text already, and a row of logits takes vocab_size numbers."""
+    """Returns only the rows whose logits are read, [rows, D]: as a rule the last row of each sequence that samples. The
+    text already has the token that any other row would predict, and a row of logits takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                 kernels: kernel.Kernels) -> Tensor:

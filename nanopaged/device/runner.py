@@ -8,17 +8,17 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
     sample            one token for each sequence that has caught up
 
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
-**batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens,
-as two messages of integers.
+**batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens.
 
-This file is the plain path. What takes the place of its parts, as a rule unless `enforce_eager=True`:
+This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Without
+enforce_eager the parts with a * are replaced:
 
     part                      in its place                                        where that is chosen
-    Runner                    GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
+    Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
+    modules of model.py *     ones with small kernels (fused.py)                  GraphRunner
+    the last Layer *          one that skips rows (last_layer.py)                 everywhere
+    attention in torch *      one call for all sequences (rectangles.py)          everywhere
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
-    modules of model.py       ones with small kernels (fused.py)                   GraphRunner
-    the last Layer            one that skips rows (last_layer.py)                 without enforce_eager
-    attention in torch        one call for all sequences (rectangles.py)          everywhere but with enforce_eager
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
 
@@ -54,7 +54,7 @@ StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_
 
 
 class Runner:
-    """A model on a device, with its KV pool. ValueError for options that cannot be."""
+    """A model on a device, with its KV pool. Raises ValueError for impossible options."""
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with the small kernels at the end of kernel.py
     modules = model.PLAIN
@@ -83,7 +83,8 @@ class Runner:
             torch.cuda.empty_cache()
         shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
-        self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []  # of each layer: K, V and their scales
+        # Of each layer K, V and their scales. `trial.allocate_pool` fills it.
+        self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []
         self.rows = self._make_rows()
         self.forget_rows = self.rows.forget
         # Triton's kernels are compiled while the weights are loaded.
@@ -138,8 +139,8 @@ class Runner:
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Start a step; calling what is returned waits for its tokens. `_compute` launches the forward pass and returns
-        a function for `start` that samples. The host waits in neither, unless attention is in torch."""
+        """Launch a step. Calling the LaunchedStep waits for the step's tokens. `launch` itself does not wait for a GPU,
+        unless attention is in torch, which reads lengths on the host. On a CPU the step is computed here."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)
@@ -164,13 +165,13 @@ class Runner:
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        """The forward pass. Returns two things: a function that samples the tokens [num_samples], and the logits
-        [num_samples + ..., vocab_size] of their rows and then of more rows of the flat batch.
+        """The forward pass. Returns (sample, logits): `sample()` draws the tokens [num_samples], and the logits are of
+        last_rows, then of more_rows, [num_samples + len(more_rows), vocab_size].
 
             sequence             A   C   B
             flat rows            0   1   2..5     rows of x, one for each new token
             sampling_indices     0   1   2        places in the batch of those that sample, here all three
-            last_rows            0   1   5        flat rows of their last tokens; then more_rows: logits_indices
+            last_rows            0   1   5        flat rows of the last tokens of those; logits_indices begin with these
             sent.rows            4   0   7        batch rows: places in the tensors that stay on the device
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
@@ -188,8 +189,8 @@ class Runner:
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
                    max_seq_len: int, num_decodes: int, query_tiles: Tensor) -> model.Batch:
-        # -1: the token is known on the device alone. This comes with lookahead (graphs.py), not on the plain path. Only
-        # sequences with one new token can have such an id, and they come first.
+        # -1: the token is known on the device alone. Without lookahead (graphs.py) no id is -1. Only sequences with one
+        # new token can have such an id, and they come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.rows.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones

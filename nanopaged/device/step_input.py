@@ -9,9 +9,9 @@ from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 class StepInput:
     """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
 
-    Sequences with one new token come first, the longest context at the front: attention has one kernel launch for
-    these and one for the others, and the longest work should not start last. With block_size 4, A (table [0, 1]) and C
-    (table [2, 6]) decode and the prompt of B (table [5]) comes in:
+    Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
+    these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
+    [0, 1]) and C (table [2, 6]) decode and the prompt of B (table [5]) comes in:
 
         seqs              A     C     B
         input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: known only on the device (lookahead)
@@ -19,6 +19,7 @@ class StepInput:
         slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
         query_start_loc   0     1     2              6      [N + 1]
         seq_lens          7     5     4                     [N]      tokens in the cache after this step
+        rows              4     0     7                     [N]      batch rows (rows.py)
     """
     seqs: list[Sequence]
     num_tokens: list[int]  # [N]
@@ -27,7 +28,7 @@ class StepInput:
     slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     seq_lens: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # [N] batch rows
+    rows: list[int] = field(default_factory=list)
 
     @property
     def lists(self) -> list[list[int]]:
@@ -36,7 +37,7 @@ class StepInput:
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> "StepInput":
         def longest_decode_first(pair: tuple[Sequence, int]) -> int:
-            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # a draft is a row of its own
+            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # drafts are rows of their own
 
         batch = cls([], [])
         for seq, num_tokens in sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first):
@@ -59,11 +60,11 @@ class StepInput:
                 self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:  # a chunk: the host knows its ids, and the step writes all its K and V
+        else:  # a chunk: the host knows its ids, and its K and V are not in the cache, so no slot is -1
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
-            for index in range(start // size, engine.cdiv(end, size)):  # the same, block by block
-                offset = (table[index] - index) * size  # slot - position: one number for each block
+            for index in range(start // size, engine.cdiv(end, size)):
+                offset = (table[index] - index) * size  # slot - position, which is the same in a whole block
                 self.slot_mapping += range(max(start, index * size) + offset, min(end, (index + 1) * size) + offset)
         self.query_start_loc.append(len(self.input_ids))
         self.seq_lens.append(end)

@@ -41,24 +41,24 @@ def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on the device. A copy from pinned memory waits for nothing; one from ordinary memory would wait for
-    the step under way."""
+    """The tensor on the device. The host does not wait for a copy from pinned memory. It would wait for one from
+    ordinary memory, which the device makes after the step under way."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
-    would return at once. Use both in the order of the launches.
+    would return at once. Call launched steps in the order of their launches.
 
     As a rule, `start` launches sampling right after the forward pass and begins to copy the tokens to the host. (With
     grammars that comes later: masks.py.) The call waits for the copy, and puts the tokens in the scheduler's order.
 
-    indices: of the batch's sequences, those that sample
+    indices: places in the batch of the sequences that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's
-    more_rows: more rows of the flat batch that need logits, for the log probabilities of prompt tokens
-    needs: what sampling must do for these sequences
+    more_rows: flat rows whose logits give log probabilities of prompt tokens
+    needs: the features of sampling that these sequences use
 
-    device, send, editor: the runner's; unsampled: where a step waits to be sampled; wait: for an event
+    device, send, editor: the runner's; unsampled: its steps with grammars that wait to be sampled; wait(event)
     """
 
     def __init__(self, step: SchedulerOutput, batch: StepInput, device: torch.device, send: Callable[..., list[Tensor]],
@@ -94,10 +94,10 @@ class LaunchedStep:
             return
         sample, logits = self.computed
         tensors = [tokens := sample()]
-        self.computed = lambda: tokens, logits  # a retry after a failure below must not count the tokens twice
+        self.computed = lambda: tokens, logits  # if a line below fails, a retry must not draw again
         if self.parts or self.needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
-        self.copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # into pinned memory
+        self.copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
