@@ -6,8 +6,11 @@
 There are two query heads per kv head. Prints a line for each kernel: compute capability, configuration, shared memory.
 Exit code 1 if one takes more shared memory than a block of that GPU can have.
 """
+import itertools
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -78,66 +81,63 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
 
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
-    """The smaller kernels."""
+    """Tasks that compile the smaller kernels."""
     constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW")}
-    yield compile_kernel(kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
+    yield partial(compile_kernel, kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
     for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
         store = dict(BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
                      HALF_PADDED=constants["DIM_PADDED"] // 2, **switches)
-        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability)
+        yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability)
     if capability >= 89:
-        yield compile_kernel(kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
+        yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
     for num_gpus, center in ((1, False), (2, True)):
-        yield compile_kernel(kernel.add_and_norm_kernel, dict(COUNT=4, SIZE=4096, PADDED=4096, CENTER=center), dtype,
-                             capability, 8, parts=(f"*{TYPES[dtype]}",) * num_gpus)
+        norm = dict(COUNT=4, SIZE=4096, PADDED=4096, CENTER=center)
+        yield partial(compile_kernel, kernel.add_and_norm_kernel, norm, dtype, capability, 8,
+                      parts=(f"*{TYPES[dtype]}",) * num_gpus)
     for activation, gated in (("silu", True), ("gelu_new", False)):
         act = dict(ACTIVATION=activation, GATED=gated)
-        yield compile_kernel(kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
+        yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
         one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
-        yield compile_kernel(kernel.one_row_kernel, one_row, dtype, capability)
+        yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability)
         if capability >= 90:  # see most_few_rows
             few_rows = act | dict(SIZE=4096, PART=4096, PADDED=8, ROWS=32, TILE=256, STAGES=3, BIAS=not gated)
-            yield compile_kernel(kernel.few_rows_kernel, few_rows, dtype, capability)
-        yield compile_kernel(kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
-                             bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
+            yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability)
+        yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
+                      bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
     picked = dict(best="*fp32", at="*i32", out="*i64")
-    yield compile_kernel(kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32", seed="*i64",
-                         position="*i64", **picked)
-    yield compile_kernel(kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
+    yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
+                  seed="*i64", position="*i64", **picked)
+    yield partial(compile_kernel, kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
 
 
-def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool = False, forms=FORMS) -> int:
-    """Compile attention's forms; how many of them are too large."""
-    limit, too_large = SHARED_MEMORY[capability] * 1024, 0
-    for phase, no_split, stages in forms:
-        compiled, config = attention(phase, capability, dtype, head_dim, no_split=no_split, fp8=fp8, stages=stages)
-        shared = compiled.metadata.shared
-        too_large += shared > limit
-        print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: "
-              f"{shared / 1024:5.1f} of {limit // 1024} KiB  {config}"
-              f"{'  TOO LARGE' if shared > limit else ''}", flush=True)
-    return too_large
+def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: tuple) -> bool:
+    """Compile a form of attention. Whether it is too large."""
+    limit, (phase, no_split, stages) = SHARED_MEMORY[capability] * 1024, form
+    compiled, config = attention(phase, capability, dtype, head_dim, no_split=no_split, fp8=fp8, stages=stages)
+    shared = compiled.metadata.shared
+    print(f"sm_{capability} {phase:7} {TYPES[dtype]}{' fp8 cache' * fp8} head_dim {head_dim:3}: "
+          f"{shared / 1024:5.1f} of {limit // 1024} KiB  {config}"
+          f"{'  TOO LARGE' if shared > limit else ''}", flush=True)
+    return shared > limit
 
 
 def main(capabilities: list[int], quick: bool) -> int:
-    too_large = 0
+    checks, tasks = [], []
     for capability in capabilities:
-        if quick and capability < 80:
-            too_large += check(capability, torch.float16, 128, forms=FORMS[:2])
-            continue
-        if quick:
-            too_large += check(capability, torch.bfloat16, 128)
-            too_large += check(capability, torch.bfloat16, 128, fp8=True, forms=FORMS[:2]) if capability >= 89 else 0
-            list(others(capability, torch.bfloat16, 128, window=100))
-            continue
-        for dtype in TYPES:
-            if dtype is not torch.bfloat16 or capability >= 80:  # older cards have none: the engine uses float16 there
-                too_large += sum(check(capability, dtype, head_dim) for head_dim in (64, 128, 256))
-                if capability >= 89 and dtype is not torch.float32:
-                    too_large += sum(check(capability, dtype, head_dim, fp8=True) for head_dim in (64, 128, 256))
-                list(others(capability, dtype, 128))
-    return min(1, too_large)
+        # Older cards have no bfloat16: the engine uses float16 there.
+        types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]
+        for dtype in types[-1:] if quick else types:
+            has_fp8 = capability >= 89 and dtype is not torch.float32
+            for head_dim in (128,) if quick else (64, 128, 256):
+                for form, fp8 in itertools.product(FORMS, (False, True) if has_fp8 else (False,)):
+                    if not quick or form in (FORMS if capability >= 80 and not fp8 else FORMS[:2]):
+                        checks.append(partial(check, capability, dtype, head_dim, fp8, form))
+            if not quick or capability >= 80:
+                tasks += others(capability, dtype, 128, window=100 if quick else 0)
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(task) for task in checks + tasks]
+        return int(any([future.result() for future in futures][:len(checks)]))
 
 
 if __name__ == "__main__":
