@@ -69,8 +69,7 @@ def _add_message(messages: list[dict], item: Any) -> None:
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind != "reasoning":
-        raise ValueError("an item of input must be a message, a function_call or a function_call_output, not "
-                         f"{kind!r:.80}")
+        raise ValueError(f"an item of input must be a message, function_call or function_call_output, not {kind!r:.80}")
 
 
 @dataclass

@@ -100,7 +100,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
         one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
         yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability)
-        if capability >= 90:  # see most_few_rows
+        if capability >= 90:  # see takes_rows
             few_rows = act | dict(SIZE=4096, PART=4096, PADDED=8, ROWS=32, TILE=256, STAGES=3, BIAS=not gated)
             yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability)
         yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
