@@ -21,7 +21,7 @@ up with `num_tokens`. When it has, the step samples the next token.
 
 `Engine` has this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
 nanopaged/api/llm.py has what users call. LLM runs subclasses of these classes (nanopaged/scheduling/additions.py). They
-add what a reader of paging does not need, planning ahead of the GPU above all, so breakpoints in `step` go there.
+add what a reader of paging does not need, and have their own `Engine.step` and `Scheduler.update`.
 """
 import itertools
 from bisect import bisect_left, insort
@@ -72,9 +72,9 @@ class Sequence:
     num_prompt_tokens: int = 0
     # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
     num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # leading tokens in the blocks that it shared when it began: it never writes them
+    num_hit_tokens: int = 0  # tokens found at its last admission: it never writes their K and V
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
-    num_cached_blocks: int = 0  # leading blocks whose tokens the prefix cache has, or had when they were looked up
+    num_cached_blocks: int = 0  # leading blocks that were found in the prefix cache or offered to it
     prefix_key: int | str = ROOT  # of the tokens in those blocks
     root: int | str = ROOT  # its prefix key of no tokens; with a cache_salt, only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -148,8 +148,8 @@ class BlockManager:
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_hit_tokens 4
 
     After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
-    that list it). Before a sequence writes into a block that others hold, it copies the block. A free block keeps its
-    old K and V, which nobody reads: attention reads seq_len positions, each written before it is read.
+    that list it). Before a sequence writes into a block that others hold, it copies the block. A block taken for new
+    tokens still has old K and V, which nobody reads: attention reads seq_len positions, each written before or found.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
@@ -200,8 +200,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # The sequence writes into a block that the prefix cache has, so the block's key becomes wrong. That happens
-            # with samples: B shares the first half of a block that A filled, and A ends before B writes.
+            # The sequence alone holds a block that the prefix cache has, and writes other tokens into it. With samples:
+            # A filled and offered the block, B shares only its first half, A ends, and B writes the second half.
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -265,8 +265,8 @@ class BlockManager:
         return hit if self.num_blocks_needed(seq, hit) <= self.num_free_blocks else None
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
-        # Of 10 tokens (3 blocks of 4) two blocks were found: 0, which A holds, and 7, which is free and still cached.
-        # Two free blocks are needed: 7 and a new one.
+        # A found block that is free leaves the free queue, so it counts. 10 tokens (3 blocks of 4), found: 0, which A
+        # holds, and 7, which is free and still cached. Needed: 7 and a new one.
         return cdiv(seq.num_tokens, self.block_size) - sum(self.ref_counts[block] > 0 for block in hit.blocks)
 
     def start(self, seq: Sequence, hit: PrefixHit) -> None:
@@ -341,7 +341,7 @@ class Scheduler:
     prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for more
     urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait until others end.
 
-    Every accepted sequence can run alone: LLM refuses a prompt that is longer than the pool, and limits max_len to the
+    Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the
     pool's tokens. (With a sliding window longer texts fit, see scheduling/window.py.) So the first sequence in the
     order always fits, at the latest after all others are preempted. With equal priorities each one becomes the first in
     the end.
@@ -369,7 +369,8 @@ class Scheduler:
             waiting            C       E       C comes before D: C is admitted, and becomes running[turn]
 
         C is more urgent than D. (With equal priorities all that wait come after all that run.) If C needs room, running
-        sequences are preempted, the last one first, but never A or B. If C still does not fit, none is admitted."""
+        sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay preempted, and
+        the step admits none."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
@@ -390,8 +391,8 @@ class Scheduler:
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: earlier
-        sequences hold too many blocks, and the sequence stays the first that waits."""
+        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it goes on
+        waiting, because it was preempted in this step, or earlier ones hold too many blocks or all rows."""
         seq = self.waiting[0]
         if seq in step.preempted:  # it returns in a later step
             return False

@@ -32,7 +32,7 @@ cache holds `seq_len` tokens. Then query i, at position seq_len - query_len + i,
 
 A prompt may therefore come in any chunks. Decode is the last row alone, which needs no causal mask.
 
-The torch forms come first (two functions for an fp8 cache stand at the end). The second part has the same in Triton.
+The torch forms come first, then the same in Triton, then kernels that only make a step faster.
 """
 import math
 from collections import namedtuple

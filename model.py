@@ -19,11 +19,11 @@ per step: the last sampled one, whose K and V are not in the cache yet. It fills
     decode    mat                  5           5                    5               .
     decode    .                    6           6                    6               Then
 
-Both are the same computation, but their cost differs. A step reads each weight, 2 bytes in bfloat16, once, and each of
-its T tokens multiplies and adds with it: 2T FLOPs for 2 bytes, T per byte. While an H200 reads a byte, it can compute
-about 190 FLOPs (measured). A step of more tokens, as with long prompts, is therefore bound by compute. A step of fewer
-is bound by memory, above all decode, which also reads a sequence's whole K and V for one token. Sequences of one step
-share the reading of the weights, which is why an engine batches them.
+Both are the same computation, but their cost differs. A step reads each weight of its layers once, 2 bytes in bfloat16,
+and each of its T tokens multiplies and adds with it: 2T FLOPs for 2 bytes, T per byte. While an H200 reads a byte, it
+can compute about 190 FLOPs (measured). A step of more tokens, as with long prompts, is therefore bound by compute. A
+step of fewer is bound by memory, above all decode, which also reads a sequence's whole K and V for one token. Sequences
+of one step share the reading of the weights, which is why an engine batches them.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -204,7 +204,7 @@ class LastLayer(Layer):
 
 
 class Embedding(nn.Module):
-    """A table of vectors. torch's own modules draw random weights and import a compiler for that (2 seconds)."""
+    """A table of vectors. torch's own modules import a compiler on the meta device (2 seconds)."""
 
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
 **batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens.
 
-This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Without
-enforce_eager the parts with a * are replaced:
+This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts take
+its place, those with a * only without enforce_eager:
 
     part                      in its place                                        where that is chosen
     Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
@@ -140,7 +140,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Launch a step. Calling the LaunchedStep waits for the step's tokens. `launch` itself does not wait for a GPU,
-        unless attention is in torch, which reads lengths on the host. On a CPU the step is computed here."""
+        unless attention is in torch, which reads slots and lengths on the host. On a CPU the step is computed here."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)
@@ -189,8 +189,8 @@ class Runner:
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
                    max_seq_len: int, num_decodes: int, query_tiles: Tensor) -> model.Batch:
-        # -1: the token is known on the device alone. Without lookahead (graphs.py) no id is -1. Only sequences with one
-        # new token can have such an id, and they come first.
+        # -1 (never without lookahead, graphs.py): the step that samples this token is not read yet, so only last_tokens
+        # has it. It is its sequence's single new token, and such sequences come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
         ones = torch.where(ones < 0, self.rows.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
@@ -212,8 +212,8 @@ class Runner:
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
-        # A sequence with drafts is in `rows` several times, and any of its tokens may stay. No step reads that one: the
-        # next step is planned when the drafts are decided (additions.Engine), and then the host sends the token.
+        # A sequence with drafts is in `rows` several times, and any of its tokens may be the last one written. No step
+        # reads it: the next one is planned when the host knows the tokens (additions.Engine), and gets this one by id.
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 

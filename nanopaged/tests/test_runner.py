@@ -7,6 +7,7 @@ import torch
 
 import kernel
 from nanopaged import LLM, SamplingParams, tiles
+from nanopaged.device import choices
 from nanopaged.device.choices import pick_dtype
 from nanopaged.tests.helpers import (
     CUDA,
@@ -69,7 +70,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
 
 def test_a_machine_without_triton_attends_with_torch(monkeypatch):
     """A machine with CUDA does so too, since Windows has no Triton."""
-    monkeypatch.setattr(kernel, "triton", None)
+    monkeypatch.setattr(choices, "triton", None)
     prompts, continuations, _ = expectations("qwen3")
     llm = load("qwen3", enforce_eager=True)
     assert llm.runner.kernels is kernel.TORCH
