@@ -90,8 +90,8 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, computed in float32, times weight (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+    """x / rms(x) over the last dimension, in float32, times weight in weight's type (Zhang and Sennrich 2019)."""
+    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(weight.dtype) * weight).to(x.dtype)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chapter 2: the model. One decoder for GPT-2, OPT, Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
+"""Chapter 2: the model. One decoder for GPT-2, OPT, Llama, SmolLM, Mistral, Qwen, Phi, Granite, OLMo and Gemma 3.
 
 A decoder reads tokens and computes logits for the next one: a number for each entry of the vocabulary. These families
 share one architecture. Each token is a vector x of hidden_size numbers, and every layer adds to it twice:
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import kernel
-from nanopaged.rope import scale_frequencies
+from nanopaged.rope import make_rope_table
 
 # One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
 LayerCache = tuple[Tensor, Tensor, float, float]
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass
 class ModelConfig:
-    """The switches. `read_model_config` in nanopaged/weights/families.py reads them from a config.json."""
+    """The switches, rare ones with their families. nanopaged/weights/families.py reads them from a config.json."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -86,14 +86,24 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # Qwen3, Gemma 3: of each head
+    all_heads_norm: bool = False  # OLMo: one norm over all heads of q, and one over those of k
+    pre_norm: bool = True  # OLMo has no norm in front of a sublayer
+    post_norm: bool = False  # OLMo, Gemma 3: a sublayer's result is normalised before the addition
+    float32_norms: bool = False  # OLMo, Gemma 3: a norm multiplies in float32, then rounds
+    norm_offset: float = 0.0  # Gemma 3 stores a norm's weight minus 1
+    embedding_multiplier: float = 1.0  # Granite, Gemma 3
+    attention_scale: float | None = None  # Granite, Gemma 3; None: head_dim ** -0.5
+    logits_scaling: float = 1.0  # Granite: a divisor of the logits
     tie_word_embeddings: bool = False
     learned_positions: bool = False
     position_offset: int = 0  # OPT's position table begins with two rows that no token uses
-    rope: dict[str, Any] = field(default_factory=dict)  # rope_theta, rope_type and the parameters of that type
+    ropes: list[dict[str, Any]] = field(default_factory=list)  # each: rope_theta, rope_type, that type's parameters
+    layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     torch_dtype: torch.dtype = torch.float32
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
+    merged: dict[str, dict[str, int]] = field(default_factory=dict)  # Phi-3: a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
 
@@ -103,7 +113,7 @@ class ModelConfig:
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
-    rope_table: Tensor
+    rope_tables: list[Tensor]
 
     def __init__(self, config: ModelConfig, modules: "Modules | None" = None) -> None:
         super().__init__()
@@ -120,26 +130,25 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
                 out: Tensor | None = None) -> Tensor:
         """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
-        x, rope = self.embed(batch)  # [T, D], [T, head_dim]
-        for layer, cache in zip(self.layers, kv_cache):
+        x, ropes = self.embed(batch)  # [T, D], and for each layer [T, head_dim]
+        for layer, rope, cache in zip(self.layers, ropes, kv_cache):
             x = layer(x, rope, batch, cache, kernels)  # [T, D]; from the last layer [rows, D]
         return self.compute_logits(self.norm(x), self.lm_head.weight, out)
 
-    def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The tokens' vectors [T, D], and the cosines and sines of their rope angles [T, head_dim] or None."""
-        x = self.embed_tokens(batch.input_ids)
-        if self.config.learned_positions:
-            return x + self.embed_positions(batch.positions + self.config.position_offset), None
-        return x, self.rope_table.index_select(0, batch.positions)
+    def embed(self, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
+        """The tokens' vectors [T, D], and for each layer cosines and sines of rope's angles [T, head_dim], or None."""
+        c, x = self.config, self.embed_tokens(batch.input_ids)
+        if c.embedding_multiplier != 1:
+            x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to this type, as in Gemma's training
+        if c.learned_positions:
+            x = x + self.embed_positions(batch.positions + c.position_offset)
+        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]
+        return x, [ropes[i] for i in c.layer_ropes or [0] * c.num_layers]
 
-    def make_rope_table(self, device: torch.device | str, num_positions: int) -> None:
-        """rope_table [num_positions, head_dim] float32: a position's cosines, then its sines, one for each angle."""
-        c = self.config
-        if not c.learned_positions:
-            # The angle per position of each pair of a head's numbers.
-            frequency = 1 / c.rope["rope_theta"] ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
-            angles = torch.outer(torch.arange(num_positions).float(), scale_frequencies(frequency, c.rope))
-            self.rope_table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+    def make_rope_tables(self, device: torch.device | str, num_positions: int) -> None:
+        """One table for each of config.ropes, for texts of num_positions tokens (`make_rope_table`)."""
+        self.rope_tables = [make_rope_table(rope, self.config.head_dim, num_positions).to(device)
+                            for rope in self.config.ropes]
 
 
 class Layer(nn.Module):
@@ -149,13 +158,17 @@ class Layer(nn.Module):
         super().__init__()
         c, m = config, modules
         self.config, self.window = c, c.sliding_windows[index] if c.sliding_windows else 0
-        self.input_layernorm = m.norm(c, c.hidden_size)
+        norm: Any = partial(m.norm, c, c.hidden_size)
+        pre_norm, post_norm = norm if c.pre_norm else nn.Identity, norm if c.post_norm else nn.Identity
+        self.input_layernorm, self.attention_post_norm = pre_norm(), post_norm()
         # One matrix computes q, k and v, and one gate and up: fewer, larger products are faster.
         self.qkv_proj = m.linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Norm(c, c.head_dim), Norm(c, c.head_dim)  # rotate_and_store uses their weights
+        if c.all_heads_norm:
+            self.q_norm, self.k_norm = Norm(c, c.num_heads * c.head_dim), Norm(c, c.num_kv_heads * c.head_dim)
         self.o_proj = m.residual_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
-        self.post_attention_layernorm = m.norm(c, c.hidden_size)
+        self.post_attention_layernorm, self.mlp_post_norm = pre_norm(), post_norm()
         self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
         self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
@@ -169,13 +182,17 @@ class Layer(nn.Module):
                   kernels: kernel.Kernels) -> Tensor:
         """Write the K and V of all tokens, then attend: [T, D] -> [T, D]."""
         q = self.write_kv(x, rope, batch, cache, kernels)
-        return self.o_proj(self.attend(q, batch, cache, kernels).flatten(1))
+        return self.attention_post_norm(self.o_proj(self.attend(q, batch, cache, kernels).flatten(1)))
 
     def write_kv(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
                  kernels: kernel.Kernels) -> Tensor:
         """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
-        qkv = self.qkv_proj(x).view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
+        qkv = self.qkv_proj(x)  # [T, (H + 2 KV) * head_dim]
+        if c.all_heads_norm:
+            q, k, v = qkv.split([n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], dim=1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+        qkv = qkv.view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
         # Norm, rope and storing k and v (`store_kv`) wait for memory, so in Triton one launch does all three.
         return kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
@@ -186,11 +203,13 @@ class Layer(nn.Module):
         k_cache, v_cache, k_scale, v_scale = cache
         return kernels.attention(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            self.config.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale, v_scale=v_scale, **batch.hints)
+            self.config.attention_scale or self.config.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale,
+            v_scale=v_scale, **batch.hints)
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""
-        return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
+        x = activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp)
+        return self.mlp_post_norm(self.down_proj(x))
 
 
 class LastLayer(Layer):
@@ -291,7 +310,7 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
     missing = set(targets)
     embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
     for name, tensor in tensors:
-        bare = re.sub(r"^((model|transformer|decoder)\.)+", "", name)
+        bare = re.sub(r"^((model|language_model|transformer|decoder)\.)+", "", name)
         if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
             bare = embed  # one matrix, which safetensors' save_model stores as the head only
         if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more

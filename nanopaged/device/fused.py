@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Callable, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanopaged import kernel, model
 from nanopaged.device.last_layer import ShortLastLayer, select_rows
@@ -31,10 +31,15 @@ class Sum(NamedTuple):
     residual: Tensor  # [T, D]
 
 
-def add_and_norm(norm: model.Norm, stream: Any) -> tuple[Tensor, Tensor]:
-    """(norm(sum), sum), each [T, D], of a Sum or a tensor."""
-    x, residual = stream if isinstance(stream, Sum) else (torch.zeros_like(stream), stream)
-    return kernel.add_and_norm(x, residual, norm.weight, norm.bias, norm.eps)
+def add_and_norm(norm: nn.Module, stream: Any) -> tuple[Tensor, Tensor]:
+    """(norm(sum), sum), each [T, D], of a Sum, or of what a Sum has as x."""
+    if not isinstance(stream, Sum):
+        part = stream[0] if isinstance(stream, tuple) else stream
+        stream = Sum(stream, part.new_zeros(part.shape[-2:]))
+    if not isinstance(norm, model.Norm):  # OLMo has no norm in front of a sublayer, and one behind that adds the parts
+        total = stream.x + stream.residual
+        return total, total
+    return kernel.add_and_norm(stream.x, stream.residual, norm.weight, norm.bias, norm.eps)
 
 
 class FusedNorm(model.Norm):
@@ -58,7 +63,7 @@ class FusedLayer(model.Layer):
             x = kernel.few_rows_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
         else:
             x = kernel.activate(gate_up(x), c.activation, c.gated_mlp)
-        return self.down_proj(x)
+        return self.mlp_post_norm(self.down_proj(x))
 
 
 class FusedLastLayer(FusedLayer, ShortLastLayer):

@@ -41,7 +41,7 @@ class ShortLastLayer(model.Layer):
             o = self.attend(q.index_select(0, last_rows), decode_only(batch, seq_indices), cache, kernels)
             if len(others):
                 o = torch.cat([o, self.attend(q, batch, cache, kernels).index_select(0, others)])
-        return self.o_proj(o.flatten(1))
+        return self.attention_post_norm(self.o_proj(o.flatten(1)))
 
 
 MODULES = model.PLAIN._replace(last_layer=ShortLastLayer)

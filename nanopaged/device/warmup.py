@@ -43,10 +43,11 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
     ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
     make, rows = partial(torch.zeros, device=device), max(2, most)
     lens, starts, query_tiles = make(rows, **ints), make(rows + 1, **ints), torch.full((1, 2), -1, **ints)
-    norm = make(c.head_dim, dtype=dtype) if c.qk_norm else None
+    norm = make(c.head_dim, dtype=torch.float32 if c.float32_norms else dtype) if c.qk_norm else None
     qkv = make(0, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=dtype)
-    yield partial(kernel.TRITON.rotate_and_store, qkv, c.num_heads,
-                  None if c.learned_positions else make(0, c.head_dim), norm, norm, c.norm_eps, cache, cache, lens[:0])
+    for has_rope in {bool(c.ropes) and i >= 0 for i in c.layer_ropes or [0]}:
+        yield partial(kernel.TRITON.rotate_and_store, qkv, c.num_heads, make(0, c.head_dim) if has_rope else None,
+                      norm, norm, c.norm_eps, cache, cache, lens[:0])
     group, q = c.num_heads // c.num_kv_heads, make(rows, c.num_heads, c.head_dim, dtype=dtype)
     sizes: dict[tuple, tuple[int, int]] = {}  # of decode, one for each form
     for longest in (1, max_model_len):
@@ -84,7 +85,7 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
         yield partial(kernel.few_rows_linear, make(num_rows, c.hidden_size), make(0, c.hidden_size), mlp_bias, None,
                       *act)
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
-    weight = make(c.hidden_size)
+    weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows, count in itertools.product((1, kernel.MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):
         yield partial(kernel.add_and_norm, (make(count, num_rows, c.hidden_size),) * num_ranks,
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)

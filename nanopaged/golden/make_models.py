@@ -22,7 +22,9 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = Path(__file__).parent
 PROMPT_LENGTHS = (3, 17, 39)
@@ -81,6 +83,65 @@ QWEN3 = {
     "use_cache": True,
 }
 
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias": False, "attention_dropout": 0.1,
+    "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "hidden_act": "silu", "hidden_size": 40,
+    "initializer_range": 0.02, "intermediate_size": 24, "logits_scaling": 1.5, "max_position_embeddings": 128,
+    "mlp_bias": False, "num_attention_heads": 10, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "residual_multiplier": 0.4, "rms_norm_eps": 1e-2, "rope_scaling": None, "rope_theta": 1000.0, "vocab_size": 200,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False, "attention_dropout": 0.0,
+    "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40,
+    "layer_types": ["full_attention"] * 3, "max_position_embeddings": 128, "max_window_layers": 28, "mlp_bias": False,
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 0, 1], "num_attention_heads": 4, "num_hidden_layers": 3,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000.0, "sliding_window": None,
+    "use_sliding_window": False, "vocab_size": 200, "bos_token_id": 198, "eos_token_id": 199,
+    "pad_token_id": 199, "torch_dtype": "bfloat16", "use_cache": True,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+MINISTRAL = MISTRAL | {
+    "architectures": ["MinistralForCausalLM"], "model_type": "ministral", "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": YARN | {"rope_theta": 1000.0},
+}
+del MINISTRAL["rope_theta"]
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0,
+    "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02, "intermediate_size": 40,
+    "max_position_embeddings": 128, "num_attention_heads": 6, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "original_max_position_embeddings": 2, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5,
+    "rope_scaling": {"long_factor": [1.0, 1.5, 3.0], "short_factor": [1.0, 1.0, 1.0], "type": "longrope"},
+    "rope_theta": 100.0, "sliding_window": 24, "vocab_size": 200, "bos_token_id": 198, "eos_token_id": 199,
+    "pad_token_id": 199, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+}
+OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0,
+    "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40,
+    "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000.0, "vocab_size": 200, "bos_token_id": 199,
+    "eos_token_id": 199, "pad_token_id": 198, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+OLMO3 = OLMO2 | {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8,
+    "rope_theta": 500000, "rope_scaling": YARN | {"attention_factor": 1.3},
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+    "attention_dropout": 0.0, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+    "final_logit_softcapping": None, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 40,
+    "initializer_range": 0.02, "intermediate_size": 24, "max_position_embeddings": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "query_pre_attn_scalar": 40, "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 100.0, "rope_scaling": {"factor": 4.0, "rope_type": "linear"}, "rope_theta": 1000.0,
+    "sliding_window": 8, "sliding_window_pattern": 3, "vocab_size": 200, "bos_token_id": 2,
+    "eos_token_id": [1, 106], "pad_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+
 # variant -> config.json, the dtype the weights are stored in, and config edits that must change the logits: an engine
 # that ignored the edited key would be caught by this variant.
 VARIANTS = {
@@ -113,11 +174,42 @@ VARIANTS = {
         torch.bfloat16,
         [{"layer_types": ["full_attention"] * 3}, {"layer_types": ["sliding_attention"] * 3}, {"sliding_window": 9}]),
     "qwen3": (QWEN3, torch.bfloat16, [{"rope_theta": 10000.0}]),
+    "granite": (GRANITE, torch.bfloat16, [
+        {"attention_multiplier": 0.5}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0},
+        {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6}]),
+    "smollm3": (SMOLLM3, torch.bfloat16, [{"no_rope_layers": [1, 1, 1]}, {"no_rope_layers": [0, 0, 1]}]),
+    "ministral": (MINISTRAL, torch.bfloat16, [
+        {"layer_types": ["sliding_attention"] * 3}, {"rope_parameters": {"rope_theta": 1000.0}},
+        {"rope_parameters": YARN | {"rope_theta": 1000.0, "attention_factor": 1.0}},
+        {"rope_parameters": YARN | {"rope_theta": 1000.0, "factor": 2.0}}]),
+    "phi3": (PHI3, torch.bfloat16, [
+        {"original_max_position_embeddings": 64}, {"sliding_window": None}, {"rope_scaling": None},
+        {"partial_rotary_factor": 1.0,
+         "rope_scaling": {"long_factor": [1.0, 1.5, 3.0, 3.0], "short_factor": [1.0] * 4, "type": "longrope"}}]),
+    "olmo2": (OLMO2, torch.bfloat16, [{"rope_theta": 10000.0}, {"rms_norm_eps": 1e-2}]),
+    "olmo3": (OLMO3, torch.bfloat16, [
+        {"rope_scaling": None}, {"layer_types": ["full_attention"] * 3}, {"sliding_window": 9}]),
+    "gemma3": (GEMMA3, torch.bfloat16, [
+        {"query_pre_attn_scalar": 16}, {"rope_local_base_freq": 1000.0}, {"rope_scaling": None}, {"sliding_window": 9},
+        {"sliding_window_pattern": 2}, {"hidden_activation": "silu"}]),
 }
+# Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.
+ROPES = [
+    (dict(rope_type="default"), 40), (dict(rope_type="linear", factor=3.0), 40),
+    (dict(rope_type="llama3", factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0,
+          original_max_position_embeddings=32), 40),
+    (dict(rope_type="dynamic", factor=2.0), 64), (dict(rope_type="dynamic", factor=2.0), 100),
+    (YARN, 40), (YARN | dict(attention_factor=1.25, truncate=False), 40),
+    (YARN | dict(mscale=1.0, mscale_all_dim=0.7), 40), (YARN | dict(beta_fast=None, factor=1.0), 40),
+    *((dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], original_max_position_embeddings=32,
+            long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], partial_rotary_factor=0.75, **more), length)
+      for length, more in ((32, {}), (33, {}), (33, dict(factor=8.0)), (33, dict(attention_factor=1.3)))),
+]
 # What stops a chat is often said in generation_config.json alone, and may be several ids.
 GENERATION_CONFIGS = {
     "llama3": {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 5, 7], "temperature": 0.6, "top_p": 0.9},
     "smollm2": {"bos_token_id": 1, "eos_token_id": 2},
+    "gemma3": {"bos_token_id": 2, "do_sample": True, "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64},
     "qwen2": {"bos_token_id": 198, "do_sample": True, "eos_token_id": [197, 198], "pad_token_id": 198, "top_k": 20},
     "qwen3": {"bos_token_id": 198, "do_sample": True, "eos_token_id": [197, 198], "pad_token_id": 198, "top_k": 20},
 }
@@ -259,6 +351,21 @@ def make_variant(variant, directory):
     print(f"{variant:18} seed {seed:3}  smallest gap {gap:.4f}  at least {distinct:2} distinct tokens  {size:7,} bytes")
 
 
+def make_ropes(file):
+    """Writes the ropes' settings, with the angle per position of each pair, and the factor of cosines and sines."""
+    entries = []
+    for settings, length in ROPES:
+        config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64,
+                             rope_parameters={"rope_theta": 1000.0, **settings})
+        if settings["rope_type"] == "default":
+            angles, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+        else:
+            angles, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu", seq_len=length)
+        entries.append(dict(settings=settings, length=length, angles=angles.tolist(), factor=factor))
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, entries)
+
+
 def make_reference(directory, output, length, prompts):
     """Writes an expectation file for an existing checkpoint; refuses one whose tokens rounding could change."""
     tensors, gap = expectations(directory, prompts, length)
@@ -291,6 +398,8 @@ def main():
         return make_reference(args.reference, args.output, args.length, args.token_ids)
     if unknown := set(args.variants) - set(VARIANTS):
         parser.error(f"unknown variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    if not args.variants:
+        make_ropes(HERE / "ropes" / "expected.json")
     for variant in args.variants or VARIANTS:
         make_variant(variant, HERE / variant)
 

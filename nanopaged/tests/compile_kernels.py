@@ -85,16 +85,18 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW")}
     yield partial(compile_kernel, kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
-    for switches in (dict(ROTATE=True, NORM=True), dict(ROTATE=False, NORM=False)):
+    in_float32 = dict(q_norm="*fp32", k_norm="*fp32")  # as Gemma's weights of norms are
+    for switches, types in ((dict(ROTATE=True, NORM=True), {}), (dict(ROTATE=True, NORM=True), in_float32),
+                            (dict(ROTATE=False, NORM=False), {})):
         store = dict(BLOCK_SIZE=64, HEADS=16, KV_HEADS=8, HALF=head_dim // 2, HEADS_PADDED=16, KV_PADDED=8,
                      HALF_PADDED=constants["DIM_PADDED"] // 2, **switches)
-        yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability)
+        yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability, **types)
     if capability >= 89:
         yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
-    for num_gpus, center in ((1, False), (2, True)):
+    for num_gpus, center, weight in ((1, False, dtype), (2, True, dtype), (1, False, torch.float32)):
         norm = dict(COUNT=4, SIZE=4096, PADDED=4096, CENTER=center)
         yield partial(compile_kernel, kernel.add_and_norm_kernel, norm, dtype, capability, 8,
-                      parts=(f"*{TYPES[dtype]}",) * num_gpus)
+                      parts=(f"*{TYPES[dtype]}",) * num_gpus, weight=f"*{TYPES[weight]}")
     for activation, gated in (("silu", True), ("gelu_new", False)):
         act = dict(ACTIVATION=activation, GATED=gated)
         yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)

@@ -1,4 +1,5 @@
 """Model families: configurations that cannot be run, and the weights of checkpoints that differ from their family's."""
+import json
 import math
 
 import pytest
@@ -6,7 +7,21 @@ import torch
 
 from model import Transformer
 from nanopaged import SamplingParams
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, expectations, load, rewritten, tokens_of
+from nanopaged.device import fused
+from nanopaged.rope import make_rope_table
+from nanopaged.tests.helpers import (
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    expectations,
+    load,
+    plain_kernels,
+    prompt_logits,
+    relative_error,
+    rewritten,
+    tokens_of,
+    use_modules,
+)
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -19,14 +34,38 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(architectures=["MambaForCausalLM"]), "unknown architecture 'MambaForCausalLM'; known are GPT2LMHeadModel, "),
-    (dict(quantization_config={"quant_method": "gptq"}), "quantised .gptq."),
-    (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "rope type 'yarn' is not supported"),
+    (dict(architectures=["BloomForCausalLM"]), "unknown architecture 'BloomForCausalLM'; known are GPT2LMHeadModel, "),
+    *((dict(architectures=[name]), f"{name} is {reason}.*, which nanopaged does not run; known are GPT2LMH")
+      for name, reason in dict(
+          MambaForCausalLM="a state-space model", GraniteMoeHybridForCausalLM="Granite 4, with state-space layers",
+          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes", MixtralForCausalLM="a mixture of experts",
+          Qwen3MoeForCausalLM="a mixture of experts", BertModel="an embedding model",
+          Gemma3TextModel="an embedding model").items()),
+    *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
+      for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2_5_VLForConditionalGeneration": {},
+                         "Mistral3ForConditionalGeneration": {"model_type": "ministral3"}}.items()),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantised with GPTQ; use one with float32, float16 or"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
+    (dict(rope_scaling={"rope_type": "mrope"}), "rope type 'mrope' is not supported; supported are default, linear, "),
+    (dict(rope_scaling={"rope_type": "dynamic", "factor": 1e9}), "max_position_embeddings must be .* not 128000000000"),
+    (dict(rope_scaling={"rope_type": "dynamic", "factor": 2}, head_dim=2), "no LlamaForCausalLM can have"),
+    (dict(rope_theta=1, rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64}),
+     "no LlamaForCausalLM can have"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported in this family"),
+    (dict(architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.4), "3 numbers of a head rotate; expected an eve"),
+    *((dict(architectures=["Phi3ForCausalLM"], max_position_embeddings=8192,
+            rope_scaling=dict(type="su", short_factor=[1.0] * 4, long_factor=long)), "no Phi3ForCausalLM can have")
+      for long in ([1.0] * 3, [1.0, 1.0, 1.0, "x"], None)),
+    (dict(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=3, no_rope_layers=[1, 0]), "no SmolLM3ForCausalLM"),
+    (dict(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling must be a number above 0"),
+    (dict(architectures=["GraniteForCausalLM"], residual_multiplier=0), "no GraniteForCausalLM can have"),
+    (dict(architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not"),
+    (dict(architectures=["Olmo3ForCausalLM"], layer_types=["linear_attention"]), "the kind 'linear_attention' are not"),
     (dict(rope_scaling={"rope_type": "linear"}), "needs factor"),
     (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
     (dict(hidden_act="mish"), "unknown activation 'mish'"),
     (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
-    (dict(quantization_config="awq"), "quantised .awq."),
+    (dict(quantization_config="awq"), "quantised with AWQ"),
     (dict(num_hidden_layers="2"), "num_layers must be an integer from 1 to 1024, not '2'"),
     (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
     (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"),
@@ -79,10 +118,120 @@ def test_both_spellings_of_rope_settings_mean_the_same():
     for config in (old, new, oldest, newest, LLAMA | dict(rope_theta=5e5)):
         with torch.device("meta"):
             transformer = Transformer(read_model_config(config))
-        transformer.make_rope_table("cpu", 9)
-        tables.append(transformer.rope_table)
+        transformer.make_rope_tables("cpu", 9)
+        tables += transformer.rope_tables
     assert torch.equal(tables[0], tables[1]) and torch.equal(tables[2], tables[3])
     assert not torch.allclose(tables[0], tables[4])
+
+
+@pytest.mark.parametrize("case", json.loads((GOLDEN / "ropes" / "expected.json").read_text()),
+                         ids=lambda case: f"{case['settings']['rope_type']} {case['length']}")
+def test_angles_of_all_types_of_rope_equal_transformers(case):
+    """head_dim 16. A type that depends on the length has that of the longest text."""
+    settings = {"rope_theta": 1000.0, "max_position_embeddings": 64} | case["settings"]
+    table = make_rope_table(settings, 16, case["length"])
+    angles, num_pairs = torch.outer(torch.arange(case["length"]), torch.tensor(case["angles"])), len(case["angles"])
+    assert num_pairs == int(8 * settings.get("partial_rotary_factor", 1))
+    for half, function, rest in ((table[:, :8], torch.cos, 1.0), (table[:, 8:], torch.sin, 0.0)):
+        torch.testing.assert_close(half[:, :num_pairs], function(angles) * case["factor"], atol=1e-5, rtol=1e-5)
+        assert (half[:, num_pairs:] == rest).all()
+
+
+def test_the_longest_text_of_scaled_ropes():
+    def limit(**scaling):
+        return read_model_config(LLAMA | dict(rope_scaling=scaling)).max_position_embeddings
+
+    assert limit(rope_type="dynamic", factor=2.5) == 320 and limit(rope_type="linear", factor=2.5) == 128
+    assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) == 256
+    assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=16) == 128
+
+
+# --------------------------------------------------------------------------------------------------
+# Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
+# --------------------------------------------------------------------------------------------------
+
+SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
+
+
+@pytest.mark.parametrize("variant", SWITCHED)
+def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
+    """The fused modules get their weights as a checkpoint that is made of the plain ones' weights."""
+    prompts, continuations, _ = expectations(variant)
+    prompts, expected = [prompt.tolist() for prompt in prompts] * 2, [text.tolist() for text in continuations] * 2
+    llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu")
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    has_window = getattr(llm.scheduler.block_manager, "window", 0)  # in every layer: blocks that left it are free
+    assert bool(has_window) == (variant == "phi3") and llm.scheduler.num_preemptions > 0
+    assert llm.generate(prompts[1], GREEDY)[0].num_cached_tokens > 0 or has_window
+    llm = load(variant, device="cpu", enforce_eager=True)
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    for patch in plain_kernels():
+        monkeypatch.setattr(*patch)
+    use_modules(llm, fused.MODULES)
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("variant", SWITCHED)
+def test_logits_in_bfloat16(variant):
+    """Norms with weights in float32 return the type of the residual stream."""
+    prompts, _, logits = expectations(variant)
+    llm = load(variant, dtype="bfloat16", device="cpu", enable_prefix_caching=False)
+    assert relative_error(prompt_logits(llm, prompts[1].tolist()), logits[1]) < 0.05
+    norms = {parameter.dtype for name, parameter in llm.runner.model.named_parameters() if "norm" in name}
+    assert norms == {torch.float32 if variant in ("gemma3", "olmo2", "olmo3") else torch.bfloat16}
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "granite", "phi3"])
+def test_random_weights_are_a_checkpoint_s(variant):
+    llm = load(variant, load_format="dummy", device="cpu")
+    assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 24
+    assert (llm.runner.model.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("variant, architecture", [
+    ("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")])
+@pytest.mark.parametrize("body, head", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, variant, architecture, body, head):
+    """The names have changed with transformers' versions. A vision tower has layers and norms, too."""
+    def rename(name):
+        return name.replace("model.", body) if name.startswith("model.") else head + name
+
+    path = rewritten(tmp_path, variant, lambda tensors: {
+        "vision_tower.layers.0.input_layernorm.weight": torch.ones(3), "model.vision_tower.norm.weight": torch.ones(3),
+        "multi_modal_projector.norm.weight": torch.ones(3)} | {rename(name): one for name, one in tensors.items()})
+    text = json.loads((GOLDEN / variant / "config.json").read_text())
+    del text["architectures"]
+    whole = dict(architectures=[architecture], torch_dtype=text.pop("torch_dtype"), text_config=text,
+                 vision_config=dict(hidden_size=7, num_hidden_layers=99))
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.warns(UserWarning, match=f"{architecture} is a multimodal model; its text model is loaded, and images"):
+        llm = load(path, num_blocks=64)
+    prompts, continuations, _ = expectations(variant)
+    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+
+
+def test_keys_that_a_multimodal_gemma_leaves_out():
+    """google/gemma-3-4b-it's text_config has these keys only."""
+    text = dict(hidden_size=2560, intermediate_size=10240, model_type="gemma3_text", num_hidden_layers=34,
+                rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024)
+    with pytest.warns(UserWarning, match="images are not read"):
+        config = read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert config.sliding_windows == [1024 * (i % 6 != 5) for i in range(34)] and config.tie_word_embeddings
+    assert [(rope["rope_theta"], rope["rope_type"]) for rope in config.ropes] == [(1e6, "linear"), (1e4, "default")]
+    assert config.attention_scale == 256 ** -0.5 and config.max_position_embeddings == 131072
+    with pytest.warns(UserWarning, match="images are not read"):
+        config = read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text,
+                                        max_position_embeddings=500))  # from hf_overrides
+    assert config.max_position_embeddings == 500
+
+
+def test_a_longest_text_below_the_trained_length_takes_the_short_factors():
+    config = json.loads((GOLDEN / "phi3" / "config.json").read_text()) | dict(original_max_position_embeddings=64)
+    settings = read_model_config(config).ropes[0] | dict(attention_factor=1.0)
+    plain = settings | dict(rope_type="default")
+    assert torch.equal(make_rope_table(settings, 8, 64), make_rope_table(plain, 8, 64))
+    assert not torch.equal(make_rope_table(settings, 8, 65), make_rope_table(plain, 8, 65))
 
 
 # --------------------------------------------------------------------------------------------------

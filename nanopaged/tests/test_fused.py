@@ -54,6 +54,16 @@ def test_sum_and_norm(dtype, bias, count, num_gpus, size):
 
 
 @needs_kernel
+def test_a_norm_with_weights_in_float32_rounds_once():
+    """As transformers computes Gemma's and OLMo's norms."""
+    torch.manual_seed(0)
+    x, weight = made(3, 80, dtype=torch.float16), 1 + made(80, dtype=torch.float32)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    for out in (kernel.rms_norm(x, weight, 1e-6), kernel.add_and_norm(x, torch.zeros_like(x), weight, None, 1e-6)[0]):
+        assert out.dtype is torch.float16 and torch.allclose(out.double(), exact, rtol=5e-4, atol=1e-7)
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

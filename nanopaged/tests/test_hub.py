@@ -179,7 +179,7 @@ def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake, f
 
 def test_a_token_and_a_directory_that_are_options(fake, tmp_path):
     fake.files[COMMIT]["config.json"] = b'{"architectures": ["MambaForCausalLM"]}'
-    with pytest.raises(ValueError, match="unknown architecture 'MambaForCausalLM'"):
+    with pytest.raises(ValueError, match="MambaForCausalLM is a state-space model, which"):
         LLM("org/model", hf_token="secret", download_dir=str(tmp_path / "models"))
     assert {headers.get("authorization") for _, path, headers in fake.requests
             if "/api/models/" in path} == {"Bearer secret"}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.weights.folding import fold, unmerge
 
 
 def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
@@ -26,8 +27,10 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None
-    model.load_weights(built, tensors, *part)
-    built.make_rope_table(device, num_positions)
+    model.load_weights(built, unmerge(tensors, config), *part)
+    for name, parameter in built.named_parameters():
+        parameter.data = fold(name, parameter.data, config)
+    built.make_rope_tables(device, num_positions)
     return built.eval().requires_grad_(False)
 
 

@@ -4,20 +4,29 @@
 has one function here, which knows the family's keys, defaults and tensor names. A setting that the decoder does not
 implement raises a ValueError, and so does an impossible value.
 """
+import re
+import warnings
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
 from nanopaged import model
+from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),  # and two lists, of a number for each pair that rotates
 }
+OPTIONAL_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"
+STRETCHED = {"yarn": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}  # the trained length
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 # The largest that a config.json may name: several times those of any model, and no product overflows 64 bits.
 MOST = dict(vocab_size=2**24, hidden_size=2**20, num_layers=2**10, num_heads=2**12, num_kv_heads=2**12, head_dim=2**12,
             intermediate_size=2**24, max_position_embeddings=2**23)
@@ -27,18 +36,23 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     if (quantization := hf.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"the checkpoint is quantised ({method}); use one with float32, float16 or bfloat16 weights")
+        raise ValueError(f"the checkpoint is quantised with {str(method).upper():.80}; use one with float32, float16 "
+                         "or bfloat16 weights")
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
-        raise ValueError(f"unknown architecture {architecture!r:.80}; known are {', '.join(FAMILIES)}")
+        architecture, hf = text_model(architecture, hf)
     try:
         config = FAMILIES[architecture](hf)
+        check_config(config)
     except KeyError as missing:
         raise ValueError(f"config.json of a {architecture} must have {missing}, which is missing here") from None
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
         raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
-    check_config(config)
+    for rope in config.ropes:
+        if rope["rope_type"] in STRETCHED:  # as in vLLM, texts may be longer by the factor
+            length = check_size("max_position_embeddings", int(rope["factor"] * rope[STRETCHED[rope["rope_type"]]]))
+            config.max_position_embeddings = max(config.max_position_embeddings, length)
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
@@ -46,14 +60,31 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     return config
 
 
+def text_model(architecture: Any, hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text model's architecture and settings in a multimodal checkpoint. ValueError: it has none, or another."""
+    known, text = f"known are {', '.join(FAMILIES)}", hf.get("text_config")
+    for pattern, reason in REFUSED.items():
+        if re.search(pattern, str(architecture)):
+            raise ValueError(f"{architecture!s:.80} is {reason}, which nanopaged does not run; {known}")
+    kind, family = MULTIMODAL.get(str(architecture), ("", ""))
+    if kind and isinstance(text, dict) and text.get("model_type", kind) == kind:
+        warnings.warn(f"{architecture} is a multimodal model; its text model is loaded, and images are not read")
+        return family, text | hf  # so that hf_overrides count
+    if "text_config" in hf or "vision_config" in hf:
+        raise ValueError(f"{architecture!s:.80} is a multimodal model whose text model is not among these; {known}")
+    raise ValueError(f"unknown architecture {architecture!r:.80}; {known}")
+
+
 def check_config(config: model.ModelConfig) -> None:
     """Raise ValueError for a setting that no model can have, because a config.json may hold anything."""
     for name in MOST:
         check_size(name, getattr(config, name))
-    numbers = {"the norm's epsilon": config.norm_eps}
-    if config.rope:
-        numbers |= {key: config.rope[key] for key in ("rope_theta", *ROPE_TYPES[config.rope["rope_type"]])}
-    for name, value in numbers.items():
+    numbers = [("the norm's epsilon", config.norm_eps), ("the factor of embeddings", config.embedding_multiplier),
+               ("the scale of scores", config.attention_scale or 1), ("logits_scaling", config.logits_scaling)]
+    for rope in config.ropes:
+        numbers += [(key, rope[key]) for key in ("rope_theta", *ROPE_TYPES[rope["rope_type"]])]
+        numbers += [(key, rope[key]) for key in OPTIONAL_NUMBERS if rope.get(key)]
+    for name, value in numbers:
         if type(value) not in (int, float) or not 0 < value < 1e15:
             raise ValueError(f"config.json: {name} must be a number above 0 and below 1e15, not {value!r:.80}")
     windows = config.sliding_windows
@@ -67,6 +98,12 @@ def check_config(config: model.ModelConfig) -> None:
         raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd, and the kernels work on halves of a head")
+    for rope in config.ropes:
+        if (size := rotary_dim(rope, config.head_dim)) not in range(2, config.head_dim + 1, 2):
+            raise ValueError(f"config.json: {size} numbers of a head rotate; expected an even number, at most "
+                             f"{config.head_dim}")
+        for num_positions in (1, 2**32):  # raises an error if its numbers do not go together
+            frequencies(rope, size, num_positions)
 
 
 def check_size(name: str, value: Any) -> int:
@@ -85,22 +122,33 @@ def untie(config: model.ModelConfig, path: Path) -> None:
         config.tie_word_embeddings = len(stored) < 2 or stored[0].dtype == stored[1].dtype and torch.equal(*stored)
 
 
-def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
+def rope_settings(hf: dict[str, Any], can_be_partial: bool = False) -> dict[str, Any]:
     """rope_theta, rope_type and the numbers of that type.
 
     config.json has two spellings: rope_theta besides rope_scaling, and the newer rope_parameters, which holds both.
     """
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name of it
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    absent = [key for key in ROPE_TYPES[kind] if key not in given]
-    if absent:
+    beside = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor", "max_position_embeddings",
+                                       "original_max_position_embeddings") if key in hf}
+    settings = {"rope_theta": 10000.0} | beside | given | {"rope_type": kind}
+    if absent := [key for key in ROPE_TYPES[kind] if key not in settings]:
         raise ValueError(f"rope type {kind!r} needs {', '.join(absent)} in config.json")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
-    theta = {"rope_theta": hf["rope_theta"]} if "rope_theta" in hf else {}
-    return {"rope_theta": 10000.0} | theta | given | {"rope_type": kind}
+    if settings.get("partial_rotary_factor") not in (None, 1.0) and not can_be_partial:
+        raise ValueError(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported in this family")
+    return settings
+
+
+def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int]:
+    """Each layer's window; 0: none. layer_types decides which layers have one, or else is_sliding(layer)."""
+    default = [SLIDING if is_sliding(i) else FULL for i in range(check_size("num_layers", hf["num_hidden_layers"]))]
+    kinds, window = hf.get("layer_types") or default, hf.get("sliding_window") or 0
+    if other := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
+        raise ValueError(f"layers of the kind {other[0]!r:.80} are not supported; {FULL!r} and {SLIDING!r} are")
+    return [window if kind == SLIDING and hf.get("use_sliding_window", True) else 0 for kind in kinds]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,20 +213,17 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
 
 def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     attention_bias = hf.get("attention_bias", False)
-    biases = dict(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False))
-    return decoder(
-        hf,
+    return decoder(hf, **dict(
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         activation=hf.get("hidden_act", "silu"),
-        rope=rope_settings(hf),
+        ropes=switches.get("ropes") or [rope_settings(hf)],
         names=ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-        **biases | switches)
+        qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches)
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
-    window = hf.get("sliding_window", 4096) or 0  # absent: 4096 tokens; null: no window
-    windows = [window] * check_size("num_layers", hf["num_hidden_layers"])
-    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows)
+    hf = {"sliding_window": 4096} | hf  # absent: 4096 tokens; null: no window
+    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf, lambda i: True))
 
 
 def qwen2(hf: dict[str, Any]) -> model.ModelConfig:
@@ -191,14 +236,98 @@ def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
 
 def qwen_windows(hf: dict[str, Any]) -> list[int]:
     """The window of each layer. If use_sliding_window is true, the layers from max_window_layers on have a window."""
-    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window") else 0
-    first, num_layers = hf.get("max_window_layers", 28), check_size("num_layers", hf["num_hidden_layers"])
-    kinds = hf.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    return windows({"use_sliding_window": False} | hf, lambda i: i >= hf.get("max_window_layers", 28))
 
 
+def granite(hf: dict[str, Any]) -> model.ModelConfig:
+    """residual_multiplier multiplies a sublayer's result before the addition. Here the rest of the residual stream, the
+    embeddings, is divided by the multiplier instead. A norm sees no common factor of its input, except in epsilon."""
+    residual = hf.get("residual_multiplier", 1.0)
+    return llama(
+        hf,
+        norm_eps=hf.get("rms_norm_eps", 1e-6) / residual ** 2,
+        embedding_multiplier=hf.get("embedding_multiplier", 1.0) / residual,
+        attention_scale=hf.get("attention_multiplier", 1.0),
+        logits_scaling=hf.get("logits_scaling", 1.0))
+
+
+def smollm3(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False} | hf
+    num_layers, interval = check_size("num_layers", hf["num_hidden_layers"]), hf.get("no_rope_layer_interval", 4)
+    rotates = hf.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]  # 0: no rope
+    return llama(hf, layer_ropes=[0 if rotates[i] else -1 for i in range(num_layers)],
+                 sliding_windows=windows(hf, lambda i: not rotates[i]))
+
+
+def phi3(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | hf
+    config = llama(hf, mlp_bias=False, sliding_windows=windows(hf, lambda i: True),
+                   ropes=[rope_settings(hf, can_be_partial=True)])
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    config.merged = {"qkv_proj": dict(q_proj=q, k_proj=kv, v_proj=kv),
+                     "gate_up_proj": dict(gate_proj=config.intermediate_size, up_proj=config.intermediate_size)}
+    return config
+
+
+# OLMo and Gemma 3 have norms behind the sublayers.
+POST: dict[str, Any] = dict(post_norm=True, float32_norms=True)
+POST_NAMES = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+
+
+def olmo2(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
+    config = llama({"rms_norm_eps": 1e-5} | hf, mlp_bias=False, pre_norm=False, all_heads_norm=True, **POST | switches)
+    config.names |= POST_NAMES
+    return config
+
+
+def olmo3(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"rope_theta": 5e5, "sliding_window": 4096} | hf
+    return olmo2(hf, **local_layers(hf, 4, hf["rope_theta"]))
+
+
+def gemma3(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = GEMMA3 | {key: value for key, value in hf.items() if value is not None or key == "sliding_window"}
+    require("Gemma 3", hf, dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+            | dict(use_bidirectional_attention=False))
+    config = llama(
+        hf, mlp_bias=False, qk_norm=True, norm_offset=1.0, **POST,
+        activation=hf["hidden_activation"],
+        embedding_multiplier=hf["hidden_size"] ** 0.5,
+        attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
+        **local_layers(hf, hf["sliding_window_pattern"], hf["rope_local_base_freq"]))
+    config.names |= POST_NAMES | {"post_attention_layernorm": "pre_feedforward_layernorm"}
+    return config
+
+
+def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[str, Any]:
+    """Most layers have a window and a rope of their own. Each interval-th layer attends to all tokens, and has the rope
+    that rope_scaling scales; the newer rope_parameters has both ropes, by the layers' kinds."""
+    given = hf.get("rope_parameters") or {}
+    given = given if FULL in given else {FULL: hf.get("rope_scaling")}
+    ropes = [rope_settings(hf | {"rope_theta": theta, "rope_scaling": given.get(kind), "rope_parameters": None})
+             for kind, theta in ((FULL, hf["rope_theta"]), (SLIDING, local_theta))]
+    is_local = windows(hf | {"sliding_window": 1}, lambda i: (i + 1) % interval != 0)  # 1 or 0, as the place in ropes
+    return dict(ropes=ropes, layer_ropes=is_local, sliding_windows=[(hf["sliding_window"] or 0) * i for i in is_local])
+
+
+# config.json of a multimodal Gemma 3 names only what differs from these.
+GEMMA3: dict[str, Any] = dict(
+    vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
+    hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
+    sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4)
 FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+    "MinistralForCausalLM": mistral, "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+    "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
+}
+# Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
+MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
+              "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM")}
+REFUSED = {  # a part of an architecture's name -> the reason
+    "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
+    "^GraniteMoeHybrid": "Granite 4, with state-space layers",
+    "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
+    "Moe|MoE|Mixtral": "a mixture of experts",
+    "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",
 }

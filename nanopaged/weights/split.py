@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
+from nanopaged.weights.folding import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
@@ -21,6 +22,10 @@ PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of
 
 def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
     """A rank's settings, with the whole vocabulary. ValueError: the heads cannot be split evenly."""
+    if config.all_heads_norm:
+        raise ValueError(f"tensor_parallel_size {size} cannot split a model whose norms go over all heads of q and k "
+                         "(OLMo 2 and 3); use data_parallel_size, or one GPU")
+
     def fits(size: int) -> bool:
         return config.num_heads % size == 0 and 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
 
@@ -95,6 +100,6 @@ def as_checkpoint(parameters: Iterable[tuple[str, Tensor]],
                   config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """A Transformer's parameters as a checkpoint's tensors."""
     for name, parameter in parameters:
-        for theirs, rows in model.checkpoint_tensors(name, parameter, config).items():
+        for theirs, rows in model.checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
             is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
             yield theirs, rows.T if is_transposed else rows
