@@ -64,7 +64,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         written = slots >= 0
         k, v, slots = k[written], v[written], slots[written]
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, *cache.shape[2:])[slots] = new.to(cache.dtype)
+        as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, as_bytes(new.to(cache.dtype)))
 
 
 def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_norm: Tensor | None,
