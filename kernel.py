@@ -865,7 +865,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     bias = weight if bias is None else bias
     if num_rows > 1:
         padded = 8 if num_rows <= 8 else 16
-        tile = 256 if gated and padded == 8 else 128  # and 16 KiB a stage: best of 20 forms for ten products (H200)
+        tile = 256 if gated and padded == 8 else 128  # the best of 20 forms for ten products on an H200
         few_rows_kernel[(cdiv(num_out, COLUMNS_PER_PROGRAM), count)](
             x, weight, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             ROWS=COLUMNS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)

@@ -64,7 +64,7 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
-    hints: dict[str, Any]  # facts about the batch with which Triton's attention is faster (kernel.paged_attention)
+    hints: dict[str, Any]  # bounds and a work list for Triton's attention, `shared` for rectangles.py's
     sampling_indices: Tensor | None = None  # the sequences that sample; only last_layer.py reads it
 
 

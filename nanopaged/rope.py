@@ -50,8 +50,8 @@ def frequencies(rope: dict[str, Any], size: int, num_positions: int) -> tuple[Te
         first, last = max(first, 0), min(last, size - 1)
         kept = (1 - (torch.arange(size // 2) - first) / (last - first or 0.001)).clamp(0, 1)
         frequency *= kept + (1 - kept) / factor
-        log, below = 0.1 * math.log(max(factor, 1.0)), rope.get("mscale") and rope.get("mscale_all_dim") or 0.0
-        growth = (1 + log * (rope["mscale"] if below else 1.0)) / (1 + log * below)
+        log, has_both = 0.1 * math.log(max(factor, 1.0)), rope.get("mscale") and rope.get("mscale_all_dim")
+        growth = (1 + log * rope["mscale"]) / (1 + log * rope["mscale_all_dim"]) if has_both else 1 + log
     elif kind == "longrope":  # Ding et al. 2024
         frequency /= torch.tensor(rope["long_factor" if num_positions > trained else "short_factor"])
         factor = rope.get("factor") or rope["max_position_embeddings"] / trained

@@ -87,8 +87,8 @@ class GraphRunner(Runner):
         if shape and not only_decodes:
             if PADDED_ANYWAY < num_tokens < shape.num_tokens * MIN_FILLED:
                 return None
-            # With room for many sequences, decode attention in the recorded step has one program for each context and
-            # kv head. A few long contexts take too long that way.
+            # A recorded launch counts shape.num_seqs contexts, padding included. If these are many, each has a program
+            # per kv head. If few sequences decode, and one is long, its programs would run alone for too long.
             many_seqs = MANY_CONTEXTS / self.config.num_kv_heads
             if decodes and max(decodes) > LONG_CONTEXT and len(decodes) < many_seqs <= shape.num_seqs:
                 return None

@@ -18,8 +18,8 @@ a pipe, and read the sampled tokens, which are inputs of the next step, in the m
 
 **Adding up.** Each rank writes its partial product into a buffer that the others can read (peers.py). After a barrier
 each rank adds the partial products in the order of ranks, so all have the same bits. With fused.py the norm that
-follows adds them while it reads them. There are two buffers, in turn: a rank writes one again only after the barrier of
-the other, which all ranks reach after they have read the first.
+follows adds them while it reads them. Two buffers, a and b, take turns: write a, barrier, read a, write b, barrier, ..
+A rank that writes a again has passed b's barrier, and each rank joined that barrier only after it had read a.
 """
 import time
 from collections.abc import Callable, Iterable, Iterator

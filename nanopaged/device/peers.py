@@ -111,9 +111,9 @@ class Peers:
 
 
 class ExchangeStore(dist.Store):
-    """What symmetric memory tells the other ranks of a group. torch counts a process's exchanges over all of its
-    groups ("CUDASymmetricMemory/17/0": the 18th, of rank 0). The process of rank 0 may have had other engines, its
-    workers have not; so here each group counts its own."""
+    """Where symmetric memory leaves what the other ranks of a group need, by keys such as "CUDASymmetricMemory/17/0":
+    the 18th exchange, of rank 0. torch counts over all groups of a process. An earlier engine would put rank 0's count
+    ahead of its new workers', and no rank would find another's key. So here each group counts its own."""
 
     def __init__(self, store: dist.Store):
         super().__init__()
@@ -173,9 +173,9 @@ class GpuPeers(Peers):
         self.handles[0].barrier(channel=0)
 
     def release(self) -> None:
-        """In a barrier a rank sets its signal on each peer's pad, where that peer takes it away, and waits for the
-        peer's signal on its own pad. Do what the dead peers should. The signals are copied: a kernel that was not used
-        before could not be loaded while another one waits."""
+        """In a barrier a rank writes 1 at its place on each peer's pad, and the peer, having seen this, writes 0 there.
+        For each peer, do the peer's part: reset our 1 on its pad, and set its 1 on ours. Both are copies, because a new
+        kernel could not be loaded while the barrier's kernel waits."""
         self.exchanges.is_closed = True
         if self.handles:
             with torch.cuda.stream(self.side_stream):

@@ -21,6 +21,7 @@ its place, those with a * only without enforce_eager:
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
+    additions.Engine          RecoveringEngine: undoes steps that fail            everywhere (recovery.py)
 
 pool.py has K and V. warmup.py compiles ahead. choices.py decides types and kernels, and trial.py how large the pool can
 be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).

@@ -102,8 +102,8 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     """-log(-log(u)) for a uniform number u of each (seed, position, token): seeds [R] from `mix` -> [R, size].
 
-    SplitMix64's finalizer makes 64 bits of (seed, position). A 32-bit hash of these bits and the token is v = 1 - u:
-    where the noise is large, v is small and has all its digits.
+    SplitMix64's finalizer makes 64 bits of (seed, position). Hashed with the token they give v = 1 - u. Large noise
+    comes from u near 1, where float32 cannot tell u from 1, but v is near 0 and exact: log(u) is log1p(-v).
     """
     golden, *mix, low_1, low_2 = kernel.HASH
     x = seed + position * golden

@@ -7,7 +7,8 @@ from nanopaged.scheduling.additions import SchedulerOutput, Sequence
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences.
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (With
+    drafts a sequence counts once for each of its rows.)
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table

@@ -50,8 +50,8 @@ class LaunchedStep:
     """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
     would return at once. Call launched steps in the order of their launches.
 
-    `start` is told of the launched forward pass. `sample` launches sampling and the copy to the host; `start` calls it,
-    or, with grammars, the next launch (masks.py). The call waits for the copy, and restores the scheduler's order.
+    `start` is told of the launched forward pass. `sample` launches sampling and the copy to the host; `start` calls it.
+    (With grammars the next launch does, or the call: masks.py.) The call waits, and restores the scheduler's order.
 
     indices: places in the batch of the sequences that sample
     seqs: these sequences, in the batch's order, which is not the scheduler's

@@ -300,11 +300,11 @@ class Engine(engine.Engine):
             self.updates.append((step.sampled, sampled))
 
     def unblock(self, step: SchedulerOutput) -> None:
-        """Undo a step that computes nothing: the sequences that it preempted are not moved to the host after all.
+        """Undo a step that computes nothing, so that what it preempted is not moved to the host.
 
-        While an earlier step is launched, all sequences wait for its tokens. Otherwise the first sequence in the order,
-        which always fits, is paused (a beam that waits for others), and so are all that run: they give up their blocks,
-        and `resume` queues them again."""
+        If a launched step is unread, its tokens let sequences go on. Else all that run are paused (beams that wait for
+        other beams), and their blocks keep out the first waiting sequence, which fits into an empty pool. So all that
+        run give up their blocks, and `resume` queues each one again when it has got its token."""
         self.scheduler.undo(step)
         if not self.launched:
             for seq in list(self.scheduler.running):

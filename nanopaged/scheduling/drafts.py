@@ -142,8 +142,8 @@ class Drafter:
             return []
         self._guess(seq.token_ids)
         seq.may_look_ahead = self.mean_right < self.drafting.pays
-        # The last token must be known, and this step must write its K and V: a token that was found is computed for its
-        # logits alone, and another sample may be computing the block behind it in this very step (samples.py).
+        # Drafts follow one known token whose K and V this step writes. Behind a token that was found (slot -1) drafts
+        # would go into a block that another sample may fill in this very step; a copy made before lacks that.
         end, manager = len(seq.token_ids), scheduler.block_manager
         is_last = num_tokens == 1 and seq.num_computed_tokens == end
         if seq.may_look_ahead or not is_last or end <= seq.num_hit_tokens:

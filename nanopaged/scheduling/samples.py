@@ -9,8 +9,8 @@ of the tokens 0 to 5:
     0       computes 0 to 5, blocks 0 1         shares blocks 0 1, computes 5 for its logits alone
     1       copies block 1 to 2, writes 6       holds block 1 alone by now, writes 6
 
-Copies are made before the forward pass. A copy of block 1 in step 0 would miss the K and V that this step writes. So a
-sample that returns after a preemption, and would copy at once to write generated tokens, shares only full blocks.
+Copies are made before the forward pass: a copy of block 1 in step 0 would lack what step 0 writes there. A sample that
+returns with generated tokens writes behind the prompt at once, and would need this copy. So it shares full blocks only.
 
 A sample that shares another's blocks has not looked up their keys (PrefixHit.num_cached_blocks is 0). So the prefix
 cache may know such a block by a key that nothing finds any more, and `cache_full_blocks` then gives it a new one:

@@ -240,8 +240,8 @@ def qwen_windows(hf: dict[str, Any]) -> list[int]:
 
 
 def granite(hf: dict[str, Any]) -> model.ModelConfig:
-    """residual_multiplier multiplies a sublayer's result before the addition. Here the rest of the residual stream, the
-    embeddings, is divided by the multiplier instead. A norm sees no common factor of its input, except in epsilon."""
+    """Granite adds m * result to x after a sublayer. Adding the result to x / m gives the same stream divided by m, and
+    a norm cancels m. So embeddings are divided by m (residual_multiplier), and the norms' epsilon by m * m."""
     residual = hf.get("residual_multiplier", 1.0)
     return llama(
         hf,
