@@ -102,6 +102,7 @@ class ModelConfig:
     layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     torch_dtype: torch.dtype = torch.float32
+    is_fp8: bool = False  # the checkpoint's matrices; once loaded, they have the engine's type
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     merged: dict[str, dict[str, int]] = field(default_factory=dict)  # Phi-3: a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]

@@ -12,7 +12,8 @@ from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
 from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.scheduling.window import widest_window
-from nanopaged.weights.checkpoint import find_on_disk, read_tensors
+from nanopaged.weights.checkpoint import find_on_disk
+from nanopaged.weights.fp8 import read_weights
 from nanopaged.weights.split import as_checkpoint
 
 
@@ -42,7 +43,7 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
     pool: the arguments of trial.allocate_pool
     """
     runners: list[Runner] = []
-    tensors = None if is_dummy else read_tensors(path)
+    tensors = None if is_dummy else read_weights(path, config.is_fp8)
     by_option = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}
     option = max(by_option, key=by_option.__getitem__)
     for picked in pick_devices(device, by_option[option], option):

@@ -35,7 +35,7 @@ from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
 from nanopaged.outputs import EngineDeadError
-from nanopaged.weights.checkpoint import read_tensors
+from nanopaged.weights.fp8 import read_weights
 from nanopaged.weights.split import split_config
 
 ROOT = Path(__file__).parents[2]  # where Python finds this package
@@ -298,7 +298,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
     runner = (GraphFollower if base == "GraphRunner" else Follower)(
-        model.ModelConfig(**config), None if path is None else read_tensors(Path(path)),
+        model.ModelConfig(**config), None if path is None else read_weights(Path(path), config["is_fp8"]),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)

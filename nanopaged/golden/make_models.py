@@ -7,7 +7,8 @@ norms and biases all move the logits, so that an engine that gets one of them wr
 only if the best logit leads the second by a clear gap at every step, so that rounding cannot change the tokens.
 
 The config.json texts below are spelled as the families' published checkpoints spell them, old spellings included.
-This is the one file of the project that needs `transformers` and `safetensors`; nothing else imports it.
+This is the one file of the project that needs `transformers` and `safetensors`; nothing else imports it. Two tests
+compare with these packages where they are installed.
 
     python nanopaged/golden/make_models.py [VARIANT ...]
     python nanopaged/golden/make_models.py --reference DIR --output FILE.safetensors --length 300 --token-ids "1,2;3,4"

@@ -353,8 +353,8 @@ def test_threads_streams_and_aborts():
 # --------------------------------------------------------------------------------------------------
 
 def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
-    reads, read = [], assemble.read_tensors
-    monkeypatch.setattr(assemble, "read_tensors", lambda path: reads.append(path) or read(path))
+    reads, read = [], assemble.read_weights
+    monkeypatch.setattr(assemble, "read_weights", lambda *given: reads.append(given) or read(*given))
     llm = pools(3)
     manager = llm.scheduler.block_manager
     assert len(reads) == 1 and len(llm.runners) == 3

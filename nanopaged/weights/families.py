@@ -14,6 +14,7 @@ import torch
 from nanopaged import model
 from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
+from nanopaged.weights.fp8 import require_fp8
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
@@ -34,14 +35,12 @@ MOST = dict(vocab_size=2**24, hidden_size=2**20, num_layers=2**10, num_heads=2**
 
 def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
-    if (quantization := hf.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"the checkpoint is quantised with {str(method).upper():.80}; use one with float32, float16 "
-                         "or bfloat16 weights")
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
+    if is_fp8 := hf.get("quantization_config") is not None:
+        require_fp8(hf["quantization_config"])
     try:
         config = FAMILIES[architecture](hf)
         check_config(config)
@@ -56,7 +55,10 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype = DTYPES[dtype]
+    config.torch_dtype, config.is_fp8 = DTYPES[dtype], is_fp8
+    if is_fp8:
+        warnings.warn("FP8 weights are turned into the engine's type while they load, which takes 2 or 4 times the "
+                      "memory")
     return config
 
 
@@ -119,7 +121,9 @@ def untie(config: model.ModelConfig, path: Path) -> None:
     if config.tie_word_embeddings:
         names = ("lm_head.weight", config.names.get("embed_tokens", "embed_tokens") + ".weight")
         stored = [tensor for name, tensor in read_tensors(path) if name.endswith(names)][:2]
-        config.tie_word_embeddings = len(stored) < 2 or stored[0].dtype == stored[1].dtype and torch.equal(*stored)
+        config.tie_word_embeddings = len(stored) < 2 or (
+            stored[0].itemsize > 1  # equal FP8 numbers may have other scales
+            and stored[0].dtype == stored[1].dtype and torch.equal(*stored))
 
 
 def rope_settings(hf: dict[str, Any], can_be_partial: bool = False) -> dict[str, Any]:

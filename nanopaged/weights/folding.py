@@ -23,7 +23,7 @@ def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) ->
     for name, tensor in tensors:
         module = name.split(".")[-2:][0]
         rows = config.merged.get(module, {})
-        if rows and sum(rows.values()) == len(tensor):
+        if rows and tensor.shape[:1] == (sum(rows.values()),):
             yield from ((name.replace(module, part), one) for part, one in zip(rows, tensor.split([*rows.values()])))
         else:
             yield name, tensor

@@ -1,0 +1,280 @@
+"""Checkpoints whose weights are stored in FP8, in the forms and with the spellings of published repositories: they
+compute what the same model computes whose weights were multiplied by their scales beforehand."""
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopaged.device import workers
+from nanopaged.tests import forked
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, complaint, load, prompt_logits, tokens_of
+from nanopaged.tests.test_checkpoint import write_index, write_safetensors
+from nanopaged.weights.checkpoint import read_tensors
+from nanopaged.weights.families import read_model_config
+from nanopaged.weights.fp8 import multiply, read_weights
+from nanopaged.weights.split import random_tensors
+
+FP8 = torch.float8_e4m3fn
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 weights are turned into")
+
+
+def compressed(strategy, block=None, **changes):
+    """As llm-compressor writes it, which RedHatAI's models are made with."""
+    shared = dict(actorder=None, group_size=None, num_bits=8, observer_kwargs={}, symmetric=True, type="float")
+    weights = shared | dict(block_structure=block, dynamic=False, observer="minmax", strategy=strategy)
+    activations = shared | dict(block_structure=None, dynamic=True, observer=None, strategy="token")
+    group = dict(input_activations=activations, output_activations=None, targets=["Linear"], weights=weights | changes)
+    return dict(config_groups={"group_0": group}, format="float-quantized", global_compression_ratio=None,
+                ignore=["lm_head"], kv_cache_scheme=None, quant_method="compressed-tensors",
+                quantization_status="compressed", sparsity_config={}, transform_config={})
+
+
+QWEN3 = dict(activation_scheme="dynamic", fmt="e4m3", modules_to_not_convert=["lm_head"], quant_method="fp8",
+             weight_block_size=[128, 128])
+GRID = "a number for each block"
+# quantization_config, the end of a scale's name, its shape for a weight [out, in], its type, other tensors of a layer
+FORMS = {
+    "compressed, per tensor": (compressed("tensor"), "_scale", lambda out: [1], torch.bfloat16, ["input_scale"]),
+    "compressed, per channel": (compressed("channel"), "_scale", lambda out: [out, 1], torch.bfloat16, []),
+    "compressed, per channel, older": (compressed("channel") | dict(format="naive-quantized"), "_scale",
+                                       lambda out: [out], torch.float32, []),
+    "compressed, blocks": (compressed("block", [128, 128]), "_scale", lambda out: GRID, torch.bfloat16, []),
+    "Qwen3, blocks": (QWEN3, "_scale_inv", lambda out: GRID, torch.bfloat16, []),
+    "DeepSeek, blocks": (dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0",
+                              weight_block_size=[128, 128]), "_scale_inv", lambda out: GRID, torch.float8_e8m0fnu, []),
+    "Ministral, per tensor": (
+        dict(activation_scheme="static", dequantize=False, modules_to_not_convert=["lm_head"], quant_method="fp8",
+             weight_block_size=None), "_scale_inv", lambda out: [], torch.bfloat16, ["activation_scale"]),
+    "AutoFP8, per tensor": (dict(activation_scheme="static", ignored_layers=["lm_head"], quant_method="fp8"), "_scale",
+                            lambda out: [1], torch.float32, ["input_scale"]),
+}
+# No width of these is a multiple of 128, and two ranks cut the matrices inside of a block.
+LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=150, hidden_size=160, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=300,
+             max_position_embeddings=128)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def scale_of_each_number(scale, shape):
+    """The definition, in indices: [out, in] float32."""
+    rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+    scale = scale.float()
+    if scale.numel() > 1 and scale.dim() == 2 and scale.shape != (shape[0], 1):
+        return scale[rows // 128, columns // 128]
+    return (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)).expand(*shape)
+
+
+def quantised(tensors, form, is_chosen=lambda name: "_proj" in name):
+    """The stored tensors, and what they mean. Scales differ by factors, so that a wrong one shows."""
+    _, ending, shape_of, dtype, others = FORMS[form]
+    stored, meant = {}, {}
+    for i, (name, weight) in enumerate(sorted(tensors.items())):
+        if weight.dim() != 2 or not is_chosen(name):
+            stored[name] = meant[name] = weight
+            continue
+        shape = shape_of(len(weight))
+        shape = [math.ceil(n / 128) for n in weight.shape] if shape is GRID else shape
+        scale = torch.randn(shape, generator=torch.Generator().manual_seed(i)).div(2).exp().div(200).to(dtype)
+        factors = scale_of_each_number(scale, weight.shape)
+        stored[name] = (weight.float() * 40 / 448 / factors.mean()).to(FP8)
+        stored[name + ending] = scale
+        stored |= {name.removesuffix("weight") + other: torch.tensor(7.0) for other in others}
+        meant[name] = stored[name].float() * factors
+    return stored, meant
+
+
+def write(path, config, tensors, quantization=None, **changes):
+    path.mkdir(exist_ok=True)
+    config = config | changes | ({} if quantization is None else dict(quantization_config=quantization))
+    (path / "config.json").write_text(json.dumps(config))
+    write_safetensors(path / "model.safetensors", tensors)
+    return str(path)
+
+
+def llama_tensors():
+    tensors = random_tensors(read_model_config(LLAMA), torch.float32, torch.device("cpu"), 3)
+    return {name if name.startswith("lm_head") else "model." + name: tensor.clone() for name, tensor in tensors}
+
+
+def pair(tmp_path, form, **options):
+    """An engine of the stored weights, one of what they mean, and the directory of the first."""
+    stored, meant = quantised(llama_tensors(), form)
+    path = write(tmp_path / "stored", LLAMA, stored, FORMS[form][0])
+    with pytest.warns(UserWarning, match="FP8 weights are turned into the engine's type while they load, which"):
+        llm = load(path, device="cpu", **options)
+    return llm, load(write(tmp_path / "meant", LLAMA, meant), device="cpu", **options), path
+
+
+def assert_same_weights(llm, other):
+    others = dict(other.runner.model.named_parameters())
+    for name, parameter in llm.runner.model.named_parameters():
+        assert torch.equal(parameter, others[name]), name
+
+
+# What loads
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_weights_times_their_scales(tmp_path, form):
+    llm, plain, _ = pair(tmp_path, form)
+    assert_same_weights(llm, plain)
+    logits = prompt_logits(llm, PROMPT)
+    assert logits.std() > 0.1
+    torch.testing.assert_close(logits, prompt_logits(plain, PROMPT), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
+def test_weights_are_rounded_once_to_the_engines_type(tmp_path, form):
+    assert_same_weights(*pair(tmp_path, form, dtype="bfloat16")[:2])
+
+
+def test_products_are_those_of_transformers():
+    """transformers takes blocks that divide a matrix."""
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="compares with transformers")
+    weight, scale = torch.randn(256, 384).mul(100).to(FP8), torch.rand(2, 3) + 0.01
+    for scale in (scale, scale[:1, :1]):
+        expected = module.Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale})["weight"]
+        assert torch.equal(multiply("weight", weight, scale), expected)
+
+
+@pytest.mark.parametrize("variant, form", [
+    ("phi3", "compressed, per tensor"), ("phi3", "compressed, per channel"), ("gemma3", "Qwen3, blocks")])
+def test_merged_matrices_and_other_families(tmp_path, variant, form):
+    stored, meant = quantised(dict(read_tensors(GOLDEN / variant)), form)
+    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    llm = load(write(tmp_path / "stored", config, stored, FORMS[form][0]), num_blocks=64, device="cpu")
+    assert_same_weights(llm, load(write(tmp_path / "meant", config, meant), num_blocks=64, device="cpu"))
+
+
+def test_a_tied_matrix_in_8_bits(tmp_path):
+    """Under either name. If both are stored, equal numbers may have other scales, so the matrices count as two."""
+    config = json.loads((GOLDEN / "smollm2" / "config.json").read_text())
+    stored, meant = quantised(dict(read_tensors(GOLDEN / "smollm2")), "compressed, per channel",
+                              lambda name: "_proj" in name or "embed" in name)
+    as_head = {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in stored.items()}
+    plain = load(write(tmp_path / "meant", config, meant), num_blocks=64, device="cpu")
+
+    def load_stored(tensors):
+        return load(write(tmp_path / "stored", config, tensors, compressed("channel")), num_blocks=64, device="cpu")
+
+    for tensors in (stored, as_head):
+        llm = load_stored(tensors)
+        assert llm.config.tie_word_embeddings
+        assert_same_weights(llm, plain)
+    twice = load_stored(stored | as_head | {"lm_head.weight_scale": 2 * as_head["lm_head.weight_scale"]})
+    assert torch.equal(twice.runner.model.lm_head.weight, 2 * plain.runner.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
+def test_two_ranks_cut_weights_that_were_multiplied(tmp_path, form, monkeypatch):
+    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    one, plain, path = pair(tmp_path, form)
+    expected = tokens_of(plain.generate(PROMPT, GREEDY))
+    two = load(path, device="cpu", tensor_parallel_size=2)
+    assert tokens_of(two.generate(PROMPT, GREEDY)) == tokens_of(one.generate(PROMPT, GREEDY)) == expected
+    part = two.runner.model.layers[1].o_proj.weight  # the first columns
+    assert torch.equal(part, plain.runner.model.layers[1].o_proj.weight[:, :part.shape[1]])
+
+
+# Shards
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_a_weight_and_its_scale_in_different_shards(tmp_path, weights_first):
+    stored, meant = quantised(llama_tensors(), "Qwen3, blocks")
+    shards = [{}, {}]
+    for name, tensor in stored.items():
+        shards[name.endswith("_scale_inv") is weights_first][name] = tensor
+    for i, shard in enumerate(shards):
+        write_safetensors(tmp_path / f"{i}.safetensors", shard)
+    write_index(tmp_path / "model.safetensors.index.json",
+                {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard})
+    read = dict(read_weights(tmp_path, True))
+    assert read.keys() == meant.keys() and all(torch.equal(read[name], meant[name]) for name in meant)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_wait_take_no_memory_of_their_own(tmp_path):
+    """36 MiB wait for the scales, which the last shard has. Memory that the system cannot drop grows by some MiB, for
+    the product, of which one is there at a time."""
+    weight = torch.ones(1024, 1024).to(FP8)
+    shards = [{f"{i}.{j}.weight": weight for j in range(12)} for i in range(3)]
+    shards += [{f"{name}_scale": torch.ones(1) for shard in shards for name in shard}]
+    for i, shard in enumerate(shards):
+        write_safetensors(tmp_path / f"{i}.safetensors", shard)
+    write_index(tmp_path / "model.safetensors.index.json",
+                {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard})
+
+    def kib():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    before, most, count = kib(), 0, 0
+    for _, tensor in read_weights(tmp_path, True):
+        most, count = max(most, kib()), count + 1
+        del tensor
+    assert count == 36 and most - before < 16 * 1024
+
+
+# What is refused
+
+def with_scale(function, dtype=torch.float32):
+    return lambda tensors: tensors | {f"{Q_PROJ}_scale": function(tensors[f"{Q_PROJ}_scale"].float()).to(dtype)}
+
+
+def without(*names):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+IMPOSSIBLE = f"the scale of {Q_PROJ} has the type torch.{{}} and the shape {{}}; a weight [160, 160] needs"
+BAD = f"the scale of {Q_PROJ} has numbers that are not above 0, or not finite; fetch the checkpoint again"
+
+
+@pytest.mark.parametrize("change, problem", [
+    (without(f"{Q_PROJ}_scale"), f"tensor {Q_PROJ} has FP8 numbers and lacks a scale ({Q_PROJ}_scale); fetch the chec"),
+    (without(Q_PROJ), f"tensor {Q_PROJ} has a scale and lacks FP8 numbers; fetch the checkpoint again"),
+    (lambda tensors: tensors | {Q_PROJ: tensors[Q_PROJ].bfloat16()}, f"tensor {Q_PROJ} has a scale and lacks FP8 num"),
+    *((with_scale(function), IMPOSSIBLE.format("float32", shape)) for function, shape in (
+        (lambda scale: scale[:3], "[3, 1]"), (torch.t, "[1, 160]"), (lambda scale: scale[..., None], "[160, 1, 1]"),
+        (lambda scale: scale[:0], "[0, 1]"))),
+    (with_scale(torch.ones_like, torch.uint8), IMPOSSIBLE.format("uint8", "[160, 1]")),
+    *((with_scale(lambda scale, number=number: scale.index_fill(0, torch.tensor([7]), number)), BAD)
+      for number in (math.nan, 0.0, -1.0, math.inf)),
+    (lambda tensors: tensors | {Q_PROJ: tensors[Q_PROJ].float().to(torch.float8_e5m2)},
+     f"tensor {Q_PROJ} [160, 160] has the type torch.float8_e5m2; of 8-bit numbers only matrices of float8_e4m3fn can"),
+    (lambda tensors: tensors | {"model.norm.weight": torch.ones(160).to(FP8)}, "tensor model.norm.weight [160] has"),
+    (without("model.norm.weight"), "lacks 1 tensor"),
+    (lambda tensors: llama_tensors(), "config.json says that weights are FP8, and no tensor is; if they are ordinary")])
+def test_tensors_that_are_not_what_config_json_says(tmp_path, change, problem):
+    stored, _ = quantised(llama_tensors(), "compressed, per channel")
+    path = write(tmp_path / "stored", LLAMA, change(stored), compressed("channel"))
+    with pytest.warns(UserWarning, match="FP8 weights are turned into"):
+        assert problem in complaint(load, path, device="cpu")
+
+
+def test_tensors_and_a_quantization_config_without_each_other(tmp_path):
+    stored, _ = quantised(llama_tensors(), "Qwen3, blocks")
+    message = complaint(load, write(tmp_path / "stored", LLAMA, stored), device="cpu")
+    assert message.endswith("only matrices of float8_e4m3fn can be read, with a quantization_config in config.json")
+    path = write(tmp_path / "plain", LLAMA, llama_tensors(), QWEN3)
+    llm = load(path, device="cpu", hf_overrides={"quantization_config": None})  # as the sentence for it advises
+    assert not llm.config.is_fp8
+
+
+@pytest.mark.parametrize("quantization, name", [
+    ({"quant_method": "gptq", "bits": 4}, "GPTQ"), ({"quant_method": "awq"}, "AWQ"), ("awq", "AWQ"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "BITSANDBYTES"),
+    *((one, "an unnamed method") for one in ({}, [], {"quant_method": []})),
+    (QWEN3 | dict(fmt="e5m2"), "FP8 E5M2"), (QWEN3 | dict(weight_block_size=[1, 32]), "FP8 E4M3"),
+    (compressed("channel", type="int") | dict(format="int-quantized"), "COMPRESSED-TENSORS INT-QUANTIZED"),
+    (compressed("group", type="int", num_bits=4) | dict(format="pack-quantized"), "COMPRESSED-TENSORS PACK-QUANTIZED"),
+    *((one, "COMPRESSED-TENSORS FLOAT-QUANTIZED") for one in (
+        compressed("channel", type="int"), compressed("channel", num_bits=4), compressed("group", group_size=128),
+        compressed("block", [64, 64]), compressed("channel") | dict(transform_config={"config_groups": {"R1": {}}}),
+        compressed("channel") | dict(config_groups=[]), compressed("channel") | dict(config_groups={"group_0": 3})))],
+    ids=str)
+def test_other_quantisations_keep_their_sentence(quantization, name):
+    message = complaint(read_model_config, LLAMA | dict(quantization_config=quantization))
+    assert message.startswith(f"the checkpoint is quantised with {name}; use one with float32, float16 or bfloat16 wei")
+    assert "or with FP8 weights (e4m3, a scale for each tensor, channel or block of 128 x 128; quant_method" in message
