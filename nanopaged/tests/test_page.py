@@ -193,12 +193,23 @@ DUMP = """<script>{
     e.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}))
     return [now, document.activeElement.dataset.index] }
   const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", document.body), press("Home", document.body)]
+  const last = [...document.querySelectorAll(".lb")].at(-1), owner = last.dataset.name
+  press("Enter", last)
+  const pressed = [chosen === owner]
+  press(" ", document.body)
+  pressed.push(!!timer, $("play").textContent)
+  press(" ", document.body)
+  pressed.push(!timer, $("play").textContent)
   const other = [...document.querySelectorAll(".name")].at(-1), name = other.textContent
   other.click()
   const isChosen = chosen === name
   show(stops.length - 1)
   told.push($("rowinfo").textContent, document.activeElement.id)
-  const result = {all, shown, view, told, keys, isChosen, tour: tour.map(t => [t.at, t.title, t.words])}
+  const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
+  const drag = new PointerEvent("pointerdown", {clientX: x + width / 2 + 1, buttons: 1})
+  $("charts").querySelector("svg").dispatchEvent(drag)
+  const result = {all, shown, view, told, keys, pressed, isChosen, dragged: now, words: document.body.innerText,
+    tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
 }</script></html>"""
 
@@ -216,6 +227,7 @@ def assert_played(run: dict, played: dict, look: list[int]):
     """The script's states are those of the frames, and what it draws is in them."""
     known, at, size = list(states(run)), 0, run["block_size"]
     assert sum(stop["frames"] for stop in played["all"]) == len(known)
+    assert played["dragged"] == len(played["all"]) // 2 and not re.search("undefined|NaN|false", played["words"])
     for i, stop in enumerate(played["all"]):
         at += stop["frames"]
         _, tables, lens, texts, cached = known[at - 1]
@@ -265,6 +277,7 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
         ["taken", "preempted", "taken"]]  # A0 takes the last free block, so that A1 finds none
     assert any("; 3 of 3 guesses were right." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
+    assert result["pressed"] == [True, True, "Pause", True, "Play"]  # Enter on a block, and space twice
     told, later, focused = result["told"]  # a focused block, and after its text has ended
     assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
