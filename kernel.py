@@ -757,7 +757,10 @@ def as_bytes(x: Tensor) -> Tensor:
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
 
-MOST_FEW_ROWS, MOST_OF_FEW_ROWS, COLUMNS_PER_PROGRAM = 16, 1024, 32  # see `takes_rows`, `few_rows_linear`
+# Of `few_rows_linear`, for 2 rows and more, on an H200: products of Qwen3-0.6B are within these limits and faster than
+# the library's; those of Qwen3-8B, with inner sizes from 2,048 on, are slower in the model.
+MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
+ROWS_PER_PROGRAM = 32  # of the weight
 
 
 def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
@@ -841,16 +844,16 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `few_rows_linear` is good for so many rows of this inner size. With more of either, the library is faster
-    on an H200. Older cards lack the shared memory, and float32 is slow on tensor cores."""
+    """Whether `few_rows_linear` is to compute products of so many rows of this inner size. For several rows it needs
+    Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32."""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
-    return num_rows == 1 or is_able and num_rows <= MOST_FEW_ROWS and size <= MOST_OF_FEW_ROWS
+    return num_rows == 1 or is_able and num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
-    """Whether `few_rows_linear` is to compute this product. Several rows need some 64 programs."""
-    has_enough = len(x) == 1 or cdiv(len(weight), COLUMNS_PER_PROGRAM) * count >= 64
-    return has_enough and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device)
+    """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
+    fills_card = len(x) == 1 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
+    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
@@ -865,10 +868,10 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     bias = weight if bias is None else bias
     if num_rows > 1:
         padded = 8 if num_rows <= 8 else 16
-        tile = 256 if gated and padded == 8 else 128  # the best of 20 forms for ten products on an H200
-        few_rows_kernel[(cdiv(num_out, COLUMNS_PER_PROGRAM), count)](
+        tile = 256 if gated and padded == 8 else 128  # good in all of ten products, among 20 forms, on an H200
+        few_rows_kernel[(cdiv(num_out, ROWS_PER_PROGRAM), count)](
             x, weight, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
-            ROWS=COLUMNS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)
+            ROWS=ROWS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)
         return out
     tile = min(2048, tiles.next_power_of_2(cdiv(size, 2)))  # the fastest of 27 forms for ten products on an H200
     rows = max(2, 2048 // tile)
@@ -913,7 +916,8 @@ def few_rows_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr,
                     PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
                     BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension). The rows of x are columns, as queries are in decode:
-    tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns."""
+    tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns. The loop's
+    pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product."""
     row, column, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
     start, row_exists, column_exists = tl.program_id(1) * PART, (row < num_out)[:, None], (column < num_rows)[None, :]
     at = weight + row.to(tl.int64)[:, None] * SIZE + start + i[None, :]

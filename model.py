@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass
 class ModelConfig:
-    """The switches, rare ones with their families. nanopaged/weights/families.py reads them from a config.json."""
+    """The switches; a rare one names its families. nanopaged/weights/families.py reads them from a config.json."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
             x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to this type, as in Gemma's training
         if c.learned_positions:
             x = x + self.embed_positions(batch.positions + c.position_offset)
-        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]
+        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # at -1: no rope
         return x, [ropes[i] for i in c.layer_ropes or [0] * c.num_layers]
 
     def make_rope_tables(self, device: torch.device | str, num_positions: int) -> None:

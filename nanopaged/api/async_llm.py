@@ -29,7 +29,7 @@ from nanopaged.outputs import RequestOutput
 
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client
 TURN = 1000  # later requests go before the first sample of a call that has several, 2,000 before the second, ..
-CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS, CPU_GRAMMARS_BESIDE_TEXTS = 256, 32, 8  # in a step; a grammar takes 1 ms
+CPU_TOKENS, CPU_TOKENS_BESIDE_TEXTS, CPU_GRAMMARS_BESIDE_TEXTS = 256, 16, 8  # in a step; a grammar takes 1 ms
 JOIN_SECONDS = 5  # for the thread to end; a step on a device that hangs never does
 
 

@@ -48,8 +48,8 @@ def read_weights(path: Path, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
     found = False
     for name, tensor in read_tensors(path):
         owner = name.removesuffix("_inv").removesuffix("_scale") if "weight_scale" in name else name
-        kind, is_small = "weight" if owner == name else "scale", tensor.is_floating_point() and tensor.itemsize == 1
-        if kind == "weight" and not is_small:
+        kind = "weight" if owner == name else "scale"
+        if kind == "weight" and not (tensor.is_floating_point() and tensor.itemsize == 1):
             yield name, tensor
             continue
         if kind == "weight" and not (is_fp8 and tensor.dtype == torch.float8_e4m3fn and tensor.dim() == 2):
