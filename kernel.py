@@ -206,14 +206,13 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
                             ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """Grid (token, 2): program 0 takes the token's q, program 1 its k and v. A program holds its heads as two halves
     [heads, HALF], because rope combines element i of one half with element i of the other."""
-    _wait_for_previous_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
     i = tl.arange(0, HALF_PADDED)[None, :]
     if tl.program_id(1) == 0:
         head = tl.arange(0, HEADS_PADDED)[:, None]
         valid = (head < HEADS) & (i < HALF)
-        q_a, q_b = _norm_and_rope(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM)
+        q_a, q_b = _norm_and_rope(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
         q_at = q_out + (token * HEADS + head) * 2 * HALF + i
         tl.store(q_at, q_a, mask=valid)
         tl.store(q_at + HALF, q_b, mask=valid)
@@ -222,10 +221,9 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         kv_head = tl.arange(0, KV_PADDED)[:, None]
         written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
-        v = row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
+        k, v = row + HEADS * 2 * HALF, row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
+        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
         v_a, v_b = tl.load(v, mask=written, other=0.0), tl.load(v + HALF, mask=written, other=0.0)
-        k = row + HEADS * 2 * HALF
-        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM)
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
         _store(k_at, k_a, k_factor, written)
         _store(k_at + HALF, k_b, k_factor, written)
@@ -236,17 +234,21 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
 
 @jit
 def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr,
-                   NORM: tl.constexpr):
+                   NORM: tl.constexpr, PDL: tl.constexpr):
     """Some heads of one token as two halves in float32, after norm and rope."""
+    if NORM:
+        norm_a = tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        norm_b = tl.load(norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    if ROTATE:
+        cos = tl.load(rotation + i, mask=i < HALF, other=0.0)
+        sin = tl.load(rotation + HALF + i, mask=i < HALF, other=0.0)
+    _wait_for_previous_kernel(PDL)
     a = tl.load(row + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
     b = tl.load(row + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        a = a * scale * tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)
-        b = b * scale * tl.load(norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        a, b = a * scale * norm_a, b * scale * norm_b
     if ROTATE:
-        cos = tl.load(rotation + i, mask=i < HALF, other=0.0)
-        sin = tl.load(rotation + HALF + i, mask=i < HALF, other=0.0)
         a, b = a * cos - b * sin, b * cos + a * sin
     return a, b
 
@@ -262,7 +264,9 @@ def _store(at, x, factor, mask):
 @jit
 def _wait_for_previous_kernel(PDL: tl.constexpr):
     """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. They
-    wait here for that kernel's results; then they allow the kernel after this one to start early."""
+    wait here for that kernel's results; then they allow the kernel after this one to start early. Before the wait they
+    may load what kernels before the previous one have written. Every program waits, also one that has no work: the next
+    kernel relies on that."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -325,7 +329,8 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
-    _wait_for_previous_kernel(PDL)
+    if not DECODE:
+        _wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if DECODE:
@@ -337,9 +342,11 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             return
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
-    if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
-        return
     seq_len = tl.load(seq_lens + seq)
+    if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
+        if DECODE:
+            _wait_for_previous_kernel(PDL)
+        return
     first_position = seq_len - query_len + first
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
@@ -350,7 +357,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM,
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM, PDL,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
                       TILE_M, TILE_N, PRECISION))
     else:
@@ -519,7 +526,8 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 
 @jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr, sizes):
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr,
+            PDL: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
@@ -547,12 +555,13 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
     start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
+    block = _block_of(keys, start, sizes)
+    _wait_for_previous_kernel(PDL)
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
-    block = _block_of(keys, start, sizes)
     for tile in range(start, end, sizes.TILE_N):
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
@@ -641,12 +650,13 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         PDL: tl.constexpr):
     """Grid (sequence, head): merge the sums of its splits and normalize (vLLM's reduce kernel)."""
-    _wait_for_previous_kernel(PDL)
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
-    if tl.load(query_start_loc + seq + 1) - q_start != 1:
-        return
+    query_len = tl.load(query_start_loc + seq + 1) - q_start
     seq_len = tl.load(seq_lens + seq)
+    _wait_for_previous_kernel(PDL)
+    if query_len != 1:
+        return
     split_len = split_length(seq_len, TILE_N)
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
