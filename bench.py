@@ -61,7 +61,9 @@ SHAPES = {name: QWEN3 | dict(zip(SIZES, sizes)) for name, sizes in {
 VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
-    "0.6B decode, batch 32, context 8,000": "8.57", "0.6B prefill, 32 x 8,000": "280,337",
+    "0.6B decode, 64 x (8,000 common, 200 own)": "10.2", "0.6B decode, 256 x (2,000 common, 200 own)": "12.8",
+    "0.6B decode, n = 16 of a prompt of 4,000": "2.53", "0.6B decode, batch 32, context 8,000": "8.57",
+    "0.6B prefill, 32 x 8,000": "280,337",
     "0.6B workload 256": "23,617", "0.6B 1,024 x (128 in, 128 out)": "34,244",
     "8B decode, batch 1, context 512": "5.25", "8B decode, batch 256, context 512": "14.6",
     "8B decode, batch 32, context 8,000": "14.3", "8B prefill, 32 x 8,000": "37,698", "8B workload 256": "9,118",
@@ -350,12 +352,13 @@ def prefill_rate(llm: LLM, batch: int, context: int) -> float:
 
 
 @contextmanager
-def decoding(llm: LLM, batch: int, context: int, num_tokens: int) -> Iterator[None]:
+def decoding(llm: LLM, prompts: list[list[int]], num_tokens: int, **settings: Any) -> Iterator[None]:
     """Requests that decode: their prompts have been computed. At the end they are aborted, and the steps that were
     launched ahead are read."""
-    for prompt in random_prompts(1, [context] * batch):
-        llm.add_request(prompt, exactly(num_tokens))
-    while llm.scheduler.waiting or any(seq.num_computed_tokens < context for seq in llm.scheduler.running):
+    for prompt in prompts:
+        llm.add_request(prompt, exactly(num_tokens, **settings))
+    while llm.scheduler.waiting or any(seq.num_computed_tokens < seq.num_prompt_tokens
+                                       for seq in llm.scheduler.running):
         llm.advance()
     gc.collect()  # or Python does so in the middle of the steps that are timed, for 20 ms
     for _ in range(5):
@@ -369,7 +372,13 @@ def decoding(llm: LLM, batch: int, context: int, num_tokens: int) -> Iterator[No
 
 def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
     """ms per decode step."""
-    with decoding(llm, batch, context, batch * engine.cdiv(context, BUDGET) + 6 * steps + 60):  # 6: with drafts
+    return ms_per_step(llm, random_prompts(1, [context] * batch), steps)
+
+
+def ms_per_step(llm: LLM, prompts: list[list[int]], steps: int, **settings: Any) -> float:
+    """ms per decode step after these prompts."""
+    prefill_steps = sum(engine.cdiv(len(prompt), BUDGET) for prompt in prompts)
+    with decoding(llm, prompts, prefill_steps + 6 * steps + 60, **settings):  # 6: with drafts
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
@@ -389,6 +398,26 @@ def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[i
     prefill_rate(llm, 4, 8000)  # warm up
     limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
     row(f"{shape} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+
+
+SHARED = {  # samples, prompts, tokens that a prompt has in common with the others of its group, its own; groups
+    "64 x (8,000 common, 200 own)": (1, 64, 8000, 200, 1), "256 x (2,000 common, 200 own)": (1, 256, 2000, 200, 1),
+    "n = 16 of a prompt of 4,000": (16, 1, 4000, 0, 1), "4 x 8 x (4,000 common, 200 own)": (1, 32, 4000, 200, 4)}
+
+
+def shared(limits: Limits, quick: bool) -> None:
+    """Decode steps of texts that have blocks in common, beside the same steps without a cascade."""
+    llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False)
+    cascade = llm.runner.cascade
+    for name, (n, count, common, own, groups) in SHARED.items():
+        starts, ends = random_prompts(2, [common] * groups), random_prompts(3, [own] * count)
+        prompts = [starts[i % groups] + end for i, end in enumerate(ends)]
+        times = []
+        for llm.runner.cascade in (cascade, None):
+            ms_per_step(llm, prompts, 5, n=n)  # warm up
+            times.append(min(ms_per_step(llm, prompts, 50, n=n) for _ in range(3)))
+        row(f"0.6B decode, {name}", times[0], "ms/step",
+            note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 
 def workload(limits: Limits, shape: str) -> None:
@@ -426,7 +455,7 @@ def latency(limits: Limits, quick: bool) -> None:
 def gaps_under_load(llm: LLM, batch: int, context: int, prompts: list[list[int]], steps: int) -> list[float]:
     """Sequences decode, and every 30 steps another prompt arrives: the ms of each step."""
     gaps, arrivals = [], iter(prompts)
-    with decoding(llm, batch, context, 10 * steps):
+    with decoding(llm, random_prompts(1, [context] * batch), 10 * steps):
         for step in range(steps):
             started = time.perf_counter()
             if step % 30 == 10 and (prompt := next(arrivals, None)):
@@ -669,8 +698,8 @@ def machine() -> str:
 
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
-ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, latency, large, structured, drafts,
-                                      data_parallel, tensor_parallel, parallel_sizes]
+ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, structured,
+                                      drafts, data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

@@ -311,9 +311,9 @@ Sums = namedtuple("Sums", [
 
 @jit
 def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           query_tiles, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
+                           work, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
                            KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
-                           VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, DECODE: tl.constexpr, KV_HEADS: tl.constexpr,
+                           VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, PHASE: tl.constexpr, KV_HEADS: tl.constexpr,
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, PDL: tl.constexpr):
@@ -321,25 +321,31 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
     query length alone picks its launch, so the result has the same bits in any batch:
 
-                 new tokens   rows of a tile                    grid
-        DECODE   1            GROUP                             (sequence and kv head, programs that share its splits)
-        prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of query_tiles and kv head)
+        PHASE    new tokens   rows of a tile                    grid
+        decode   1            GROUP                             (sequence and kv head, programs that share its splits)
+        prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of work and kv head)
+        prefix, suffix: decode with a cascade (below)
 
-    query_tiles   [n, 2], prefill only: (sequence, tile of its queries); sequence -1 is padding
+    work          prefill: query_tiles [n, 2], (sequence, tile of its queries); sequence -1 is padding
+                  prefix: the entries of a cascade [n, 4]; suffix: num_common_splits [sequence]
     split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
+    DECODE: tl.constexpr = PHASE != "prefill"
     if not DECODE:
         _wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
-    if DECODE:
-        seq, first = tl.program_id(0) // KV_HEADS, 0
-    else:
-        entry = query_tiles + 2 * (tl.program_id(0) // KV_HEADS)
+    if PHASE == "prefill":
+        entry = work + 2 * (tl.program_id(0) // KV_HEADS)
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:
             return
+    elif PHASE == "prefix":
+        entry = work + 4 * (tl.program_id(0) // KV_HEADS)
+        seq, first = tl.load(entry), 0
+    else:
+        seq, first = tl.program_id(0) // KV_HEADS, 0
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     seq_len = tl.load(seq_lens + seq)
@@ -351,13 +357,19 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
+    if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
+        query_len = tl.load(entry + 1)
+        oldest = tl.load(entry + 2) * split_length(seq_len, TILE_N)
+        end = tl.load(entry + 3) * split_length(seq_len, TILE_N)
+    elif PHASE == "suffix":
+        oldest = tl.load(work + seq) * split_length(seq_len, TILE_N)
     table = block_tables + seq.to(tl.int64) * table_row
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
     queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM, PDL,
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM, PHASE == "suffix", PDL,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
                       TILE_M, TILE_N, PRECISION))
     else:
@@ -514,6 +526,12 @@ def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexp
 
 # --------------------------------------------------------------------------------------------------
 # Decode: one query token, and its context in splits
+#
+# **Cascade.** Sequences whose tables begin with the same blocks stand side by side in a batch
+# (nanopaged/scheduling/cascade.py has a drawing). The prefix launch computes the splits that they have in common. A
+# program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
+# The suffix launch computes each sequence's other splits, and merge_splits_kernel merges both kinds. The two launches
+# run side by side: the suffix launch waits for the prefix launch at its end, on behalf of merge_splits_kernel.
 # --------------------------------------------------------------------------------------------------
 
 @jit
@@ -527,7 +545,7 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 @jit
 def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr,
-            PDL: tl.constexpr, sizes):
+            WAITS_LAST: tl.constexpr, PDL: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
@@ -550,13 +568,14 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
     split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
     if not ONE_PROGRAM:
-        splits_per_program = tl.cdiv(tl.cdiv(keys.seq_len, split_len) - split, tl.num_programs(1))
+        splits_per_program = tl.cdiv(tl.cdiv(end, split_len) - split, tl.num_programs(1))
         split += splits_per_program * tl.program_id(1)  # this program's first split
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
     start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
     block = _block_of(keys, start, sizes)
-    _wait_for_previous_kernel(PDL)
+    if not WAITS_LAST:
+        _wait_for_previous_kernel(PDL)
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
@@ -570,8 +589,9 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
         if ONE_PROGRAM:
             total = _where(ends, _merge(total, sums), total)
         else:
-            split_row = (queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
-            complete = column < tl.where(ends, sizes.GROUP, 0)
+            seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
+            split_row = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
+            complete = column < tl.where(ends, sizes.GROUP * queries.query_len, 0)
             tl.store(split_acc + split_row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
                      mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
             tl.store(split_sums + 2 * split_row, sums.max, mask=complete)
@@ -580,6 +600,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
         split += ends.to(tl.int32)
     if ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
+    if WAITS_LAST:
+        _wait_for_previous_kernel(PDL)
 
 
 @jit
@@ -683,13 +705,16 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
-                    query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention_reference` in Triton. It takes four arguments more:
+                    query_tiles: Tensor | None = None, cascade: tuple[Tensor, Tensor, int] | None = None,
+                    k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
+    """`paged_attention_reference` in Triton. It takes five arguments more:
 
     max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
                                  too, and the longest context bounds the number of splits
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
+    cascade          sequences with one new token that have blocks in common: entries [n, 4] int32 (first sequence,
+                     number of sequences, first split, end); num_common_splits [num_seqs] int32; columns of a tile
 
     An fp8 v_cache is read in pairs, so head_dim, its other strides and its address must be even.
     """
@@ -710,30 +735,40 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
-                out, out, out, *inputs, query_tiles, *scales, 1, *strides, DECODE=False, ONE_PROGRAM=True, **constants,
-                **tiles.prefill_config(group, head_dim, q.dtype, q.device), **launch_options(q.device))
+                out, out, out, *inputs, query_tiles, *scales, 1, *strides, PHASE="prefill", ONE_PROGRAM=True,
+                **constants, **tiles.prefill_config(group, head_dim, q.dtype, q.device), **launch_options(q.device))
     num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
-        _launch_decode(out, inputs, num_decodes, max_seq_len, scales, strides, constants)
+        _launch_decode(out, inputs, num_decodes, max_seq_len, scales, strides, constants,
+                       None if sliding_window else cascade)
     return out
 
 
 def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: int, scales: tuple, strides: tuple,
-                   constants: dict) -> None:
+                   constants: dict, cascade: tuple[Tensor, Tensor, int] | None) -> None:
     """Attention of the sequences with one new token."""
     q, k_cache, _, _, seq_lens, query_start_loc = inputs
     _, num_heads, head_dim = q.shape
     num_contexts, num_splits = num_decodes * k_cache.shape[2], tiles.split_bound(max_seq_len)
     sharing = programs_per_context(num_contexts, num_splits)
-    split_acc = split_sums = out  # stand-ins, if one program has a whole context; so is seq_lens for query_tiles, below
-    if sharing > 1:
+    one_program = sharing == 1 and not cascade
+    split_acc = split_sums = out  # stand-ins, if one program has a whole context; so is seq_lens for work, below
+    if not one_program:
         split_acc = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=torch.float32)
         split_sums = q.new_empty(num_decodes, num_heads, num_splits, 2, dtype=torch.float32)
-    config = tiles.decode_config(num_contexts, sharing, constants["GROUP"], head_dim, q.dtype, k_cache.dtype, q.device)
-    paged_attention_kernel[(num_contexts, sharing)](
-        out, split_acc, split_sums, *inputs, seq_lens, *scales, num_splits, *strides, DECODE=True,
-        ONE_PROGRAM=sharing == 1, **constants, **config, **launch_options(q.device))
-    if sharing > 1:
+    config = tiles.decode_config(num_contexts, 2 if cascade else sharing, constants["GROUP"], head_dim, q.dtype,
+                                 k_cache.dtype, q.device)
+    launches = [("decode", seq_lens, (num_contexts, sharing), config)]
+    if cascade:
+        num_prefixes = len(cascade[0]) * k_cache.shape[2]
+        launches = [("prefix", cascade[0], (num_prefixes, min(num_splits, tiles.wanted_programs(num_prefixes))),
+                     config | dict(TILE_M=cascade[2], num_stages=tiles.PREFIX_STAGES)),
+                    ("suffix", cascade[1], (num_contexts, sharing), config)]
+    for phase, work, grid, tile in launches:
+        paged_attention_kernel[grid](
+            out, split_acc, split_sums, *inputs, work, *scales, num_splits, *strides, PHASE=phase,
+            ONE_PROGRAM=one_program, **constants, **tile, **launch_options(q.device))
+    if not one_program:
         merge_splits_kernel[(num_decodes, num_heads)](
             out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *strides[2:4], num_splits,
             HEAD_DIM=head_dim, DIM_PADDED=constants["DIM_PADDED"], TILE_N=config["TILE_N"], WINDOW=constants["WINDOW"],

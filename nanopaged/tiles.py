@@ -31,6 +31,9 @@ WIDE_TILE_M = 32  # for heads of more than WIDE_ROW bytes
 WIDE_ROW = 256  # bytes of one head of one token: head_dim 128 in 16 bits
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or later
 MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_tile` in kernel.py
+# Columns of a tile of queries that attend to common blocks: (sequence, query head) pairs.
+MIN_PREFIX_COLUMNS, MAX_PREFIX_COLUMNS = 16, 64
+PREFIX_STAGES = 2  # leave room for two programs with 64 columns on each multiprocessor (H200)
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 
@@ -126,6 +129,16 @@ def decode_stages(num_contexts: int, sharing: int, row: int, device: torch.devic
     return 4 if sharing == 1 and row == WIDE_ROW and 3 < per_multiprocessor < 4 else 3
 
 
+def has_same_bits(tile_n: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tiles of 8 and of 64 columns give a query the same bits. On an H200 they do for 16-bit numbers and tiles
+    of 64 tokens. (A head_dim of 256 has tiles of 32 tokens.) An fp8 cache, float32 and tiles of 32 add in another
+    order. Cards of capability 8 have the same layouts of products, and those of 10 have others."""
+    if device.type == "cpu":
+        return True
+    is_known = torch.cuda.get_device_capability(device)[0] in (8, 9)
+    return is_known and dtype.itemsize == cache_dtype.itemsize == 2 and tile_n == 64
+
+
 def prefill_config(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """`tile_config` of a prefill launch."""
     return tile_config("prefill", group, head_dim, dtype.itemsize, shared_memory(device))
@@ -136,6 +149,11 @@ def decode_config(num_contexts: int, sharing: int, group: int, head_dim: int, dt
     """`tile_config` of a decode launch with `sharing` programs per context."""
     stages = decode_stages(num_contexts, sharing, head_dim * cache_dtype.itemsize, device)
     return tile_config("decode", group, head_dim, dtype.itemsize, shared_memory(device), cache_dtype.itemsize, stages)
+
+
+def prefix_columns(most_sharers: int, group: int) -> int:
+    """The columns of a tile for the queries of so many sequences."""
+    return max(MIN_PREFIX_COLUMNS, next_power_of_2(most_sharers * group))
 
 
 @lru_cache
@@ -151,9 +169,25 @@ def store_constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size
 # Work lists
 # --------------------------------------------------------------------------------------------------
 
+def split_length(seq_len: int, tile_n: int) -> int:
+    """kernel.split_length in Python."""
+    sixteenth, least = (cdiv(seq_len, count * tile_n) * tile_n for count in (16, MAX_SPLITS))
+    return max(min(max(sixteenth, MIN_SPLIT), MID_SPLIT), least)
+
+
+def longest_with(split_len: int) -> int:
+    """The longest context whose splits have this length."""
+    return split_len * (16 if split_len < MID_SPLIT else MAX_SPLITS)
+
+
 def split_bound(max_seq_len: int) -> int:
     """How many splits a context of up to max_seq_len tokens can have."""
     return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
+
+
+def wanted_programs(num_contexts: int) -> int:
+    """How many programs should share a context, if there are enough splits."""
+    return max(MIN_SHARING, cdiv(WANTED_PROGRAMS, num_contexts))
 
 
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
@@ -164,7 +198,7 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """
     if num_contexts >= MANY_CONTEXTS:
         return 1
-    return min(num_splits, max(MIN_SHARING, cdiv(WANTED_PROGRAMS, num_contexts)))
+    return min(num_splits, wanted_programs(num_contexts))
 
 
 def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:

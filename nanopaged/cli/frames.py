@@ -426,13 +426,11 @@ class Frames:
 
 
 def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
-    """The number of splits of a context of seq_len tokens, and their length: kernel.split_length in Python."""
+    """The number of splits of a context of seq_len tokens, and their length."""
     config, runner = llm.config, llm.runner
     tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
-    sixteenth = engine.cdiv(seq_len, 16 * tile) * tile
-    least = engine.cdiv(seq_len, tiles.MAX_SPLITS * tile) * tile
-    length = max(min(max(sixteenth, tiles.MIN_SPLIT), tiles.MID_SPLIT), least)
+    length = tiles.split_length(seq_len, tile)
     window = widest_window(config.sliding_windows)
     num_outside = max(seq_len - window, 0) // length if window else 0  # splits that the window hides
     return engine.cdiv(seq_len, length) - num_outside, length

@@ -26,9 +26,11 @@ from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.scheduling.additions import Sequence
-from nanopaged.tiles import MANY_CONTEXTS
+from nanopaged.scheduling.cascade import MOST_ENTRIES
+from nanopaged.tiles import MANY_CONTEXTS, MAX_PREFIX_COLUMNS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
+ROOMS = 8, MOST_ENTRIES  # entries of a cascade in recorded steps; their other sizes are recorded at their first use
 FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for the largest number of sequences
 # On an H200 launching a step of a small model, kernel by kernel, takes at least as long as computing this many tokens.
 # A step of up to this many tokens is therefore padded in any case; a larger one must fill MIN_FILLED of the recorded
@@ -44,12 +46,14 @@ class Shape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_tiles: int  # entries of the kernel's work list for prompts; 0: one token per sequence, so none
+    num_entries: int = 0  # of a cascade (scheduling/cascade.py)
+    cascade_columns: int = 0
 
     @property
     def layout(self) -> list[int]:
         """The lengths of the parts of its input: those of StepTensors, and the work list."""
-        tokens, seqs, tiles = self
-        return [tokens, tokens, tokens, seqs + 1, seqs, seqs, 2 * tiles]
+        tokens, seqs, tiles, entries, _ = self
+        return [tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs if entries else 0, 4 * entries, 2 * tiles]
 
 
 class GraphRunner(Runner):
@@ -73,6 +77,9 @@ class GraphRunner(Runner):
             if len(split.seqs) <= self.max_num_samples:
                 batch, sampling_indices = split, last_rows
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
+        if shape and batch.cascade:
+            room = next(room for room in ROOMS if 4 * room >= len(batch.cascade))
+            shape = shape._replace(num_entries=room, cascade_columns=self.cascade_columns(batch))
         if shape is None or not self.record(shape):
             return super()._compute(batch, sampling_indices, more_rows, needs)
         return self._replay(shape, batch, sampling_indices, needs)
@@ -82,7 +89,7 @@ class GraphRunner(Runner):
         num_tokens = sum(query_lens)
         decodes = [seq_len for query_len, seq_len in zip(query_lens, seq_lens) if query_len == 1]
         only_decodes = len(decodes) == len(query_lens)
-        shape = min((shape for shape in self.graphs if (shape.num_tiles == 0) == only_decodes
+        shape = min((shape for shape in self.graphs if (shape.num_tiles == 0) == only_decodes and not shape.num_entries
                      and shape.num_tokens >= num_tokens and shape.num_seqs >= len(query_lens)), default=None)
         if shape and not only_decodes:
             if PADDED_ANYWAY < num_tokens < shape.num_tokens * MIN_FILLED:
@@ -110,20 +117,24 @@ class GraphRunner(Runner):
         that these take, which trial.py has left free."""
         shapes = self.shapes()
         self.graphs = dict.fromkeys(shapes)
-        most_ints, most_seqs = max(sum(shape.layout) for shape in shapes), max(shape.num_seqs for shape in shapes)
+        most_ints = max(sum(shape._replace(num_entries=ROOMS[-1]).layout) for shape in shapes)
+        most_seqs = max(shape.num_seqs for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         self.masked_input = torch.zeros(3 * self.max_num_samples, dtype=torch.int32, device=self.device)
         self.graph_memory: Any = None  # of all recordings
         # The default stream cannot record. One stream of this device serves all recordings.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        largest = {min(shapes), max(shapes), max((shape for shape in shapes if not shape.num_tiles), default=shapes[0])}
-        for shape in shapes if self.warm_up else sorted(largest, reverse=True):
+        most = max(shape for shape in shapes if not shape.num_tiles)
+        largest = {min(shapes), max(shapes), most}
+        if self.cascade:  # its sums of splits take memory, too
+            largest.add(most._replace(num_entries=ROOMS[-1], cascade_columns=MAX_PREFIX_COLUMNS))
+        for shape in sorted(largest.union(shapes if self.warm_up else ()), reverse=True):
             self.record(shape)
 
     def record(self, shape: Shape) -> bool:
         """Record the step of this size, if that was not tried before. False: the recording failed."""
-        if self.graphs[shape] is None:
+        if self.graphs.get(shape) is None:
             reason = "another GPU failed"
             try:
                 self.graphs[shape] = self._record(self._static_step, shape)
@@ -139,7 +150,7 @@ class GraphRunner(Runner):
 
     def all_recorded(self, shape: Shape) -> bool:
         """Whether all GPUs of the model have recorded it."""
-        return bool(self.graphs[shape])
+        return bool(self.graphs.get(shape))
 
     def _record(self, step: Callable[[Any], tuple[Tensor, Tensor]],
                 size: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
@@ -171,7 +182,7 @@ class GraphRunner(Runner):
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
         batch = self.make_batch(sent, last_rows, sampling, max_query_len, self.max_model_len, shape.num_seqs,
-                                tiles.view(-1, 2))
+                                tiles.view(-1, 2), shape.cascade_columns)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self.sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
@@ -180,7 +191,7 @@ class GraphRunner(Runner):
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
         tiles = self.query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
-        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, -1)  # in the order of `Shape.layout`
+        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
         if self.device.type == "cuda":
@@ -188,7 +199,7 @@ class GraphRunner(Runner):
         self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         self._run(graph)
-        *_, lens, rows, _ = self.graph_input[:len(message)].split(shape.layout)
+        *_, lens, rows, _, _, _ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_indices:
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
         draws_again = needs.filters or needs.edits or needs.processors  # the graph drew from the plain logits
@@ -253,11 +264,13 @@ def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepI
 
         a chunk of 3 tokens after 4 cached ones            rows with seq_lens 5, 6, 7
     """
-    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping)
+    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade)
     for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
         rows.seqs += [seq] * num_tokens
         rows.num_tokens += [1] * num_tokens
         rows.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
         rows.rows += [row] * num_tokens
     rows.query_start_loc = list(range(len(rows.seqs) + 1))
+    rows.num_common_splits = batch.num_common_splits and [  # a chunk has none
+        *batch.num_common_splits, *[0] * (len(rows.seqs) - len(batch.seqs))]
     return rows, [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]

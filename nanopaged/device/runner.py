@@ -37,7 +37,7 @@ from typing import Callable, ContextManager, Iterable
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel, model
+from nanopaged import engine, kernel, model, tiles
 from nanopaged.device import choices, transfer, warmup
 from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.masks import Masker
@@ -47,11 +47,14 @@ from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput
+from nanopaged.scheduling.cascade import Cascade
+from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.build import build_model
 from nanopaged.weights.split import random_tensors
 
 # StepInput.lists on the device, int32
-StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows")
+StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows "
+                         "num_common_splits cascade")
 
 
 class Runner:
@@ -88,6 +91,12 @@ class Runner:
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []
         self.rows = self._make_rows()
         self.forget_rows = self.rows.forget
+        group = config.num_heads // config.num_kv_heads
+        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
+        tile_n = tiles.decode_config(1, 2, group, config.head_dim, self.dtype, self.kv_dtype, device)["TILE_N"]
+        is_able = (kernels is kernel.TRITON and not widest_window(config.sliding_windows)
+                   and tiles.has_same_bits(tile_n, self.dtype, self.kv_dtype, device))
+        self.cascade = Cascade(self.block_size, tile_n, tiles.MAX_PREFIX_COLUMNS // group) if is_able else None
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []
@@ -97,8 +106,6 @@ class Runner:
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
-        group = config.num_heads // config.num_kv_heads
-        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
 
     def _make_rows(self) -> Rows:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -108,7 +115,7 @@ class Runner:
 
     def start_compiling(self) -> list[Future]:
         forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,
-                                         self.max_num_samples, self.max_model_len)]
+                                         self.max_num_samples, self.max_model_len, bool(self.cascade))]
         if self.fused:
             forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks)
         return warmup.start(forms, self.device)
@@ -151,7 +158,7 @@ class Runner:
             self.editor = self.editor or LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device,
                                                       self.send, self.fused)
             self.editor.start([Start.of(seq) for seq in new], self.rows.forget_free())
-        batch = StepInput.of(step, self.block_size)
+        batch = StepInput.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
@@ -178,9 +185,9 @@ class Runner:
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
-        tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
+        query_tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self.make_batch(sent, logits_indices, sampling, max(batch.num_tokens), max(batch.seq_lens),
-                                 batch.num_tokens.count(1), tiles)
+                                 batch.num_tokens.count(1), query_tiles, self.cascade_columns(batch))
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
         if not sampling_indices:
@@ -189,7 +196,7 @@ class Runner:
         return partial(self.sample, logits[:len(sampling)], rows, seq_lens, needs), logits
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
-                   max_seq_len: int, num_decodes: int, query_tiles: Tensor) -> model.Batch:
+                   max_seq_len: int, num_decodes: int, query_tiles: Tensor, cascade_columns: int = 0) -> model.Batch:
         # -1 (never without lookahead, graphs.py): the step that samples this token is not read yet, so only last_tokens
         # has it. It is its sequence's single new token, and such sequences come first.
         ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
@@ -197,7 +204,9 @@ class Runner:
         input_ids = torch.cat([ones, rest]) if len(rest) else ones
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
         hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
-                     query_tiles=query_tiles, shared={})
+                     query_tiles=query_tiles, shared={},
+                     cascade=(sent.cascade.view(-1, 4), sent.num_common_splits, cascade_columns)
+                     if cascade_columns else None)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
                            sent.query_start_loc, logits_indices, hints, sampling)
 
@@ -220,6 +229,11 @@ class Runner:
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
+
+    def cascade_columns(self, batch: StepInput) -> int:
+        """Of a tile of queries that attend to common blocks; 0: there is no cascade."""
+        most_sharers = max(batch.cascade[1::4], default=0)
+        return most_sharers and tiles.prefix_columns(most_sharers, self.config.num_heads // self.config.num_kv_heads)
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host."""

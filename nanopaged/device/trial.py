@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanopaged import engine, model
+from nanopaged import engine, model, tiles
 from nanopaged.device import transfer
 from nanopaged.device.choices import FP8
 from nanopaged.device.pool import GIB
@@ -43,11 +43,13 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
     writes them, from slot 0 on."""
     num_tokens = sum(query_lens)
     positions = list(range(num_tokens)) if ids else [0] * num_tokens
+    columns = tiles.MAX_PREFIX_COLUMNS if runner.cascade and max(query_lens) == 1 else 0  # with memory for its sums
     sent = StepTensors(*runner.send([
         ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
-        query_lens, [runner.max_num_seqs] * len(query_lens)]))
+        query_lens, [runner.max_num_seqs] * len(query_lens),
+        [0] * len(query_lens) if columns else [], [0] * 4 if columns else []]))
     return runner.make_batch(sent, logits_indices, None, max(query_lens), max_seq_len, query_lens.count(1),
-                             transfer.to_device(runner.device, runner.query_tiles(query_lens, query_lens)))
+                             transfer.to_device(runner.device, runner.query_tiles(query_lens, query_lens)), columns)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Futu
 
 
 def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, block_tables: Tensor,
-                    max_num_samples: int, max_model_len: int) -> Iterator[Callable[[], Any]]:
+                    max_num_samples: int, max_model_len: int, has_cascade: bool) -> Iterator[Callable[[], Any]]:
     """Chapter 1's kernels. cache: a block of one layer's K or V"""
     device, most = cache.device, min(max_num_samples, MAX_DECODE_SIZE)
     ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
@@ -65,6 +65,10 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
         for count, longest in sizes.values():
             yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
+        if has_cascade:
+            yield partial(attend, q[:2], block_tables=block_tables[:1].expand(2, -1), seq_lens=lens[:2],
+                          query_start_loc=starts[:3], max_query_len=1, max_seq_len=max_model_len,
+                          cascade=(make(1, 4, **ints), lens[:2], tiles.MAX_PREFIX_COLUMNS))
 
 
 def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,

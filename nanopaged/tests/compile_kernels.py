@@ -23,10 +23,11 @@ import kernel
 from nanopaged import optional_triton, tiles
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
-INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "query_tiles", "slot_mapping")
+INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "work", "slot_mapping")
 FLOATS = ("split_acc", "split_sums", "rotation")
 # A form of the attention kernel: its phase, no_split and stages.
-FORMS = (("decode", True, 3), ("prefill", True, 3), ("decode", True, 4), ("decode", False, 3))
+FORMS = (("decode", True, 3), ("prefill", True, 3), ("decode", True, 4), ("decode", False, 3),
+         ("prefix", False, 3), ("suffix", False, 3))
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -70,11 +71,13 @@ def cache_strides(head_dim: int, block_size: int) -> tuple[tuple, tuple]:
 def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64,
               window=0, no_split=True, fp8=False, stages=3):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
-    config = tiles.tile_config(phase, group, head_dim, dtype.itemsize, SHARED_MEMORY[capability] * 1024,
-                                1 if fp8 else dtype.itemsize, stages)
+    sizes = dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize
+    config = tiles.tile_config("prefill" if phase == "prefill" else "decode", group, head_dim, *sizes, stages)
+    if phase == "prefix":
+        config = config | dict(TILE_M=tiles.MAX_PREFIX_COLUMNS, num_stages=tiles.PREFIX_STAGES)
     strides = cache_strides(head_dim, block_size)
     constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
-        DECODE=phase == "decode", ONE_PROGRAM=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+        PHASE=phase, ONE_PROGRAM=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
                               config["num_stages"], fp8)
     return compiled, config
@@ -133,6 +136,10 @@ def main(capabilities: list[int], quick: bool) -> int:
             has_fp8 = capability >= 89 and dtype is not torch.float32
             for head_dim in (128,) if quick else (64, 128, 256):
                 for form, fp8 in itertools.product(FORMS, (False, True) if has_fp8 else (False,)):
+                    # What tiles.has_same_bits asks for.
+                    if form[0] in ("prefix", "suffix") and (dtype.itemsize > 2 or fp8 or head_dim > 128
+                                                            or capability < 80):
+                        continue
                     if not quick or form in (FORMS if capability >= 80 and not fp8 else FORMS[:2]):
                         checks.append(partial(check, capability, dtype, head_dim, fp8, form))
             if not quick or capability >= 80:

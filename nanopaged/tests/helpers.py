@@ -83,7 +83,7 @@ def plain_kernels():
 def blank_input(runner, shape):
     """A pretended graph computes what it records: a step of padding."""
     for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
-                            (0, 0, -1, 0, 0, runner.max_num_seqs, -1)):
+                            (0, 0, -1, 0, 0, runner.max_num_seqs, 0, 0, -1)):
         part.fill_(filler)
 
 

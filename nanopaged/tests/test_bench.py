@@ -66,10 +66,12 @@ def test_the_tokenizer_of_random_words_is_one(tmp_path):
 def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     """A row whose name has changed would lose its peer."""
     names, metrics = [], SimpleNamespace(mean_acceptance_length=1.0)
-    llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics))
+    llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics),
+                          runner=SimpleNamespace(cascade=None))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
-    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
+    for name in ("attention_seconds", "decode_ms", "ms_per_step", "draft_ms", "prefill_rate", "rate",
+                 "first_token_after"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "gaps_under_load", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))

@@ -1,0 +1,224 @@
+"""What several sequences have in common is read once: the batch's order and entries, the kernel, and engines."""
+import random
+
+import pytest
+import torch
+
+import kernel
+from nanopaged import SamplingParams, tiles
+from nanopaged.scheduling import cascade
+from nanopaged.scheduling.additions import Sequence
+from nanopaged.scheduling.cascade import MOST_ENTRIES, Cascade
+from nanopaged.tests.helpers import CUDA, GREEDY, PROMPT, load, tokens_of
+from nanopaged.tests.test_graphs import record_graphs
+
+# --------------------------------------------------------------------------------------------------
+# Which sequences have blocks in common
+# --------------------------------------------------------------------------------------------------
+
+
+def decoding(table, seq_len, num_drafts=0):
+    seq = Sequence([0] * seq_len, (0, 0, 0), 10**6)
+    seq.block_table, seq.num_computed_tokens, seq.drafts = list(table), seq_len, [0] * num_drafts
+    return seq, 1 + num_drafts
+
+
+def found(finder, batch):
+    """Entries as [first row, rows, first split, end], after a check against the tables: the rows of an entry hold the
+    same blocks in its splits, these have one length and are complete, and each row's common splits are those of its
+    entries, from split 0 on."""
+    order, numbers, num_common = finder.find(batch)
+    assert sorted(map(id, (seq for seq, _ in order))) == sorted(map(id, (seq for seq, _ in batch)))
+    rows = [(seq, seq.num_computed_tokens - count + 1 + i) for seq, count in order for i in range(count)]
+    entries = [numbers[i:i + 4] for i in range(0, len(numbers), 4)]
+    assert len(entries) <= MOST_ENTRIES and bool(entries) == bool(num_common)
+    covered = [0] * len(rows)
+    for first, count, start, end in sorted(entries, key=lambda entry: entry[2]):
+        members = rows[first:first + count]
+        assert 1 <= len(members) == count <= finder.most_rows and start < end
+        [length] = {tiles.split_length(seq_len, finder.tile_n) for _, seq_len in members}
+        assert end * length <= min(seq_len for _, seq_len in members)
+        num_blocks = -(-end * length // finder.block_size)
+        assert len({tuple(seq.block_table[:num_blocks]) for seq, _ in members}) == 1
+        for row in range(first, first + count):
+            assert covered[row] == start
+            covered[row] = end
+    assert not entries or covered == num_common
+    return entries, [seq for seq, _ in order]
+
+
+def test_the_drawing():
+    """A, B, C and D have four splits in common, C and D two more."""
+    tables = [[*range(8), *own] for own in ([20] * 5, [21] * 5, [8, 9, 10, 11, 22], [8, 9, 10, 11, 23])]
+    batch = [decoding(table, 13 * 64) for table in tables]
+    entries, order = found(Cascade(64, 64, 32, least_tokens=1), batch)
+    assert entries == [[0, 4, 0, 4], [2, 2, 4, 6]] and order == [seq for seq, _ in batch]
+    for line in ("0 (A)            4          0             4", "2 (C)            2          4             6"):
+        assert line in cascade.__doc__
+
+
+def test_what_is_not_worth_an_entry_is_not_shared():
+    batch = [decoding([*range(8), 20 + i], 600) for i in range(3)]  # 512 common tokens, of which two rows save 1,024
+    assert found(Cascade(64, 64, 32, least_tokens=1024), batch)[0] == [[0, 3, 0, 4]]
+    assert not found(Cascade(64, 64, 32, least_tokens=1025), batch)[0]
+    assert not found(Cascade(64, 64, 32), batch)[0]
+
+
+def test_rows_of_drafts_share_their_context():
+    seq, rows = decoding(range(20), 1200, num_drafts=3)
+    assert found(Cascade(64, 64, 32, least_tokens=1), [(seq, rows)])[0] == [[0, 4, 0, 9]]  # 9 x 128 of 1,197 tokens
+    assert found(Cascade(64, 64, 2, least_tokens=1), [(seq, rows)])[0] == [[0, 2, 0, 9], [2, 2, 0, 9]]
+    seq, rows = decoding(range(40), 2050, num_drafts=3)  # rows 2,047 and 2,048 have splits of 128, the others of 192
+    assert not found(Cascade(64, 64, 32, least_tokens=1), [(seq, rows)])[0]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 64, 256])
+def test_random_batches(block_size):
+    """Sequences join, leave, grow and come back with another table; beginnings come from a tree of texts."""
+    rng = random.Random(block_size)
+    finder = Cascade(block_size, 64, most_rows=5, least_tokens=1)
+    blocks = iter(range(10**9))
+    tree = [[]]
+    for _ in range(12):
+        parent = rng.choice(tree)
+        tree.append(parent + [next(blocks) for _ in range(-(-rng.choice([64, 200, 1000]) // block_size))])
+
+    def begin(seq):
+        shared = rng.choice(tree)
+        seq.num_computed_tokens = len(shared) * block_size + rng.randint(1, 400)
+        seq.block_table = shared + [next(blocks) for _ in range(-(-400 // block_size) + 1)]
+
+    batch, away, num_entries = [], [], 0
+    for _ in range(60):
+        for seq, _ in batch:
+            seq.num_computed_tokens += 1
+        for seq, _ in away:
+            begin(seq)
+        batch += away
+        away = [pair for pair in batch if rng.random() < 0.02
+                or pair[0].num_computed_tokens >= len(pair[0].block_table) * block_size]
+        batch = [pair for pair in batch if pair not in away]
+        if rng.random() < 0.5:
+            batch = [pair for pair in batch if rng.random() < 0.9]
+            for _ in range(rng.randint(0, 4)):
+                seq, count = decoding([], 1, rng.choice([0, 0, 0, 2]))
+                begin(seq)
+                seq.num_computed_tokens += count
+                batch.append((seq, count))
+        num_entries += len(found(finder, list(batch))[0]) if batch else 0
+    assert num_entries > 20
+
+
+def test_steps_in_which_nobody_joins_or_leaves_reuse_what_was_found():
+    finder, batch = Cascade(64, 64, 32, least_tokens=1), [decoding([*range(8), 20 + i] * 9, 2040) for i in range(3)]
+    first = finder.find(batch)
+    for seq_len in range(2041, 2049):
+        for seq, _ in batch:
+            seq.num_computed_tokens = seq_len
+        assert finder.find(list(batch)) is first
+    for seq, _ in batch:
+        seq.num_computed_tokens = 2049  # splits of 192 from here on
+    entries, _ = found(finder, batch)
+    assert entries == [[0, 3, 0, 2]]
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernel
+# --------------------------------------------------------------------------------------------------
+
+def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, cache_dtype=None, device="cpu", nested=0):
+    """Attention of groups of these sizes, each with `common` tokens in common, and half of each with `nested` more:
+    (reference in float64, without a cascade, with one)."""
+    (num_heads, num_kv_heads, head_dim), num_blocks = heads, 4000 // block_size * sum(sizes)
+    tables, lens, numbers = [], [], iter(torch.randperm(num_blocks).tolist())
+    for size in sizes:
+        beginning = [next(numbers) for _ in range(common // block_size)]
+        more = [next(numbers) for _ in range(nested // block_size)]
+        for i in range(size):
+            inner = more if i < size // 2 else []
+            lens.append((len(beginning) + len(inner)) * block_size + rng.randint(1, 150))
+            needed = -(-lens[-1] // block_size) - len(beginning) - len(inner)
+            tables.append(beginning + inner + [next(numbers) for _ in range(needed)])
+    seqs = [decoding(table, seq_len) for table, seq_len in zip(tables, lens)]
+    order, entries, num_common = Cascade(block_size, 64, 64 * num_kv_heads // num_heads, 1).find(seqs)
+    assert entries
+    order = [seq for seq, _ in order]
+    ints = dict(dtype=torch.int32, device=device)
+    width = max(map(len, tables))
+    block_tables = torch.tensor([(seq.block_table + [10**6] * width)[:width] for seq in order], **ints)
+    seq_lens = torch.tensor([seq.num_computed_tokens for seq in order], **ints)
+    starts = torch.arange(len(order) + 1, **ints)
+    caches = torch.randn(2, num_blocks, block_size, num_kv_heads, head_dim, device=device).to(cache_dtype or dtype)
+    q = torch.randn(len(order), num_heads, head_dim, device=device).to(dtype)
+    columns = tiles.prefix_columns(max(entries[1::4]), num_heads // num_kv_heads)
+    shared = torch.tensor(entries + [0] * 8, **ints).view(-1, 4), torch.tensor(num_common, **ints), columns
+    inputs = q, *caches, block_tables, seq_lens, starts, head_dim ** -0.5
+    options = dict(max_query_len=1, max_seq_len=int(seq_lens.max()))
+    exact = kernel.paged_attention_reference(*(x.double() if i < 3 else x for i, x in enumerate(inputs)), **options)
+    one = rng.randrange(len(order))
+    alone = kernel.paged_attention(q[one:one + 1], *caches, block_tables[one:one + 1], seq_lens[one:one + 1],
+                                   starts[:2], head_dim ** -0.5, **options)
+    with_it = kernel.paged_attention(*inputs, **options, cascade=shared)
+    return exact, kernel.paged_attention(*inputs, **options), with_it, alone, with_it[one:one + 1]
+
+
+@pytest.mark.parametrize("sizes, common, nested, heads, block_size", [
+    ([2], 128, 0, (4, 2, 16), 16), ([3, 2], 384, 0, (2, 2, 24), 48), ([1, 4], 256, 128, (3, 1, 16), 64),
+    ([9], 384, 0, (8, 1, 16), 16), ([5], 256, 0, (7, 1, 16), 256)])
+def test_kernel_against_float64(sizes, common, nested, heads, block_size):
+    torch.manual_seed(0)
+    exact, without, with_it, *_ = attend(random.Random(0), sizes, common, heads, block_size, nested=nested,
+                                         device="cuda" if CUDA else "cpu")
+    torch.testing.assert_close(with_it.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(with_it, without, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not CUDA, reason="the bits are those of tensor cores; test_kernel_against_float64 runs on a CPU")
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 1, 80)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits_do_not_depend_on_the_group(heads, dtype):
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    for sizes in ([2], [5, 3, 1], [40], [17, 1, 2]):
+        for block_size, common, nested in ((16, 512, 256), (64, 1984, 0), (64, 128, 448)):
+            exact, without, with_it, alone, one = attend(rng, sizes, common, heads, block_size, dtype, device="cuda",
+                                                         nested=nested)
+            assert torch.equal(with_it, without) and torch.equal(one, alone)
+            torch.testing.assert_close(with_it.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Engines
+# --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=60), dict(enable_prefix_caching=False),
+                                     dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
+def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
+    """Common beginnings, samples, chunks beside them, drafts, and a pool that runs dry. On a CPU attention is torch's,
+    which ignores the entries; the order of a batch, its message and its recorded steps are those of a GPU."""
+    llm = load(graphs=graphs, dtype="bfloat16" if CUDA else "float32", max_num_batched_tokens=200, **options)
+    replayed = record_graphs(llm, monkeypatch) if graphs else []
+    common = [(7 * i) % 500 + 3 for i in range(200)]
+    prompts = [common + [i, 5, i] * 20 for i in range(5)] + [common[:140] + [9] * i for i in (1, 80)] + [PROMPT]
+    drawn = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
+    params = [GREEDY] * 7 + [drawn]
+    llm.runner.cascade, sizes, texts = Cascade(16, 64, 4, least_tokens=1), set(), []
+    find = llm.runner.cascade.find
+    monkeypatch.setattr(llm.runner.cascade, "find", lambda batch: sizes.add(len((seen := find(batch))[1])) or seen)
+    for llm.runner.cascade in (llm.runner.cascade, None):
+        texts.append([tokens_of(llm.generate(prompts, params)), tokens_of(llm.generate([common], drawn))])
+        assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+    assert texts[0] == texts[1] and max(sizes) > 0
+    assert not graphs or {bool(shape.num_entries) for shape in replayed} == {False, True}
+
+
+def test_the_interpreter_gives_the_texts_of_torch():
+    texts = []
+    for attention in ("torch", "triton"):
+        llm = load("qwen3", attention=attention, device="cpu", hf_overrides=dict(max_position_embeddings=256))
+        if llm.runner.cascade:
+            llm.runner.cascade.least_tokens = 1
+        prompts = [[*range(3, 133), i] for i in range(2)]
+        texts.append(tokens_of(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))))
+    assert texts[0] == texts[1] and llm.runner.cascade.found[1] == [0, 2, 0, 1]
