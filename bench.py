@@ -387,17 +387,19 @@ def ms_per_step(llm: LLM, prompts: list[list[int]], steps: int, **settings: Any)
         return (time.perf_counter() - started) / steps * 1000
 
 
-def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256)) -> None:
+def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
+           **options: Any) -> None:
     """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
-    sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000)
+    sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000, **options)
+    label = " ".join([shape, *options.values()])
     for batch in batches:
         limit = limits.step_seconds(sizes, [1] * batch, [540] * batch, batch) * 1000  # 540: half-way through
-        row(f"{shape} decode, batch {batch}, context 512", decode_ms(llm, batch, 512), "ms/step", limit)
+        row(f"{label} decode, batch {batch}, context 512", decode_ms(llm, batch, 512), "ms/step", limit)
     limit = limits.step_seconds(sizes, [1] * 32, [8030] * 32, 32) * 1000
-    row(f"{shape} decode, batch 32, context 8,000", decode_ms(llm, 32, 8000, 20), "ms/step", limit)
+    row(f"{label} decode, batch 32, context 8,000", decode_ms(llm, 32, 8000, 20), "ms/step", limit)
     prefill_rate(llm, 4, 8000)  # warm up
     limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
-    row(f"{shape} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+    row(f"{label} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
 
 
 SHARED = {  # samples, prompts, tokens that a prompt has in common with the others of its group, its own; groups
@@ -435,8 +437,9 @@ def throughput(limits: Limits, quick: bool) -> None:
 
 
 def large(limits: Limits, quick: bool) -> None:
-    """Qwen3-8B's shape."""
+    """Qwen3-8B's shape; then its matrices in FP8, beside the limits of bfloat16."""
     decode(limits, quick, "8B", (1, 256))
+    decode(limits, quick, "8B", (1, 64, 256), quantization="fp8")
     workload(limits, "8B")
 
 

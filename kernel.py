@@ -806,6 +806,8 @@ def as_bytes(x: Tensor) -> Tensor:
 # the library's; those of Qwen3-8B, with inner sizes from 2,048 on, are slower in the model.
 MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
 ROWS_PER_PROGRAM = 32  # of the weight
+MOST_FEW_ROWS_FP8 = 16  # with weights in FP8, of any inner size
+SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
 
 def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
@@ -888,45 +890,72 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     return y
 
 
-def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize` of nanopaged/weights/fp8.py, in one launch."""
+    (num_rows, size), padded = x.shape, tiles.next_power_of_2(x.shape[1])
+    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, 1, dtype=torch.float32)
+    quantize_rows_kernel[(num_rows,)](x, out, scale, SIZE=size, PADDED=padded, num_warps=min(16, max(4, padded // 512)),
+                                      **launch_options(x.device))
+    return out, scale
+
+
+@jit
+def quantize_rows_kernel(x, out, scale, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    """Grid (row,)."""
+    i, row = tl.arange(0, PADDED), tl.program_id(0).to(tl.int64)
+    _wait_for_previous_kernel(PDL)
+    numbers = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    factor = tl.maximum(tl.max(tl.abs(numbers), 0), 1e-30) / 448.0
+    tl.store(scale + row, factor)
+    tl.store(out + row * SIZE + i, (numbers / factor).to(out.dtype.element_ty), mask=i < SIZE)
+
+
+def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
     """Whether `few_rows_linear` is to compute products of so many rows of this inner size. For several rows it needs
-    Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32."""
+    Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
-    return num_rows == 1 or is_able and num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
+    is_small = num_rows <= MOST_FEW_ROWS_FP8 if is_fp8 else num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
+    return num_rows == 1 or is_able and is_small
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     fills_card = len(x) == 1 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
-    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device)
+    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, weight.itemsize == 1)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
-                    gated: bool = False, count: int = 1) -> Tensor:
+                    gated: bool = False, count: int = 1, scale: Tensor | None = None) -> Tensor:
     """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
-    of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension."""
+    of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension.
+    scale: of a weight in FP8, [out, 1] or [out, in / 128]. A product is computed in the type of x, or in float32."""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
-    options = dict(BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
-    bias = weight if bias is None else bias
+    columns = 0 if scale is None else scale.shape[1]
+    options = dict(COLUMNS=columns, BIAS=bias is not None, GATED=gated, ACTIVATION=activation,
+                   **launch_options(x.device))
+    bias, scale = weight if bias is None else bias, weight if scale is None else scale
     if num_rows > 1:
         padded = 8 if num_rows <= 8 else 16
         tile = 256 if gated and padded == 8 else 128  # good in all of ten products, among 20 forms, on an H200
         few_rows_kernel[(cdiv(num_out, ROWS_PER_PROGRAM), count)](
-            x, weight, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
+            x, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             ROWS=ROWS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)
         return out
     tile = min(2048, tiles.next_power_of_2(cdiv(size, 2)))  # the fastest of 27 forms for ten products on an H200
+    tile = max(tile, 128) if columns > 1 else tile
     rows = max(2, 2048 // tile)
-    one_row_kernel[(cdiv(num_out, rows),)](x, weight, bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile, **options)
+    one_row_kernel[(cdiv(num_out, rows),)](x, weight, scale, bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile,
+                                           **options)
     return out
 
 
 @jit
-def one_row_kernel(x, weight, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-                   BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+                   COLUMNS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+                   PDL: tl.constexpr):
     """Grid (ROWS rows of the weight,). A program adds up ROWS x TILE products side by side, and sums them at the end.
     The loop loads a tile of weights before it needs it, the first one before the program waits."""
     row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
@@ -940,12 +969,17 @@ def one_row_kernel(x, weight, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.c
     _wait_for_previous_kernel(PDL)
     for start in range(0, SIZE, TILE):
         factor = tl.load(x + start + i, mask=start + i < SIZE, other=0.0).to(tl.float32)[None, :]
-        sums += gate.to(tl.float32) * factor
+        sums += _unscale(gate, scale, row, exists, start, ROWS, TILE, COLUMNS).to(tl.float32) * factor
         gate = _load_weights(at + start + TILE, exists, start + TILE + i, SIZE)  # after the last tile: none
         if GATED:
+            up = _unscale(up, scale, row + num_out, exists, start, ROWS, TILE, COLUMNS)
             up_sums += up.to(tl.float32) * factor
             up = _load_weights(up_at + start + TILE, exists, start + TILE + i, SIZE)
     y, up_y = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    if COLUMNS == 1:
+        y *= tl.load(scale + row, mask=row < num_out, other=0.0)
+        if GATED:
+            up_y *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)
     if BIAS:
         y += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
         if GATED:
@@ -957,9 +991,10 @@ def one_row_kernel(x, weight, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.c
 
 
 @jit
-def few_rows_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
+def few_rows_kernel(x, weight, scale, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
                     PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-                    BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+                    COLUMNS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+                    PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension). The rows of x are columns, as queries are in decode:
     tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns. The loop's
     pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product."""
@@ -973,10 +1008,16 @@ def few_rows_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr,
         inside = k + i < PART
         factors = tl.load(x_at + k, mask=inside[:, None] & column_exists, other=0.0)
         gate = tl.load(at + k, mask=row_exists & inside[None, :], other=0.0)
+        gate = _unscale(gate, scale, row, row_exists, start + k, ROWS, TILE, COLUMNS).to(factors.dtype)
         sums = tl.dot(gate, factors, sums, input_precision="ieee")
         if GATED:
             up = tl.load(up_at + k, mask=row_exists & inside[None, :], other=0.0)
+            up = _unscale(up, scale, row + num_out, row_exists, start + k, ROWS, TILE, COLUMNS).to(factors.dtype)
             up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+    if COLUMNS == 1:
+        sums *= tl.load(scale + row, mask=row < num_out, other=0.0)[:, None]
+        if GATED:
+            up_sums *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)[:, None]
     if BIAS:
         sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -992,6 +1033,17 @@ def few_rows_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr,
 def _load_weights(at, exists, column, SIZE: tl.constexpr):
     """.cg keeps weights, which are read once, out of the L1 cache."""
     return tl.load(at, mask=exists & (column < SIZE)[None, :], other=0.0, cache_modifier=".cg")
+
+
+@jit
+def _unscale(weights, scale, row, exists, start, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of weights [ROWS, TILE]; of FP8 with several scales in a row, times these, in float32."""
+    if COLUMNS > 1:
+        column = start // SCALE_COLUMNS + tl.arange(0, TILE // SCALE_COLUMNS)[None, :]
+        factors = tl.load(scale + row[:, None] * COLUMNS + column, mask=exists & (column < COLUMNS), other=0.0)
+        weights = tl.reshape(weights.to(tl.float32), [ROWS, TILE // SCALE_COLUMNS, SCALE_COLUMNS])
+        weights = tl.reshape(weights * factors[:, :, None], [ROWS, TILE])
+    return weights
 
 
 # --------------------------------------------------------------------------------------------------

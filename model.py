@@ -102,7 +102,7 @@ class ModelConfig:
     layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     torch_dtype: torch.dtype = torch.float32
-    is_fp8: bool = False  # the checkpoint's matrices; once loaded, they have the engine's type
+    fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     merged: dict[str, dict[str, int]] = field(default_factory=dict)  # Phi-3: a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
@@ -273,8 +273,8 @@ class Modules(NamedTuple):
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer
     norm: type[Norm] = Norm
-    linear: type[Linear] = Linear
-    residual_linear: type[Linear] = Linear  # o_proj and down_proj, whose results are added to the residual stream
+    linear: Callable[..., Linear] = Linear
+    residual_linear: Callable[..., Linear] = Linear  # o_proj and down_proj: results are added to the residual stream
     compute_logits: Callable[..., Tensor] = compute_logits
 
 

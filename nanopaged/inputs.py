@@ -28,7 +28,7 @@ MOST_SEQS = 2**20  # of a step; each has a row in tensors on the device
 MOST_TOKENS = 2**31 - 1  # of a step, a text or a block, and blocks of a pool: the device has int32
 # Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
 VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
-    pipeline_parallel_size=(1,), quantization=(None,), enable_lora=(False, None), cpu_offload_gb=(0,),
+    pipeline_parallel_size=(1,), enable_lora=(False, None), cpu_offload_gb=(0,),
     tokenizer_mode=("auto",), runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
     limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
     enable_chunked_prefill=(True, None)) | dict.fromkeys((
@@ -89,6 +89,7 @@ OPTIONS = dict(
     device=Option(str, "auto"),
     attention=Option(str, "auto"),
     kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
+    quantization=Option(str, None, "'fp8', or None for weights as they are stored", lambda x: x == "fp8"),
     block_size=_integer(None, MOST_TOKENS),
     num_blocks=_integer(None, MOST_TOKENS),
     num_gpu_blocks_override=_integer(None, MOST_TOKENS),

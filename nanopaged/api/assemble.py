@@ -6,7 +6,7 @@ from typing import Any
 
 from nanopaged import engine, kernel, model
 from nanopaged.device import last_layer
-from nanopaged.device.choices import pick_devices, pick_kernels
+from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels
 from nanopaged.device.runner import Runner
 from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
 from nanopaged.scheduling.recovery import RecoveringEngine
@@ -35,7 +35,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
 
 def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int, attention: str, enforce_eager: bool,
                  config: model.ModelConfig, path: Path, is_dummy: bool, pool: tuple, swap_space: float,
-                 **options: Any) -> list[Runner]:
+                 quantization: str | None, **options: Any) -> list[Runner]:
     """A runner for each pool: the plain one, or on CUDA the one with recorded steps. (Attention in torch asks the
     device for lengths, which cannot be recorded.) With data_parallel_size one on each of the first GPUs, with the
     weights of the first; with tensor_parallel_size that of the first GPU, with a worker process for each other one.
@@ -43,10 +43,12 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
     pool: the arguments of trial.allocate_pool
     """
     runners: list[Runner] = []
-    tensors = None if is_dummy else read_weights(path, config.is_fp8)
     by_option = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}
     option = max(by_option, key=by_option.__getitem__)
-    for picked in pick_devices(device, by_option[option], option):
+    devices = pick_devices(device, by_option[option], option)
+    options["fp8"] = fp8 = pick_fp8(quantization, config, devices, tensor_parallel_size)
+    tensors = None if is_dummy else read_weights(path, config.fp8, fp8)
+    for picked in devices:
         runner_class, kernels = pick_runner(attention, picked, enforce_eager)
         options |= dict(device=picked, kernels=kernels)
         if tensor_parallel_size > 1:

@@ -30,6 +30,8 @@ class LLM(Core):
     dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32",
         "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
+    quantization: "fp8": matrices in 8 bits, of an ordinary checkpoint, too (nanopaged/weights/fp8.py); None: if they
+        are stored so
     load_format: "auto", or "dummy": random weights from config.json alone; a tokenizer is read where there is one
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
     num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card;
@@ -71,9 +73,9 @@ class LLM(Core):
     """
 
     def __init__(self, model: str = "shakespeare", *, revision: str | None = None, dtype: str = "auto",
-                 device: str = "auto", attention: str = "auto", load_format: str = "auto",
-                 block_size: int | None = None, num_blocks: int | None = None, gpu_memory_utilization: float = 0.9,
-                 max_model_len: int | None = None,
+                 device: str = "auto", attention: str = "auto", quantization: str | None = None,
+                 load_format: str = "auto", block_size: int | None = None, num_blocks: int | None = None,
+                 gpu_memory_utilization: float = 0.9, max_model_len: int | None = None,
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
                  kv_cache_dtype: str = "auto", swap_space: float = 0, generation_config: str = "auto",
                  scheduling_policy: str = "fcfs", enforce_eager: bool = False, warm_up: bool = False, seed: int = 0,
@@ -98,7 +100,7 @@ class LLM(Core):
         pool = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override, gpu_memory_utilization
         self.runners = make_runners(
             device, data_parallel_size, tensor_parallel_size, attention, enforce_eager, self.config, self.path,
-            is_dummy, pool, swap_space, dtype=dtype, seed=seed, block_size=block_size,
+            is_dummy, pool, swap_space, quantization, dtype=dtype, seed=seed, block_size=block_size,
             max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, warm_up=warm_up,
             max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)

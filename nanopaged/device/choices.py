@@ -1,11 +1,16 @@
 """What is decided before the first step: device, types and kernels."""
+import warnings
+
 import torch
 
-from nanopaged import kernel
+from nanopaged import kernel, model
 from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
+from nanopaged.weights.fp8 import BLOCK, FP8
+from nanopaged.weights.split import split_config
 
-FP8 = torch.float8_e4m3fn
+ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
+
 
 def pick_device(device: str) -> torch.device:
     if is_one_of(device, ("auto",)):
@@ -63,6 +68,33 @@ def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device,
         raise ValueError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more (an RTX 4090, L4 or "
                          "H100); use 'auto'")
     return FP8
+
+
+def pick_fp8(quantization: str | None, config: model.ModelConfig, devices: list[torch.device],
+             num_ranks: int) -> str | None:
+    """How matrices are kept: in FP8, with a scale for each "channel" or "block", or None: in the engine's type, which a
+    warning says where FP8 was wanted. ValueError: the GPUs of one model cannot share matrices in FP8."""
+    form, c = config.fp8 or (quantization and "channel"), split_config(config, num_ranks) if num_ranks > 1 else config
+    if form is None:
+        return None
+    unit, is_able = BLOCK[1] if form == "block" else ALIGNMENT, all(map(has_fp8_products, devices))
+    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % unit]
+    if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
+        return form
+    if is_able and wrong and num_ranks > 1:
+        raise ValueError(f"tensor_parallel_size {num_ranks} cuts matrices in FP8 into parts of {wrong[0]} columns, and "
+                         f"parts must be multiples of {unit}; use data_parallel_size, or one GPU")
+    warnings.warn(("FP8 weights are turned into the engine's type while they load, which takes 2 or 4 times the memory"
+                   if config.fp8 else "quantization 'fp8' has no effect, and weights keep the engine's type") + (
+        ": the model has matrices that 8-bit products cannot have" if is_able else
+        ": products of 8 bits need Triton and a GPU of Nvidia of compute capability 8.9 or more"))
+    return None
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """From Ada on. AMD's device type is "cuda", too, but torch.version.cuda is None there."""
+    return (device.type == "cuda" and bool(torch.version.cuda) and triton is not None
+            and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:

@@ -10,19 +10,21 @@ Four kinds of work get faster:
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
 """
 from functools import partial
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from nanopaged import kernel, model
 from nanopaged.device.last_layer import ShortLastLayer, select_rows
+from nanopaged.weights.fp8 import BLOCK, FP8, num_scales
 
 # Limits in bfloat16 on an H200. More rows or columns have enough tiles without a split.
 MAX_SPLIT_ROWS = 256
 MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
+FAST_ACCUM = True  # sums of 8-bit products in the tensor cores' own precision: their error is far below FP8's
 
 
 class Sum(NamedTuple):
@@ -58,9 +60,10 @@ class FusedLayer(model.Layer):
         return Sum(self.mlp(x), residual)
 
     def mlp(self, x: Tensor) -> Tensor:
-        c, gate_up = self.config, self.gate_up_proj
+        c, gate_up = self.config, cast(FusedLinear, self.gate_up_proj)
         if kernel.has_few_rows(x, gate_up.weight):  # both products side by side, and the activation in the same kernel
-            x = kernel.few_rows_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp)
+            x = kernel.few_rows_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp,
+                                       scale=gate_up.scale)
         else:
             x = kernel.activate(gate_up(x), c.activation, c.gated_mlp)
         return self.mlp_post_norm(self.down_proj(x))
@@ -70,19 +73,37 @@ class FusedLastLayer(FusedLayer, ShortLastLayer):
     keep = staticmethod(select_rows)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """F.linear, in `out` if given."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None,
+           scale: Tensor | None = None) -> Tensor:
+    """F.linear, in `out` if given. scale: of a weight in FP8"""
     if kernel.has_few_rows(x, weight):
-        return kernel.few_rows_linear(x, weight, bias, out)
-    return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+        return kernel.few_rows_linear(x, weight, bias, out, scale=scale)
+    if scale is None:
+        return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+    if scale.shape[1] > 1:  # the library takes no such scales: the weight gets the type of x for this product
+        weight = weight.to(x.dtype)
+        weight.unflatten(1, (-1, BLOCK[1])).mul_(scale[:, :, None])
+        return linear(x, weight, bias, out)
+    rows, row_scale = kernel.quantize_rows(x)
+    y = torch._scaled_mm(rows, weight.T, row_scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM)
+    y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
+    return y if out is None else out.copy_(y)
 
 
 class FusedLinear(model.Linear):
+    def __init__(self, size_in: int, size_out: int, bias: bool, fp8: str | None = None) -> None:
+        """fp8: the weight is in FP8, with a scale for each "channel" or "block"."""
+        super().__init__(size_in, size_out, bias)
+        self.scale = None
+        if fp8:
+            self.weight = nn.Parameter(torch.empty(size_out, size_in, dtype=FP8))
+            self.scale = nn.Parameter(torch.empty(size_out, num_scales(size_in, fp8)))
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, None, self.scale)
 
 
-class SplitLinear(model.Linear):
+class SplitLinear(FusedLinear):
     """Returns [T, out], or partial products of it, as `Sum` has them."""
     buffer: Any = None  # with several GPUs (parallel.py): where the partial products of all are
 
@@ -95,7 +116,7 @@ class SplitLinear(model.Linear):
             y = (kernel.few_rows_linear(x, weight, None, out, count=count) if kernel.has_few_rows(x, weight, count) else
                  partial_products(x, weight, count, out))
         else:
-            y = linear(x, weight, bias, None if out is None else out[0])
+            y = linear(x, weight, bias, None if out is None else out[0], self.scale)
         return y if out is None else tuple(self.buffer.all(*shape))
 
 
@@ -104,12 +125,20 @@ MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedN
                         compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 
+def with_fp8(modules: model.Modules, fp8: str | None) -> model.Modules:
+    """The modules with matrices in FP8, if fp8 says so, also with enforce_eager."""
+    residual = SplitLinear if modules.residual_linear is SplitLinear else FusedLinear
+    return modules if fp8 is None else modules._replace(
+        linear=partial(FusedLinear, fp8=fp8), residual_linear=partial(residual, fp8=fp8))
+
+
 # --------------------------------------------------------------------------------------------------
 # Few rows: split-K
 # --------------------------------------------------------------------------------------------------
 
 def residual_products(config: model.ModelConfig, dtype: torch.dtype) -> list[tuple[int, bool, int]]:
-    """o_proj and down_proj: (inner size, whether there is a bias, number of partial products of a few rows)."""
+    """o_proj and down_proj: (inner size, whether there is a bias, number of partial products of a few rows). dtype: of
+    weights"""
     c, make = config, partial(torch.empty, dtype=dtype, device="meta")
     products = (c.num_heads * c.head_dim, c.o_bias), (c.intermediate_size, c.mlp_bias)
     return [(size, bias, 1 if bias else num_partial_products(make(2, size), make(c.hidden_size, size)))
@@ -121,8 +150,8 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
     num_columns, size = weight.shape
     count = 4 if num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
     is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
-    # In float16 a partial product may overflow where the whole does not.
-    can_split = size % (SPLIT_ALIGNMENT * count) == 0 and weight.dtype is not torch.float16
+    # In float16 a partial product may overflow where the whole does not. The library has none of weights in FP8.
+    can_split = size % (SPLIT_ALIGNMENT * count) == 0 and weight.dtype not in (torch.float16, FP8)
     return count if is_small and can_split else 1
 
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import model
-from nanopaged.device.fused import SplitLinear
+from nanopaged.device.fused import FusedLinear, SplitLinear, linear
 from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner
@@ -58,13 +58,15 @@ POLL_SECONDS = 20e-6
 # The model
 # --------------------------------------------------------------------------------------------------
 
-class RowParallelLinear(model.Linear):
+class RowParallelLinear(FusedLinear):
     """A rank's columns of the matrix. fused.py has its own form."""
     buffer: SharedBuffer
 
     def forward(self, x: Tensor) -> Tensor:
         shape = len(x), len(self.weight)
-        own = torch.matmul(x, self.weight.T, out=self.buffer.own(*shape))
+        own = self.buffer.own(*shape)
+        own = torch.matmul(x, self.weight.T, out=own) if self.scale is None else linear(x, self.weight, None, own,
+                                                                                        self.scale)
         if self.bias is not None:
             own += self.bias
         return self.buffer.sum(*shape)
@@ -129,9 +131,10 @@ class ParallelRunner(Runner):
         whole, rank, size = self.whole, self.peers.rank, self.peers.size
         config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
         modules = self.modules._replace(
-            embedding=VocabParallelEmbedding, residual_linear=SplitLinear if self.fused else RowParallelLinear,
+            embedding=VocabParallelEmbedding,
+            residual_linear=partial(SplitLinear if self.fused else RowParallelLinear, fp8=self.fp8),
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
-        part = partial(own_part, find_cuts(whole, config, rank, size))
+        part = partial(own_part, find_cuts(whole, config, rank, size, modules))
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
             layer.o_proj.buffer, layer.down_proj.buffer = self.sums

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from nanopaged import engine, kernel, model, tiles
 from nanopaged.device import choices, transfer, warmup
+from nanopaged.device.fused import with_fp8
 from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
@@ -50,6 +51,7 @@ from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.scheduling.cascade import Cascade
 from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.build import build_model
+from nanopaged.weights.fp8 import in_fp8
 from nanopaged.weights.split import random_tensors
 
 # StepInput.lists on the device, int32
@@ -69,9 +71,10 @@ class Runner:
     def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str,
                  device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
                  max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False,
-                 max_num_drafts: int = 0, modules: model.Modules | None = None, whole: model.ModelConfig | None = None):
+                 max_num_drafts: int = 0, modules: model.Modules | None = None, whole: model.ModelConfig | None = None,
+                 fp8: str | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
-        self.modules = modules or self.modules
+        self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
@@ -102,6 +105,8 @@ class Runner:
         self.compiled = self.start_compiling() if compiles else []
         if tensors is None:
             tensors = random_tensors(whole or config, self.dtype, device, seed)
+        if fp8:
+            tensors = in_fp8(tensors, fp8, device)
         self.model = self._build_model(tensors)
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
@@ -117,7 +122,7 @@ class Runner:
         forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,
                                          self.max_num_samples, self.max_model_len, bool(self.cascade))]
         if self.fused:
-            forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks)
+            forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks, self.fp8)
         return warmup.start(forms, self.device)
 
     # ---- for parallel.py and graphs.py, which have more to do here

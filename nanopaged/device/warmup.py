@@ -16,6 +16,7 @@ from torch import Tensor
 from nanopaged import kernel, model, tiles
 from nanopaged.device.fused import residual_products
 from nanopaged.device.transfer import as_current
+from nanopaged.weights.fp8 import FP8, num_scales
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
@@ -71,23 +72,26 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
                           cascade=(make(1, 4, **ints), lens[:2], tiles.MAX_PREFIX_COLUMNS))
 
 
-def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
-                num_ranks: int) -> Iterator[Callable[[], Any]]:
-    """The kernels between the products, and those of sampling."""
+def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int,
+                fp8: str | None = None) -> Iterator[Callable[[], Any]]:
+    """The kernels between the products, and those of sampling. fp8: as `choices.pick_fp8` says"""
     make = partial(torch.empty, dtype=dtype, device=device)
 
-    def rows_of(size: int) -> list[int]:
-        return [rows for rows in (1, 2, 9) if kernel.takes_rows(rows, size, dtype, device)]  # one, up to 8, up to 16
+    def products(size: int, bias: bool, fp8: str | None, count: int, *act: Any) -> Iterator[Callable[[], Any]]:
+        weight, shift = make(0, size, dtype=FP8 if fp8 else dtype), make(1) if bias else None
+        scale = make(0, num_scales(size, fp8), dtype=torch.float32) if fp8 else None
+        for rows in (1, 2, 9):  # one, up to 8, up to 16
+            if kernel.takes_rows(rows, size // count, dtype, device, bool(fp8)):
+                yield partial(kernel.few_rows_linear, make(rows, size), weight, shift, None, *act,
+                              count=count if rows > 1 else 1, scale=scale)  # type: ignore[misc]
 
-    residual = residual_products(c, dtype)
-    for size, bias, count in {(c.hidden_size, False, 1), (c.hidden_size, c.qkv_bias, 1), *residual}:  # lm_head is first
-        for num_rows in rows_of(size // count):
-            yield partial(kernel.few_rows_linear, make(num_rows, size), make(0, size), make(1) if bias else None,
-                          count=count if num_rows > 1 else 1)
-    mlp_bias, act = make(1) if c.mlp_bias else None, (c.activation, c.gated_mlp)
-    for num_rows in rows_of(c.hidden_size):
-        yield partial(kernel.few_rows_linear, make(num_rows, c.hidden_size), make(0, c.hidden_size), mlp_bias, None,
-                      *act)
+    residual, act = residual_products(c, FP8 if fp8 else dtype), (c.activation, c.gated_mlp)
+    lm_head, qkv_proj = (c.hidden_size, False, 1, None), (c.hidden_size, c.qkv_bias, 1, fp8)
+    for size, bias, count, form in {lm_head, qkv_proj, *((*product, fp8) for product in residual)}:
+        yield from products(size, bias, form, count, "", False)
+    yield from products(c.hidden_size, c.mlp_bias, fp8, 1, *act)
+    for size in {c.hidden_size, *(size for size, _, _ in residual)} if fp8 == "channel" else ():
+        yield partial(kernel.quantize_rows, make(0, size))
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows, count in itertools.product((1, kernel.MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):

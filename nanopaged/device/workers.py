@@ -298,7 +298,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
     runner = (GraphFollower if base == "GraphRunner" else Follower)(
-        model.ModelConfig(**config), None if path is None else read_weights(Path(path), config["is_fp8"]),
+        model.ModelConfig(**config), None if path is None else read_weights(Path(path), config["fp8"], options["fp8"]),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)

@@ -103,13 +103,19 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     for activation, gated in (("silu", True), ("gelu_new", False)):
         act = dict(ACTIVATION=activation, GATED=gated)
         yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
-        one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
-        yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability)
-        if capability >= 90:  # see takes_rows
-            few_rows = act | dict(SIZE=4096, PART=4096, PADDED=8, ROWS=32, TILE=256, STAGES=3, BIAS=not gated)
-            yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability)
+        for columns in (0, 1, 96) if capability >= 89 else (0,):  # scales in a row of weights in FP8
+            types = dict(weight="*fp8e4nv", scale="*fp32") if columns else dict(scale=f"*{TYPES[dtype]}")
+            one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, COLUMNS=columns, BIAS=not gated)
+            yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
+            if capability >= 90:  # see takes_rows
+                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=8, ROWS=32, TILE=128 if columns > 1 else 256,
+                                      STAGES=3, COLUMNS=columns, BIAS=not gated)
+                yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types)
         yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
                       bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
+    if capability >= 89:
+        yield partial(compile_kernel, kernel.quantize_rows_kernel, dict(SIZE=12288, PADDED=16384), dtype, capability,
+                      16, out="*fp8e4nv", scale="*fp32")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)

@@ -19,6 +19,7 @@ from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.device import fused, logits, sampler
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
+from nanopaged.weights import fp8
 from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 from nanopaged.weights.split import as_checkpoint
@@ -54,10 +55,16 @@ def normalize(x, weight, bias, eps):
     return kernel.rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def fp8_weight(weight, scale):
+    """A weight in FP8, as an engine keeps it, in float32."""
+    return weight.float() * (scale if scale.shape[1] == 1 else scale.repeat_interleave(128, 1)[:, :weight.shape[1]])
+
+
 class PlainKernels:
     """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
     pick = staticmethod(sampler.pick)
     add_bias, penalise, activate = (staticmethod(f) for f in (logits.add_bias, logits.penalise, model.activate))
+    quantize_rows = staticmethod(fp8.quantize)
 
     @staticmethod
     def add_and_norm(x, residual, weight, bias, eps):
@@ -67,7 +74,9 @@ class PlainKernels:
         return normalize(residual, weight, bias, eps), residual
 
     @staticmethod
-    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1):
+    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
+        if scale is not None:
+            weight = fp8_weight(weight, scale).to(x.dtype)
         y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
@@ -75,7 +84,7 @@ class PlainKernels:
 
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
-    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "few_rows_linear")
+    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
     return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
             (GraphRunner, "pick", staticmethod(sampler.pick))]
 

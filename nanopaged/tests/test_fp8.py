@@ -1,5 +1,6 @@
 """Checkpoints whose weights are stored in FP8, in the forms and with the spellings of published repositories: they
-compute what the same model computes whose weights were multiplied by their scales beforehand."""
+compute what the same model computes whose weights were multiplied by their scales beforehand. Where 8 bits are kept,
+the difference is that of activations in 8 bits; a CPU pretends that its products are a card's."""
 import json
 import math
 import sys
@@ -8,13 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.device import workers
+from nanopaged import kernel
+from nanopaged.device import choices, fused, workers
 from nanopaged.tests import forked
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, complaint, load, prompt_logits, tokens_of
+from nanopaged.tests.helpers import (
+    CUDA,
+    DEVICE,
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    complaint,
+    fp8_weight,
+    load,
+    needs_kernel,
+    plain_kernels,
+    prompt_logits,
+    relative_error,
+    tokens_of,
+    use_modules,
+)
 from nanopaged.tests.test_checkpoint import write_index, write_safetensors
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.fp8 import multiply, read_weights
+from nanopaged.weights.fp8 import multiply, quantize, read_weights
 from nanopaged.weights.split import random_tensors
 
 FP8 = torch.float8_e4m3fn
@@ -259,7 +276,7 @@ def test_tensors_and_a_quantization_config_without_each_other(tmp_path):
     assert message.endswith("only matrices of float8_e4m3fn can be read, with a quantization_config in config.json")
     path = write(tmp_path / "plain", LLAMA, llama_tensors(), QWEN3)
     llm = load(path, device="cpu", hf_overrides={"quantization_config": None})  # as the sentence for it advises
-    assert not llm.config.is_fp8
+    assert not llm.config.fp8
 
 
 @pytest.mark.parametrize("quantization, name", [
@@ -278,3 +295,195 @@ def test_other_quantisations_keep_their_sentence(quantization, name):
     message = complaint(read_model_config, LLAMA | dict(quantization_config=quantization))
     assert message.startswith(f"the checkpoint is quantised with {name}; use one with float32, float16 or bfloat16 wei")
     assert "or with FP8 weights (e4m3, a scale for each tensor, channel or block of 128 x 128; quant_method" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights that keep their 8 bits
+# --------------------------------------------------------------------------------------------------
+
+# A matrix has whole blocks, also on each of two ranks.
+WHOLE = LLAMA | dict(hidden_size=256, head_dim=64, intermediate_size=512, num_key_value_heads=2)
+
+
+@pytest.fixture
+def keeps(monkeypatch):
+    """As on a card with 8-bit products."""
+    if not CUDA:
+        monkeypatch.setattr(choices, "has_fp8_products", lambda device: True)
+        for patch in plain_kernels():
+            monkeypatch.setattr(*patch)
+
+
+def whole_tensors(config=WHOLE):
+    tensors = random_tensors(read_model_config(config), torch.float32, torch.device("cpu"), 3)
+    return {name if name.startswith("lm_head") else "model." + name: tensor.clone() for name, tensor in tensors}
+
+
+def kept(llm):
+    """Weights in FP8, in float32, by our names."""
+    tensors = dict(llm.runner.model.named_parameters())
+    return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
+            if tensor.dtype is FP8}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_card_keeps_8_bits(tmp_path, form, keeps, recwarn):
+    stored, meant = quantised(whole_tensors(), form)
+    llm = load(write(tmp_path / "stored", WHOLE, stored, FORMS[form][0]), device=DEVICE)
+    assert not [warning for warning in recwarn if "FP8" in str(warning.message)]
+    plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)
+    expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
+    assert len(weights) == 8
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+    assert {p.dtype for name, p in llm.runner.model.named_parameters() if name not in weights} == {torch.float32}
+    assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.05
+
+
+@pytest.mark.parametrize("form", ["compressed, per tensor", "compressed, per channel"])
+def test_merged_matrices_keep_8_bits(tmp_path, form, keeps):
+    """Phi-3's. Its rope is partial, so rows of q and k change places."""
+    config = json.loads((GOLDEN / "phi3" / "config.json").read_text())
+    config |= dict(hidden_size=64, num_attention_heads=8, intermediate_size=48)
+    tensors = whole_tensors(config)
+    for merged, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
+        for i in range(2):
+            names = [f"model.layers.{i}.{merged.split('.')[0]}.{part}_proj.weight" for part in parts]
+            tensors[f"model.layers.{i}.{merged}.weight"] = torch.cat([tensors.pop(name) for name in names])
+    stored, meant = quantised(tensors, form)
+    llm = load(write(tmp_path / "stored", config, stored, FORMS[form][0]), num_blocks=64, device=DEVICE)
+    plain = load(write(tmp_path / "meant", config, meant), num_blocks=64, device=DEVICE)
+    expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
+    assert weights and all(torch.allclose(weights[name], expected[name], rtol=1e-6, atol=0) for name in weights)
+
+
+def test_an_ordinary_checkpoint_is_cut_to_8_bits(tmp_path, keeps):
+    path = write(tmp_path / "ordinary", WHOLE, whole_tensors())
+    plain, llm = load(path, device=DEVICE), load(path, device=DEVICE, quantization="fp8")
+    expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
+    for name in ("embed_tokens.weight", "lm_head.weight", "norm.weight"):
+        assert name not in weights and torch.equal(llm.runner.model.get_parameter(name), expected[name])
+    for name, tensor in weights.items():
+        assert 0.01 < relative_error(tensor, expected[name]) < 0.03  # 3 bits behind the point
+    assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+
+
+def test_ordinary_matrices_of_a_checkpoint_with_blocks(tmp_path, keeps):
+    stored, meant = quantised(whole_tensors(), "Qwen3, blocks", lambda name: "mlp" in name)
+    llm = load(write(tmp_path / "stored", WHOLE, stored, QWEN3), device=DEVICE)
+    plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)
+    assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+
+
+@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_ranks_cut_weights_with_their_scales(tmp_path, form, keeps, monkeypatch, enforce_eager):
+    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    stored, _ = quantised(whole_tensors(), form)
+    path = write(tmp_path / "stored", WHOLE, stored, FORMS[form][0])
+    one, two = (load(path, device="cpu", tensor_parallel_size=size, enforce_eager=enforce_eager) for size in (1, 2))
+    whole, part = kept(one)["layers.1.o_proj.weight"], kept(two)["layers.1.o_proj.weight"]
+    assert torch.equal(part, whole[:, :part.shape[1]]) and 2 * part.shape[1] == whole.shape[1]
+    assert relative_error(prompt_logits(two, PROMPT), prompt_logits(one, PROMPT)) < 0.05
+
+
+def test_two_pools_have_the_same_8_bits(tmp_path, keeps):
+    path = write(tmp_path / "ordinary", WHOLE, whole_tensors())
+    llm = load(path, device="cpu", data_parallel_size=2, quantization="fp8")
+    first, second = (dict(runner.model.named_parameters()) for runner in llm.runners)
+    assert any(tensor.dtype is FP8 for tensor in first.values())
+    assert all(torch.equal(first[name].float(), second[name].float()) for name in first)
+
+
+def test_the_fused_modules_take_8_bits(tmp_path, keeps):
+    path = write(tmp_path / "ordinary", WHOLE, whole_tensors())
+    llm = load(path, device="cpu", quantization="fp8")
+    plain = prompt_logits(llm, PROMPT)
+    use_modules(llm, fused.with_fp8(fused.MODULES, "channel"))
+    assert relative_error(prompt_logits(llm, PROMPT), plain) < 0.05
+
+
+@pytest.mark.parametrize("changes, options, reason", [
+    ({}, {}, "products of 8 bits need Triton and a GPU of Nvidia of compute capability 8.9 or more"),
+    (dict(intermediate_size=300), dict(keeps=True), "the model has matrices that 8-bit products cannot have")])
+def test_what_is_said_where_8_bits_are_not_kept(tmp_path, changes, options, reason, monkeypatch):
+    monkeypatch.setattr(choices, "has_fp8_products", lambda device: bool(options))
+    path = write(tmp_path / "ordinary", WHOLE | changes, whole_tensors(WHOLE | changes))
+    with pytest.warns(UserWarning, match=f"quantization 'fp8' has no effect, and weights keep the .*: {reason}"):
+        llm = load(path, device="cpu", quantization="fp8")
+    assert not kept(llm)
+    stored, _ = quantised(whole_tensors(WHOLE | changes), "Qwen3, blocks")
+    with pytest.warns(UserWarning, match=f"FP8 weights are turned into the engine's type .* the memory: {reason}"):
+        assert not kept(load(write(tmp_path / "stored", WHOLE | changes, stored, QWEN3), device="cpu"))
+
+
+def test_blocks_that_ranks_cannot_divide(tmp_path, keeps):
+    config = WHOLE | dict(num_attention_heads=2)
+    stored, _ = quantised(whole_tensors(config), "Qwen3, blocks")
+    message = complaint(load, write(tmp_path / "stored", config, stored, QWEN3), device="cpu", tensor_parallel_size=2)
+    assert message == ("tensor_parallel_size 2 cuts matrices in FP8 into parts of 64 columns, and parts must be "
+                       "multiples of 128; use data_parallel_size, or one GPU")
+
+
+def test_scales_of_another_form_than_config_json_says(tmp_path, keeps):
+    stored, _ = quantised(whole_tensors(), "Qwen3, blocks")
+    message = complaint(load, write(tmp_path / "stored", WHOLE, stored, compressed("channel")), device="cpu")
+    assert "down_proj.scale has shape [256, 4]; config.json implies [256, 1]" in message
+
+
+# The kernels
+
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("size_in, size_out", [(5, 3), (384, 70), (1500, 6), (2048, 40)])
+@pytest.mark.parametrize("form", ["channel", "block"])
+def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
+    torch.manual_seed(0)
+    x, shift = torch.randn(rows, size_in, device=DEVICE).to(dtype), torch.randn(size_out, device=DEVICE).to(dtype)
+    weight, scale = quantize(torch.randn(size_out, size_in, device=DEVICE) / size_in ** 0.5)
+    if form == "block":
+        scale = scale * (0.5 + torch.rand(size_out, math.ceil(size_in / 128), device=DEVICE))
+    exact = x.double() @ fp8_weight(weight, scale).double().T
+    tolerance = 4 * torch.finfo(dtype).eps + 1e-6
+    assert relative_error(kernel.few_rows_linear(x, weight, shift, scale=scale), exact + shift) < tolerance
+    if size_out % 2 == 0:
+        gate, up = exact.to(dtype).double().chunk(2, 1)
+        y = kernel.few_rows_linear(x, weight, None, None, "silu", True, scale=scale)
+        assert relative_error(y, torch.nn.functional.silu(gate) * up) < tolerance
+    if rows > 1 and size_in % 512 == 0:
+        assert relative_error(kernel.few_rows_linear(x, weight, None, count=4, scale=scale).double().sum(0),
+                              exact) < tolerance
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1500), (0, 64)])
+def test_rows_in_8_bits(dtype, shape):
+    x = torch.randn(*shape, device=DEVICE).mul(100).to(dtype)
+    x[1:2] = 0
+    (ours, scale), (expected, exact) = kernel.quantize_rows(x), quantize(x)
+    assert torch.equal(scale, exact) and ours.shape == x.shape
+    assert (ours.float() != expected.float()).sum() <= 1 + x.numel() / 20  # the interpreter rounds some up to half
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 300])
+@pytest.mark.parametrize("form", ["channel", "block"])
+def test_a_products_error(rows, form, keeps):
+    """At most 1.1 times that of the operands in 8 bits, multiplied in float32."""
+    torch.manual_seed(0)
+    x, ordinary = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(256, 512, device=DEVICE)
+    weight, scale = quantize(ordinary)
+    if form == "block":
+        scale = ordinary.unflatten(1, (-1, 128)).abs().amax(2) / 448
+        weight = (ordinary / scale.repeat_interleave(128, 1)).to(FP8)
+    layer = fused.FusedLinear(512, 256, False, form).to(DEVICE).requires_grad_(False)
+    layer.weight.copy_(weight), layer.scale.copy_(scale)
+    exact, ideal = x.float() @ ordinary.T, x
+    if form == "channel" and not kernel.has_few_rows(x, weight):
+        ideal = fp8_weight(*quantize(x))
+    limit = 1.1 * relative_error(ideal.float() @ fp8_weight(weight, scale).T, exact)
+    assert relative_error(layer(x), exact) < limit < 0.05

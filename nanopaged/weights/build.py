@@ -17,13 +17,15 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or the arguments of `model.load_weights` do not fit."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules)
-    size = sum(parameter.numel() for parameter in built.parameters()) * dtype.itemsize
+    types = {parameter: torch.float32 if name.endswith(".scale") else parameter.dtype if parameter.itemsize == 1
+             else dtype for name, parameter in built.named_parameters()}
+    size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
     try:  # Module.to_empty does the same, but imports sympy for it: a quarter of a second
         if not is_cuda and size > host_memory():
             raise RuntimeError
-        built._apply(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+        built._apply(lambda parameter: torch.empty(parameter.shape, dtype=types[parameter], device=device))
     except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
                          "use a smaller model or dtype") from None

@@ -14,7 +14,7 @@ import torch
 from nanopaged import model
 from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
-from nanopaged.weights.fp8 import require_fp8
+from nanopaged.weights.fp8 import read_form
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
@@ -39,8 +39,7 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
-    if is_fp8 := hf.get("quantization_config") is not None:
-        require_fp8(hf["quantization_config"])
+    fp8 = None if hf.get("quantization_config") is None else read_form(hf["quantization_config"])
     try:
         config = FAMILIES[architecture](hf)
         check_config(config)
@@ -55,10 +54,7 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype, config.is_fp8 = DTYPES[dtype], is_fp8
-    if is_fp8:
-        warnings.warn("FP8 weights are turned into the engine's type while they load, which takes 2 or 4 times the "
-                      "memory")
+    config.torch_dtype, config.fp8 = DTYPES[dtype], fp8
     return config
 
 

@@ -1,11 +1,16 @@
-"""FP8 checkpoints: each weight is multiplied by its scale while it is read, and is an ordinary one from then on.
+"""Weights in FP8 (e4m3): 8 bits each, and a scale by which they were divided.
 
 A checkpoint stores beside a matrix the scale by which it was divided, named like the weight with "_scale" or
 "_scale_inv" at the end. Despite the second name both multiply: weight = stored * scale. The tensors' types tell which
 weights are FP8, so config.json's lists of layers are not read. Nor are the scales of activations (input_scale,
-activation_scale), because activations keep the engine's type.
+activation_scale): activations have a scale for each token, or the engine's type.
+
+On a card with 8-bit products (`choices.pick_fp8`) matrices keep their 8 bits, and the tensor `scale` has a row for each
+row of the weight, [out, 1], or for blocks [out, in / 128]: both are merged, and split over GPUs, by the same rows.
+Elsewhere, and in embeddings and lm_head, each weight is multiplied by its scale while it is read.
 """
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +20,26 @@ from torch import Tensor
 from nanopaged.tiles import cdiv
 from nanopaged.weights.checkpoint import read_tensors
 
+FP8 = torch.float8_e4m3fn
+LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
+NEVER_FP8 = re.compile(r"\b(lm_head|embed_tokens|embed_positions|wte|wpe)\.weight$")  # in an engine
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
 
-def require_fp8(quantization: Any) -> None:
-    """Raise ValueError if a config.json's quantization_config says anything else than what `read_weights` reads."""
+def read_form(quantization: Any) -> str:
+    """What a config.json's quantization_config has a scale for, a "channel" (or all of them) or a "block". ValueError
+    if it says anything else than what `read_weights` reads."""
     given = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     try:
+        strategies = [given.get("weight_block_size") and "block"]
         is_fp8 = ((given["quant_method"], given.get("format")) in FORMATS and given.get("fmt", "e4m3") == "e4m3"
                   and given.get("weight_block_size") in (None, BLOCK) and not given.get("transform_config"))
         for weights in [group["weights"] for group in given.get("config_groups", {}).values()]:
             is_fp8 &= (weights["num_bits"], weights["type"]) == (8, "float")
             is_fp8 &= weights["strategy"] in ("tensor", "channel", "block")
             is_fp8 &= weights.get("block_structure") in (None, BLOCK)
+            strategies.append(weights["strategy"])
     except (AttributeError, KeyError, TypeError):  # config.json may hold anything
         is_fp8 = False
     if not is_fp8:
@@ -36,10 +47,12 @@ def require_fp8(quantization: Any) -> None:
         raise ValueError(f"the checkpoint is quantised with {words or 'an unnamed method':.80}; use one with float32, "
                          "float16 or bfloat16 weights, or with FP8 weights (e4m3, a scale for each tensor, channel or "
                          "block of 128 x 128; quant_method 'fp8', or 'compressed-tensors' with 'float-quantized')")
+    return "block" if "block" in strategies else "channel"
 
 
-def read_weights(path: Path, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    """`read_tensors`, with FP8 weights times their scales in float32. is_fp8: whether config.json says FP8.
+def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """`read_tensors`, with FP8 weights times their scales in float32. is_fp8: whether config.json says FP8. keep:
+    "channel" or "block", and a matrix stays in 8 bits, with such a scale as a tensor behind it
 
     A weight and its scale come in any order, and may be in different shards. The first one waits for the other as a
     view of its mapped file, so the system can take back the memory of all that wait. Iterating raises ValueError for a
@@ -57,8 +70,11 @@ def read_weights(path: Path, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
                              "matrices of float8_e4m3fn can be read, with a quantization_config in config.json")
         waiting.setdefault(owner, {})[kind] = tensor
         if len(waiting[owner]) == 2:
-            found = True
-            yield owner, multiply(owner, **waiting.pop(owner))
+            found, pair = True, waiting.pop(owner)
+            if keep and not NEVER_FP8.search(owner):
+                yield from as_tensors(owner, pair["weight"], scale_of_rows(owner, **pair), keep)
+            else:
+                yield owner, multiply(owner, **pair)
     if is_fp8 and waiting:
         name, pair = waiting.popitem()
         given, absent = ("a scale", "FP8 numbers") if "scale" in pair else ("FP8 numbers", f"a scale ({name}_scale)")
@@ -68,19 +84,51 @@ def read_weights(path: Path, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
                          "hf_overrides={'quantization_config': None}, or delete that entry of config.json")
 
 
-def multiply(name: str, weight: Tensor, scale: Tensor) -> Tensor:
-    """The stored weight [out, in] times its scale, in float32. ValueError: the scale is impossible."""
+def scale_of_rows(name: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """The stored scale in float32, with a row for each of the weight's: [out, 1], or for blocks [out, cdiv(in, 128)].
+    ValueError: it is impossible."""
     rows, grid = len(weight), [cdiv(*sizes) for sizes in zip(weight.shape, BLOCK)]
     if list(scale.shape) not in ([], [1], [1, 1], [rows], [rows, 1], grid) or not scale.is_floating_point():
         raise ValueError(f"the scale of {name} has the type {scale.dtype} and the shape {list(scale.shape)}; a weight "
                          f"{list(weight.shape)} needs floating-point numbers of the shape [1], [{rows}, 1] (a number "
                          f"for each row) or {grid} (for each block of 128 x 128)")
-    product, scale = weight.float(), scale.float()
+    scale = scale.float()
     if not (scale.isfinite() & (scale > 0)).all():
         raise ValueError(f"the scale of {name} has numbers that are not above 0, or not finite; fetch the checkpoint "
                          "again, or use another")
-    if list(scale.shape) != grid:
-        return product.mul_(scale.reshape(-1, 1))
-    for part, row in zip(product.split(BLOCK[0]), scale.repeat_interleave(BLOCK[1], 1)[:, :weight.shape[1]]):
-        part *= row
+    return (scale.repeat_interleave(BLOCK[0], 0)[:rows] if list(scale.shape) == grid else
+            scale.reshape(-1, 1).expand(rows, 1))
+
+
+def multiply(name: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """The stored weight [out, in] times its scale, in float32."""
+    product, scale = weight.float(), scale_of_rows(name, weight, scale)
+    for i, part in enumerate(product.split(BLOCK[1], 1)):
+        part *= scale[:, i % scale.shape[1], None]
     return product
+
+
+def as_tensors(name: str, weight: Tensor, scale: Tensor, keep: str) -> list[tuple[str, Tensor]]:
+    columns = max(scale.shape[1], num_scales(weight.shape[1], keep))
+    return [(name, weight), (name.removesuffix("weight") + "scale", scale.expand(-1, columns))]
+
+
+def num_scales(size: int, form: str) -> int:
+    """Of a row of so many numbers."""
+    return cdiv(size, BLOCK[1]) if form == "block" else 1
+
+
+def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, with ordinary matrices cut to 8 bits on the device."""
+    for name, tensor in tensors:
+        is_ordinary = tensor.dim() == 2 and tensor.is_floating_point() and tensor.itemsize > 1
+        if is_ordinary and name.endswith(".weight") and not NEVER_FP8.search(name):
+            yield from as_tensors(name, *quantize(tensor.to(device)), keep)
+        else:
+            yield name, tensor
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, size] as FP8 numbers and their scale [rows, 1], with which a row's largest number becomes 448."""
+    scale = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
+    return (x / scale).to(FP8), scale

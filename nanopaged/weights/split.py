@@ -41,11 +41,11 @@ def padded_part(whole: int, size: int) -> int:
     return cdiv(cdiv(whole, size), PART_ALIGNMENT) * PART_ALIGNMENT
 
 
-def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
-              size: int) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
+def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, size: int,
+              modules: model.Modules = model.PLAIN) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
     """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
     with torch.device("meta"):
-        models = model.Transformer(whole), model.Transformer(config)
+        models = model.Transformer(whole, modules), model.Transformer(config, modules)
     cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
     for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
         module, kind = name.split(".")[-2:]
@@ -56,7 +56,7 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int,
             cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
-            elif dim is not None and (dim == 0 or kind == "weight"):
+            elif dim is not None and (dim == 0 or kind == "weight" or kind == "scale" and tensor.shape[1] > 1):
                 merged = 3 if module == "qkv_proj" and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
                 length, is_kv = part.shape[dim] // merged, module == "qkv_proj" and i > 0
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
