@@ -332,7 +332,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     DECODE: tl.constexpr = PHASE != "prefill"
-    if not DECODE:
+    if PHASE != "suffix":
         _wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
@@ -350,7 +350,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     seq_len = tl.load(seq_lens + seq)
     if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
-        if DECODE:
+        if PHASE == "suffix":
             _wait_for_previous_kernel(PDL)
         return
     first_position = seq_len - query_len + first
@@ -369,9 +369,11 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM, PHASE == "suffix", PDL,
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
                       TILE_M, TILE_N, PRECISION))
+        if PHASE == "suffix":
+            _wait_for_previous_kernel(PDL)
     else:
         _prefill(queries, keys, first_position, scale, v_scale,
                  Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
@@ -544,8 +546,7 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 
 @jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr,
-            WAITS_LAST: tl.constexpr, PDL: tl.constexpr, sizes):
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
@@ -573,14 +574,12 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
     start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
-    block = _block_of(keys, start, sizes)
-    if not WAITS_LAST:
-        _wait_for_previous_kernel(PDL)
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    block = _block_of(keys, start, sizes)
     for tile in range(start, end, sizes.TILE_N):
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
@@ -600,8 +599,6 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
         split += ends.to(tl.int32)
     if ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
-    if WAITS_LAST:
-        _wait_for_previous_kernel(PDL)
 
 
 @jit
@@ -762,7 +759,7 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     if cascade:
         num_prefixes = len(cascade[0]) * k_cache.shape[2]
         launches = [("prefix", cascade[0], (num_prefixes, min(num_splits, tiles.wanted_programs(num_prefixes))),
-                     config | dict(TILE_M=cascade[2], num_stages=tiles.PREFIX_STAGES)),
+                     config | dict(TILE_M=cascade[2], num_stages=tiles.PREFIX_STAGES[cascade[2]])),
                     ("suffix", cascade[1], (num_contexts, sharing), config)]
     for phase, work, grid, tile in launches:
         paged_attention_kernel[grid](
@@ -806,7 +803,7 @@ def as_bytes(x: Tensor) -> Tensor:
 # the library's; those of Qwen3-8B, with inner sizes from 2,048 on, are slower in the model.
 MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
 ROWS_PER_PROGRAM = 32  # of the weight
-MOST_FEW_ROWS_FP8 = 16  # with weights in FP8, of any inner size
+MOST_FEW_ROWS_FP8, ROWS_PER_PROGRAM_FP8 = 64, 64  # with weights in FP8, of any inner size
 SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
 
@@ -920,8 +917,9 @@ def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.devic
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
-    fills_card = len(x) == 1 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
-    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, weight.itemsize == 1)
+    is_fp8 = weight.itemsize == 1
+    fills_card = len(x) == 1 or is_fp8 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
+    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, is_fp8)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
@@ -929,7 +927,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
     of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension.
-    scale: of a weight in FP8, [out, 1] or [out, in / 128]. A product is computed in the type of x, or in float32."""
+    scale: of a weight in FP8, [out, 1] or [out, in / 128]. T is up to 64, and from 2 on x is quantised, too."""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
@@ -938,15 +936,20 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
                    **launch_options(x.device))
     bias, scale = weight if bias is None else bias, weight if scale is None else scale
     if num_rows > 1:
-        padded = 8 if num_rows <= 8 else 16
-        tile = 256 if gated and padded == 8 else 128  # good in all of ten products, among 20 forms, on an H200
-        few_rows_kernel[(cdiv(num_out, ROWS_PER_PROGRAM), count)](
-            x, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
-            ROWS=ROWS_PER_PROGRAM, TILE=tile, STAGES=3 if tile == 256 else 4, **options)
+        x, x_scale = quantize_rows(x) if columns else (x, x)
+        padded = max(16 if columns else 8, tiles.next_power_of_2(num_rows))
+        # Good in all of ten products, among 20 forms, on an H200; with FP8 in all four of Qwen3-8B.
+        rows, tile = ROWS_PER_PROGRAM, 256 if gated and padded == 8 else 128
+        if columns:
+            rows, tile = ROWS_PER_PROGRAM_FP8, 256 if columns == 1 else SCALE_COLUMNS.value
+        few_rows_kernel[(cdiv(num_out, rows), count)](
+            x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
+            ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4, **options)
         return out
-    tile = min(2048, tiles.next_power_of_2(cdiv(size, 2)))  # the fastest of 27 forms for ten products on an H200
-    tile = max(tile, 128) if columns > 1 else tile
-    rows = max(2, 2048 // tile)
+    # The fastest of 27 forms for ten products on an H200; with FP8 of eleven for Qwen3-8B's.
+    tile = tiles.next_power_of_2(size)
+    tile = max(128, min(4096 if size <= 4096 else 2048, tile)) if columns else min(2048, max(1, tile // 2))
+    rows = 2 if columns else max(2, 2048 // tile)
     one_row_kernel[(cdiv(num_out, rows),)](x, weight, scale, bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile,
                                            **options)
     return out
@@ -958,7 +961,7 @@ def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROW
                    PDL: tl.constexpr):
     """Grid (ROWS rows of the weight,). A program adds up ROWS x TILE products side by side, and sums them at the end.
     The loop loads a tile of weights before it needs it, the first one before the program waits."""
-    row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
+    row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, TILE), 8)
     at, exists = weight + row.to(tl.int64)[:, None] * SIZE + i[None, :], (row < num_out)[:, None]
     up_at = at + num_out.to(tl.int64) * SIZE
     gate = _load_weights(at, exists, i, SIZE)
@@ -991,7 +994,7 @@ def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROW
 
 
 @jit
-def few_rows_kernel(x, weight, scale, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
+def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
                     PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
                     COLUMNS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
                     PDL: tl.constexpr):
@@ -1008,12 +1011,13 @@ def few_rows_kernel(x, weight, scale, bias, out, num_rows, num_out, SIZE: tl.con
         inside = k + i < PART
         factors = tl.load(x_at + k, mask=inside[:, None] & column_exists, other=0.0)
         gate = tl.load(at + k, mask=row_exists & inside[None, :], other=0.0)
-        gate = _unscale(gate, scale, row, row_exists, start + k, ROWS, TILE, COLUMNS).to(factors.dtype)
-        sums = tl.dot(gate, factors, sums, input_precision="ieee")
+        sums = _add_product(gate, factors, sums, scale, row, row < num_out, start + k, COLUMNS)
         if GATED:
             up = tl.load(up_at + k, mask=row_exists & inside[None, :], other=0.0)
-            up = _unscale(up, scale, row + num_out, row_exists, start + k, ROWS, TILE, COLUMNS).to(factors.dtype)
-            up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+            up_sums = _add_product(up, factors, up_sums, scale, row + num_out, row < num_out, start + k, COLUMNS)
+    if COLUMNS:
+        of_column = tl.load(x_scale + column, mask=column < num_rows, other=0.0)[None, :]
+        sums, up_sums = sums * of_column, up_sums * of_column
     if COLUMNS == 1:
         sums *= tl.load(scale + row, mask=row < num_out, other=0.0)[:, None]
         if GATED:
@@ -1033,6 +1037,15 @@ def few_rows_kernel(x, weight, scale, bias, out, num_rows, num_out, SIZE: tl.con
 def _load_weights(at, exists, column, SIZE: tl.constexpr):
     """.cg keeps weights, which are read once, out of the L1 cache."""
     return tl.load(at, mask=exists & (column < SIZE)[None, :], other=0.0, cache_modifier=".cg")
+
+
+@jit
+def _add_product(weights, factors, sums, scale, row, exists, start, COLUMNS: tl.constexpr):
+    """sums + weights times factors. Of FP8 with several scales in a row, a tile has one of each row."""
+    if COLUMNS > 1:
+        scales = tl.load(scale + row * COLUMNS + start // SCALE_COLUMNS, mask=exists, other=0.0)
+        return sums + tl.dot(weights, factors, input_precision="ieee") * scales[:, None]
+    return tl.dot(weights, factors, sums, input_precision="ieee")
 
 
 @jit

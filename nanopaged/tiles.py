@@ -33,7 +33,7 @@ LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or lat
 MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_tile` in kernel.py
 # Columns of a tile of queries that attend to common blocks: (sequence, query head) pairs.
 MIN_PREFIX_COLUMNS, MAX_PREFIX_COLUMNS = 16, 64
-PREFIX_STAGES = 2  # leave room for two programs with 64 columns on each multiprocessor (H200)
+PREFIX_STAGES = {16: 3, 32: 2, 64: 2}  # by columns (H200); with more, 64 columns leave room for one program
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 

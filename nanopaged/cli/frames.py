@@ -52,6 +52,7 @@ class Frame:
     # [name, Words, the position where they stood before or None, the text of each draft as in `texts`]
     drafted: list = field(default_factory=list)
     attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
+    together: list = field(default_factory=list)  # [names, start, end]: tokens that these read once; if changed
     # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
     sampled: list = field(default_factory=list)
     # [name, "finished", "retired" or "beam ends", finish reason, stop reason, freed blocks, those of them that are not
@@ -106,6 +107,7 @@ class Frames:
         self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
         self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
+        self.together: dict[int, list[list]] = {}  # pool -> the tokens that several sequences read once
         self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its known tokens
         self.picture = self._take_picture()
         # The state that the frames so far add up to
@@ -322,8 +324,8 @@ class Frames:
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
         without splits). If torch computes attention, a context without splits is not mentioned.
         """
-        runner = self.llm.runner
-        batch = StepInput.of(step, self.managers[0].block_size)
+        runner = self.llm.runners[frame.pool]
+        batch = StepInput.of(step, self.managers[0].block_size, runner.cascade)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
@@ -335,10 +337,18 @@ class Frames:
                 how = 1, 0, False
                 if num_splits > 1:
                     num_contexts = size * self.llm.config.num_kv_heads
-                    how = num_splits, length, tiles.programs_per_context(num_contexts, tiles.split_bound(longest)) > 1
+                    num_programs = tiles.programs_per_context(num_contexts, tiles.split_bound(longest))
+                    how = num_splits, length, num_programs > 1 or bool(batch.cascade)
                 if how != self.splits.get(seq.order, default):
                     frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
                 self.splits[seq.order] = how
+        together = []
+        for first, count, start, end in zip(*[iter(batch.cascade)] * 4):
+            names = list(dict.fromkeys(self._names(batch.seqs[first:first + count])))
+            _, length = splits_of(self.llm, batch.seq_lens[first])
+            together.append([names, start * length, end * length])
+        if together != self.together.get(frame.pool, []):
+            self.together[frame.pool] = frame.together = together
 
     # ---- the results of a step, and what happens between two steps
 

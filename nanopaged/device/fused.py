@@ -113,8 +113,8 @@ class SplitLinear(FusedLinear):
         shape = count, len(x), len(weight)
         out = self.buffer and self.buffer.own(*shape)
         if count > 1:
-            y = (kernel.few_rows_linear(x, weight, None, out, count=count) if kernel.has_few_rows(x, weight, count) else
-                 partial_products(x, weight, count, out))
+            y = (kernel.few_rows_linear(x, weight, None, out, count=count, scale=self.scale)
+                 if kernel.has_few_rows(x, weight, count) else partial_products(x, weight, count, out))
         else:
             y = linear(x, weight, bias, None if out is None else out[0], self.scale)
         return y if out is None else tuple(self.buffer.all(*shape))
@@ -148,10 +148,13 @@ def residual_products(config: model.ModelConfig, dtype: torch.dtype) -> list[tup
 def num_partial_products(x: Tensor, weight: Tensor) -> int:
     """The number of partial products in which x [T, in] times weight [out, in] is fastest; 1: do not split it."""
     num_columns, size = weight.shape
-    count = 4 if num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
+    is_fp8 = weight.dtype is FP8
+    count = 4 if is_fp8 or num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
     is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
-    # In float16 a partial product may overflow where the whole does not. The library has none of weights in FP8.
-    can_split = size % (SPLIT_ALIGNMENT * count) == 0 and weight.dtype not in (torch.float16, FP8)
+    if is_fp8:  # the library has no partial products of these
+        is_small &= kernel.takes_rows(len(x), size, x.dtype, x.device, True)
+    # In float16 a partial product may overflow where the whole does not.
+    can_split = size % ((BLOCK[1] if is_fp8 else SPLIT_ALIGNMENT) * count) == 0 and x.dtype is not torch.float16
     return count if is_small and can_split else 1
 
 

@@ -74,7 +74,8 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     sizes = dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize
     config = tiles.tile_config("prefill" if phase == "prefill" else "decode", group, head_dim, *sizes, stages)
     if phase == "prefix":
-        config = config | dict(TILE_M=tiles.MAX_PREFIX_COLUMNS, num_stages=tiles.PREFIX_STAGES)
+        columns = tiles.MAX_PREFIX_COLUMNS
+        config = config | dict(TILE_M=columns, num_stages=tiles.PREFIX_STAGES[columns])
     strides = cache_strides(head_dim, block_size)
     constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
         PHASE=phase, ONE_PROGRAM=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
@@ -108,9 +109,11 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, COLUMNS=columns, BIAS=not gated)
             yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
-                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=8, ROWS=32, TILE=128 if columns > 1 else 256,
-                                      STAGES=3, COLUMNS=columns, BIAS=not gated)
-                yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types)
+                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=64 if columns else 8, ROWS=64 if columns else 32,
+                                      TILE=128 if columns > 1 else 256, STAGES=4 if columns > 1 else 3,
+                                      COLUMNS=columns, BIAS=not gated)
+                of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")
+                yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
         yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
                       bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
     if capability >= 89:

@@ -19,6 +19,7 @@ from kernel import cdiv
 from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
 from nanopaged.cli.frames import Frame, Frames, letters, splits_of
 from nanopaged.cli.trace import Trace, _blocks, _fit, _listing
+from nanopaged.scheduling.cascade import Cascade
 from nanopaged.tests.helpers import load
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -389,6 +390,20 @@ def test_a_gpus_trace_says_at_the_first_decode_that_a_context_is_not_split():
         llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
     assert [texts(section, "attention") for section in sections(lines)] == [
         [], ["A B C in one piece (V1)"], [], ["B 129 tokens in 2 splits of 128 (V2)"]]
+
+
+def test_a_gpus_trace_says_which_tokens_are_read_once():
+    llm = load(num_blocks=300, max_num_batched_tokens=400)
+    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 32, least_tokens=1)
+    lines = traced(llm)
+    for i in range(3):
+        llm.add_request([*range(300 if i else 200), 7, i], greedy(4 + i))
+    for _ in range(7):
+        step = llm.scheduler.schedule()
+        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    said = [line for section in sections(lines) for line in texts(section, "attention") if "cascade" in line]
+    intro = "K and V that are read once for all (cascade): "
+    assert said == [intro + "B C A tokens 0..127, B C tokens 128..255", intro + "B C tokens 0..255"]
 
 
 def test_splits_follow_the_kernels_own_rule():
