@@ -422,9 +422,10 @@ def shared(limits: Limits, quick: bool) -> None:
             note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 
-def workload(limits: Limits, shape: str) -> None:
-    llm, limit = random_llm(SHAPES[shape], max_model_len=4096), limits.tokens_per_second(SHAPES[shape], *workload_256())
-    row(f"{shape} workload 256", generate_rate(llm, *workload_256()), "tokens/s", limit)
+def workload(limits: Limits, shape: str, **options: Any) -> None:
+    llm, limit = random_llm(SHAPES[shape], max_model_len=4096, **options), limits.tokens_per_second(
+        SHAPES[shape], *workload_256())
+    row(" ".join([shape, *options.values(), "workload 256"]), generate_rate(llm, *workload_256()), "tokens/s", limit)
 
 
 def throughput(limits: Limits, quick: bool) -> None:
@@ -439,8 +440,9 @@ def throughput(limits: Limits, quick: bool) -> None:
 def large(limits: Limits, quick: bool) -> None:
     """Qwen3-8B's shape; then its matrices in FP8, beside the limits of bfloat16."""
     decode(limits, quick, "8B", (1, 256))
-    decode(limits, quick, "8B", (1, 64, 256), quantization="fp8")
     workload(limits, "8B")
+    decode(limits, quick, "8B", (1, 64, 256), quantization="fp8")
+    workload(limits, "8B", quantization="fp8")
 
 
 def latency(limits: Limits, quick: bool) -> None:

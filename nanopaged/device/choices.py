@@ -3,9 +3,11 @@ import warnings
 
 import torch
 
-from nanopaged import kernel, model
+from nanopaged import kernel, model, tiles
 from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
+from nanopaged.scheduling.cascade import Cascade
+from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.fp8 import BLOCK, FP8
 from nanopaged.weights.split import split_config
 
@@ -95,6 +97,18 @@ def has_fp8_products(device: torch.device) -> bool:
     """From Ada on. AMD's device type is "cuda", too, but torch.version.cuda is None there."""
     return (device.type == "cuda" and bool(torch.version.cuda) and triton is not None
             and torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def pick_cascade(config: model.ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,
+                 kernels: kernel.Kernels, device: torch.device) -> Cascade | None:
+    """Finds the blocks that decode reads once for several sequences. None: attention is torch's, all layers have a
+    window, or a text would get other bits."""
+    group = config.num_heads // config.num_kv_heads
+    tile_n = tiles.decode_config(1, 2, group, config.head_dim, dtype, kv_dtype, device)["TILE_N"]
+    most_rows = tiles.MAX_PREFIX_COLUMNS // group
+    is_able = (kernels is kernel.TRITON and most_rows > 1 and not widest_window(config.sliding_windows)
+               and tiles.has_same_bits(tile_n, dtype, kv_dtype, device))
+    return Cascade(block_size, tile_n, most_rows) if is_able else None
 
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:

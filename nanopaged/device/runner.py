@@ -48,8 +48,6 @@ from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput
-from nanopaged.scheduling.cascade import Cascade
-from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.build import build_model
 from nanopaged.weights.fp8 import in_fp8
 from nanopaged.weights.split import random_tensors
@@ -96,10 +94,7 @@ class Runner:
         self.forget_rows = self.rows.forget
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
-        tile_n = tiles.decode_config(1, 2, group, config.head_dim, self.dtype, self.kv_dtype, device)["TILE_N"]
-        is_able = (kernels is kernel.TRITON and not widest_window(config.sliding_windows)
-                   and tiles.has_same_bits(tile_n, self.dtype, self.kv_dtype, device))
-        self.cascade = Cascade(self.block_size, tile_n, tiles.MAX_PREFIX_COLUMNS // group) if is_able else None
+        self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device)
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []

@@ -28,11 +28,13 @@ from typing import NamedTuple
 from nanopaged import tiles
 from nanopaged.scheduling.additions import Sequence
 
-LEAST_TOKENS = 4096  # what one launch more takes on an H200
+# An entry must spare attention so many tokens. The two launches and the merge take a few microseconds more, in which an
+# H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
+LEAST_TOKENS = 4096
 MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
 MOST_NUMBERS = 100_000  # after that many they are given out anew
 
-Batch = list[tuple[Sequence, int]]  # decoding sequences, each with its rows: the new token, and its drafts
+Decoding = list[tuple[Sequence, int]]  # decoding sequences, each with its rows: the new token, and its drafts
 
 
 class Member(NamedTuple):
@@ -48,35 +50,36 @@ class Cascade:
 
     tile_n: tokens of a tile of keys, which split lengths depend on
     most_rows: rows that one program can serve
-    least_tokens: that need not be read again, for an entry
+    least_tokens: an entry must spare attention so many
     """
 
     def __init__(self, block_size: int, tile_n: int, most_rows: int, least_tokens: int = LEAST_TOKENS):
         self.block_size, self.tile_n, self.most_rows, self.least_tokens = block_size, tile_n, most_rows, least_tokens
         self.numbers: dict[tuple[int, ...], int] = {}  # (number of the unit before, the unit's blocks) -> number
         self.members: dict[Sequence, Member] = {}
-        self.batch: Batch = []  # the last one
+        self.batch: Decoding = []  # the last one
         self.num_steps = 0.0  # for which `found` holds, if the batch stays the same
-        self.found: tuple[Batch, list[int], list[int]] = [], [], []
+        self.found: tuple[Decoding, list[int], list[int]] = [], [], []
 
-    def find(self, batch: Batch) -> tuple[Batch, list[int], list[int]]:
+    def find(self, batch: Decoding) -> tuple[Decoding, list[int], list[int]]:
         """The batch in the order of a step, the entries one after another, and the number of common splits of each row;
         both empty if nothing is worth an entry."""
         self.num_steps -= 1
         if batch == self.batch and self.num_steps > 0:
             return self.found
         self.batch, self.found, self.num_steps = batch, (batch, [], []), math.inf
-        if len({seq.block_table[0] for seq, _ in batch}) == sum(num_rows for _, num_rows in batch):
-            return self.found  # the usual case
-        if len(self.numbers) > MOST_NUMBERS:
+        has_none = len({seq.block_table[0] for seq, _ in batch}) == sum(num_rows for _, num_rows in batch)
+        if has_none or len(self.numbers) > MOST_NUMBERS:
             self.numbers, self.members = {}, {}
+        if has_none:
+            return self.found
         self.members = {seq: self._member(seq, num_rows) for seq, num_rows in batch}
         # A sequence with several rows may grow by as many tokens in a step.
         self.num_steps = 1 + min((tiles.longest_with(self.members[seq].split_len) - seq.num_computed_tokens) // num_rows
                                  for seq, num_rows in batch)
         least, entries = self.least_tokens, [0] * (4 * MOST_ENTRIES + 1)
         while len(entries) > 4 * MOST_ENTRIES:
-            order: Batch = []
+            order: Decoding = []
             entries, num_common = [], list[int]()
             self._share(batch, 0, 0, least, order, entries, num_common)
             least *= 2
@@ -99,11 +102,11 @@ class Cascade:
             known.chain.append(self.numbers.setdefault(key, len(self.numbers)))
         return known
 
-    def _share(self, batch: Batch, depth: int, covered: int, least: int, order: Batch, entries: list[int],
+    def _share(self, batch: Decoding, depth: int, covered: int, least: int, order: Decoding, entries: list[int],
                num_common: list[int]) -> None:
         """Append these sequences to the lists. They have `depth` units in common, and entries cover `covered` of
         them."""
-        parts: dict[int, Batch] = {}
+        parts: dict[int, Decoding] = {}
         for seq, num_rows in batch:
             parts.setdefault(next(iter(self.members[seq].chain[depth:]), -1), []).append((seq, num_rows))
         for number, part in parts.items():
