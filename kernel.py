@@ -887,24 +887,30 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     return y
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize` of nanopaged/weights/fp8.py, in one launch."""
+def quantize_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """`quantize` of nanopaged/weights/fp8.py, in one launch. group: so many numbers of a row share a scale, as in the
+    library's products of blocks. Both results have rows up to a multiple of 16 then, the last ones not written,
+    and the scale [rows, size / group] is transposed in memory."""
     (num_rows, size), padded = x.shape, tiles.next_power_of_2(x.shape[1])
-    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, 1, dtype=torch.float32)
-    quantize_rows_kernel[(num_rows,)](x, out, scale, SIZE=size, PADDED=padded, num_warps=min(16, max(4, padded // 512)),
-                                      **launch_options(x.device))
-    return out, scale
+    rows = cdiv(num_rows, 16) * 16 if group else num_rows
+    out = x.new_empty(rows, size, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty(size // group if group else 1, rows, dtype=torch.float32)
+    quantize_rows_kernel[(num_rows,)](x, out, scale, rows, SIZE=size, PADDED=padded, GROUP=group or padded,
+                                      num_warps=min(16, max(4, padded // 512)), **launch_options(x.device))
+    return out, scale.T if group else scale.view(rows, 1)
 
 
 @jit
-def quantize_rows_kernel(x, out, scale, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def quantize_rows_kernel(x, out, scale, num_rows, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
+                         PDL: tl.constexpr):
     """Grid (row,)."""
-    i, row = tl.arange(0, PADDED), tl.program_id(0).to(tl.int64)
+    group, row = tl.arange(0, PADDED // GROUP), tl.program_id(0).to(tl.int64)
+    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     _wait_for_previous_kernel(PDL)
     numbers = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    factor = tl.maximum(tl.max(tl.abs(numbers), 0), 1e-30) / 448.0
-    tl.store(scale + row, factor)
-    tl.store(out + row * SIZE + i, (numbers / factor).to(out.dtype.element_ty), mask=i < SIZE)
+    factor = tl.maximum(tl.max(tl.abs(numbers), 1), 1e-30) / 448.0
+    tl.store(scale + group * num_rows + row, factor, mask=group * GROUP < SIZE)
+    tl.store(out + row * SIZE + i, (numbers / factor[:, None]).to(out.dtype.element_ty), mask=i < SIZE)
 
 
 def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:

@@ -13,7 +13,7 @@ from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.checkpoint import find_on_disk
-from nanopaged.weights.fp8 import read_weights
+from nanopaged.weights.fp8 import read_weights, with_warning
 from nanopaged.weights.split import as_checkpoint
 
 
@@ -48,6 +48,8 @@ def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int
     devices = pick_devices(device, by_option[option], option)
     options["fp8"] = fp8 = pick_fp8(quantization, config, devices, tensor_parallel_size)
     tensors = None if is_dummy else read_weights(path, config.fp8, fp8)
+    if tensors and config.fp8 and fp8:
+        tensors = with_warning(tensors)
     for picked in devices:
         runner_class, kernels = pick_runner(attention, picked, enforce_eager)
         options |= dict(device=picked, kernels=kernels)

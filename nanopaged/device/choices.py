@@ -99,6 +99,12 @@ def has_fp8_products(device: torch.device) -> bool:
             and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
+def has_block_products(device: torch.device) -> bool:
+    """Whether the library multiplies FP8 numbers with a scale for each block: cuBLAS from CUDA 12.9 on, on Hopper."""
+    version = [int(number) for number in (torch.version.cuda or "0").split(".")]
+    return device.type == "cuda" and version >= [12, 9] and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def pick_cascade(config: model.ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,
                  kernels: kernel.Kernels, device: torch.device) -> Cascade | None:
     """Finds the blocks that decode reads once for several sequences. None: attention is torch's, all layers have a

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import kernel, model
+from nanopaged.device.choices import has_block_products
 from nanopaged.device.last_layer import ShortLastLayer, select_rows
 from nanopaged.weights.fp8 import BLOCK, FP8, num_scales
 
@@ -25,6 +26,7 @@ MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
 FAST_ACCUM = True  # sums of 8-bit products in the tensor cores' own precision: their error is far below FP8's
+SCALE_ALIGNMENT = 4  # of the blocks in a row, for the library: in other numbers torch's versions differ
 
 
 class Sum(NamedTuple):
@@ -74,23 +76,29 @@ class FusedLastLayer(FusedLayer, ShortLastLayer):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None,
-           scale: Tensor | None = None) -> Tensor:
-    """F.linear, in `out` if given. scale: of a weight in FP8"""
+           scale: Tensor | None = None, blocks: Tensor | None = None) -> Tensor:
+    """F.linear, in `out` if given. scale: of a weight in FP8; blocks: as `FusedLinear` has it"""
     if kernel.has_few_rows(x, weight):
         return kernel.few_rows_linear(x, weight, bias, out, scale=scale)
     if scale is None:
         return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
-    if scale.shape[1] > 1:  # the library takes no such scales: the weight gets the type of x for this product
+    if blocks is not None:
+        rows, row_scale = kernel.quantize_rows(x, BLOCK[1])
+        y = torch._scaled_mm(rows, weight.T, row_scale, blocks, out_dtype=torch.bfloat16)[:len(x)]
+    elif scale.shape[1] > 1:  # the library does not take this scale: the weight gets the type of x, which is slow
         weight = weight.to(x.dtype)
         weight.unflatten(1, (-1, BLOCK[1])).mul_(scale[:, :, None])
         return linear(x, weight, bias, out)
-    rows, row_scale = kernel.quantize_rows(x)
-    y = torch._scaled_mm(rows, weight.T, row_scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM)
+    else:
+        rows, row_scale = kernel.quantize_rows(x)
+        y = torch._scaled_mm(rows, weight.T, row_scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM)
     y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
     return y if out is None else out.copy_(y)
 
 
 class FusedLinear(model.Linear):
+    blocks: Tensor | None = None  # [in / 128, out / 128]: the scale in the library's form, see `find_blocks`
+
     def __init__(self, size_in: int, size_out: int, bias: bool, fp8: str | None = None) -> None:
         """fp8: the weight is in FP8, with a scale for each "channel" or "block"."""
         super().__init__(size_in, size_out, bias)
@@ -100,7 +108,7 @@ class FusedLinear(model.Linear):
             self.scale = nn.Parameter(torch.empty(size_out, num_scales(size_in, fp8)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, None, self.scale)
+        return linear(x, self.weight, self.bias, None, self.scale, self.blocks)
 
 
 class SplitLinear(FusedLinear):
@@ -116,13 +124,25 @@ class SplitLinear(FusedLinear):
             y = (kernel.few_rows_linear(x, weight, None, out, count=count, scale=self.scale)
                  if kernel.has_few_rows(x, weight, count) else partial_products(x, weight, count, out))
         else:
-            y = linear(x, weight, bias, None if out is None else out[0], self.scale)
+            y = linear(x, weight, bias, None if out is None else out[0], self.scale, self.blocks)
         return y if out is None else tuple(self.buffer.all(*shape))
 
 
 MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedNorm, linear=FusedLinear,
                         residual_linear=SplitLinear,
                         compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
+
+
+def find_blocks(built: model.Transformer) -> model.Transformer:
+    """The model, once it has its weights, with `blocks` where the library has products of blocks and all blocks are
+    whole: q, k or v, or a GPU's part of a matrix, may begin within a block."""
+    for module in built.modules():
+        if isinstance(module, FusedLinear) and module.scale is not None:
+            (size, columns), scale = module.scale.shape, module.scale.detach()
+            if size % BLOCK[0] == columns % SCALE_ALIGNMENT == 0 and has_block_products(scale.device):
+                rows = scale.unflatten(0, (-1, BLOCK[0]))
+                module.blocks = rows[:, 0].contiguous().T if (rows == rows[:, :1]).all() else None
+    return built
 
 
 def with_fp8(modules: model.Modules, fp8: str | None) -> model.Modules:

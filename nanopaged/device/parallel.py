@@ -65,8 +65,8 @@ class RowParallelLinear(FusedLinear):
     def forward(self, x: Tensor) -> Tensor:
         shape = len(x), len(self.weight)
         own = self.buffer.own(*shape)
-        own = torch.matmul(x, self.weight.T, out=own) if self.scale is None else linear(x, self.weight, None, own,
-                                                                                        self.scale)
+        own = (torch.matmul(x, self.weight.T, out=own) if self.scale is None else
+               linear(x, self.weight, None, own, self.scale, self.blocks))
         if self.bias is not None:
             own += self.bias
         return self.buffer.sum(*shape)

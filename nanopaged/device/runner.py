@@ -39,7 +39,7 @@ from torch import Tensor
 
 from nanopaged import engine, kernel, model, tiles
 from nanopaged.device import choices, transfer, warmup
-from nanopaged.device.fused import with_fp8
+from nanopaged.device.fused import find_blocks, with_fp8
 from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
@@ -102,7 +102,7 @@ class Runner:
             tensors = random_tensors(whole or config, self.dtype, device, seed)
         if fp8:
             tensors = in_fp8(tensors, fp8, device)
-        self.model = self._build_model(tensors)
+        self.model = find_blocks(self._build_model(tensors))
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()

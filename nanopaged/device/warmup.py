@@ -16,7 +16,7 @@ from torch import Tensor
 from nanopaged import kernel, model, tiles
 from nanopaged.device.fused import residual_products
 from nanopaged.device.transfer import as_current
-from nanopaged.weights.fp8 import FP8, num_scales
+from nanopaged.weights.fp8 import BLOCK, FP8, num_scales
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
@@ -90,8 +90,9 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, 
     for size, bias, count, form in {lm_head, qkv_proj, *((*product, fp8) for product in residual)}:
         yield from products(size, bias, form, count, "", False)
     yield from products(c.hidden_size, c.mlp_bias, fp8, 1, *act)
-    for size in {c.hidden_size, *(size for size, _, _ in residual)} if fp8 == "channel" else ():
-        yield partial(kernel.quantize_rows, make(0, size))
+    for size in {c.hidden_size, *(size for size, _, _ in residual)} if fp8 else ():
+        for group in {0, BLOCK[1] if fp8 == "block" else 0}:
+            yield partial(kernel.quantize_rows, make(0, size), group)
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows, count in itertools.product((1, kernel.MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):

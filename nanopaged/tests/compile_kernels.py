@@ -116,9 +116,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
                 yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
         yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
                       bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
-    if capability >= 89:
-        yield partial(compile_kernel, kernel.quantize_rows_kernel, dict(SIZE=12288, PADDED=16384), dtype, capability,
-                      16, out="*fp8e4nv", scale="*fp32")
+    for group in (128, 16384) if capability >= 89 else ():
+        yield partial(compile_kernel, kernel.quantize_rows_kernel, dict(SIZE=12288, PADDED=16384, GROUP=group), dtype,
+                      capability, 16, out="*fp8e4nv", scale="*fp32")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)

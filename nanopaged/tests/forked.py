@@ -92,7 +92,13 @@ def pretend_graphs():
         setattr(owner, name, value)
 
 
-FAULTS = {f.__name__: f for f in (run_out_of_memory, refuse_steps, have_fewer_blocks, lack_memory, pretend_graphs)}
+def pretend_kernels():
+    for owner, name, value in plain_kernels():
+        setattr(owner, name, value)
+
+
+FAULTS = {f.__name__: f for f in (run_out_of_memory, refuse_steps, have_fewer_blocks, lack_memory, pretend_graphs,
+                                  pretend_kernels)}
 
 
 class ForkedWorker:

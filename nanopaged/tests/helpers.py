@@ -64,7 +64,30 @@ class PlainKernels:
     """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
     pick = staticmethod(sampler.pick)
     add_bias, penalise, activate = (staticmethod(f) for f in (logits.add_bias, logits.penalise, model.activate))
-    quantize_rows = staticmethod(fp8.quantize)
+
+    @staticmethod
+    def quantize_rows(x, group=0):
+        if not group:
+            return fp8.quantize(x)
+        rows = F.pad(x, [0, 0, 0, -len(x) % 16])
+        numbers, scale = fp8.quantize(rows.view(-1, group))
+        return numbers.view(rows.shape), scale.view(len(rows), -1).T.contiguous().T
+
+    @staticmethod
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
+        """torch._scaled_mm, and what it demands on a GPU. On a CPU not every torch has scales for rows."""
+        (rows, size), columns = a.shape, b.shape[1]
+        assert a.dtype is b.dtype is torch.float8_e4m3fn and size % 16 == columns % 16 == 0
+        assert a.is_contiguous() and b.T.is_contiguous() and scale_a.dtype is scale_b.dtype is torch.float32
+        if scale_a.shape == (rows, 1):
+            assert scale_b.shape == (1, columns) and scale_a.is_contiguous() and scale_b.is_contiguous()
+        else:
+            assert scale_a.shape == (rows, size // 128) and scale_a.stride() == (1, rows) and rows % 16 == 0
+            assert scale_b.shape == (size // 128, columns // 128) and scale_b.stride() == (1, size // 128)
+            assert size % 512 == columns % 128 == 0 and not use_fast_accum
+            scale_a, scale_b = (scale.repeat_interleave(128, 1) for scale in (scale_a, scale_b))
+            scale_b = scale_b.repeat_interleave(128, 0)
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     @staticmethod
     def add_and_norm(x, residual, weight, bias, eps):
@@ -77,6 +100,7 @@ class PlainKernels:
     def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
         if scale is not None:
             weight = fp8_weight(weight, scale).to(x.dtype)
+            x = x if len(x) == 1 else fp8_weight(*fp8.quantize(x)).to(x.dtype)
         y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
@@ -86,7 +110,7 @@ def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
     return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
-            (GraphRunner, "pick", staticmethod(sampler.pick))]
+            (GraphRunner, "pick", staticmethod(sampler.pick)), (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 
 
 def blank_input(runner, shape):

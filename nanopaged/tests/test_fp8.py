@@ -4,12 +4,13 @@ the difference is that of activations in 8 bits; a CPU pretends that its product
 import json
 import math
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanopaged import kernel
+from nanopaged import SamplingParams, kernel, model
 from nanopaged.device import choices, fused, workers
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import (
@@ -21,6 +22,7 @@ from nanopaged.tests.helpers import (
     complaint,
     fp8_weight,
     load,
+    needs_gpu,
     needs_kernel,
     plain_kernels,
     prompt_logits,
@@ -29,9 +31,10 @@ from nanopaged.tests.helpers import (
     use_modules,
 )
 from nanopaged.tests.test_checkpoint import write_index, write_safetensors
+from nanopaged.weights import build
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.fp8 import multiply, quantize, read_weights
+from nanopaged.weights.fp8 import in_fp8, multiply, quantize, read_weights
 from nanopaged.weights.split import random_tensors
 
 FP8 = torch.float8_e4m3fn
@@ -153,6 +156,7 @@ def test_products_are_those_of_transformers():
     weight, scale = torch.randn(256, 384).mul(100).to(FP8), torch.rand(2, 3) + 0.01
     for scale in (scale, scale[:1, :1]):
         expected = module.Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale})["weight"]
+        expected = expected[0] if isinstance(expected, list) else expected  # a list in some versions
         assert torch.equal(multiply("weight", weight, scale), expected)
 
 
@@ -213,8 +217,8 @@ def test_a_weight_and_its_scale_in_different_shards(tmp_path, weights_first):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_that_wait_take_no_memory_of_their_own(tmp_path):
-    """36 MiB wait for the scales, which the last shard has. Memory that the system cannot drop grows by some MiB, for
-    the product, of which one is there at a time."""
+    """36 MiB wait for the scales, which the last shard has. Memory that the system cannot drop grows by less, for the
+    product, of which one is there at a time, and for what the allocator does not give back."""
     weight = torch.ones(1024, 1024).to(FP8)
     shards = [{f"{i}.{j}.weight": weight for j in range(12)} for i in range(3)]
     shards += [{f"{name}_scale": torch.ones(1) for shard in shards for name in shard}]
@@ -231,7 +235,7 @@ def test_weights_that_wait_take_no_memory_of_their_own(tmp_path):
     for _, tensor in read_weights(tmp_path, True):
         most, count = max(most, kib()), count + 1
         del tensor
-    assert count == 36 and most - before < 16 * 1024
+    assert count == 36 and most - before < 28 * 1024
 
 
 # What is refused
@@ -306,12 +310,21 @@ WHOLE = LLAMA | dict(hidden_size=256, head_dim=64, intermediate_size=512, num_ke
 
 
 @pytest.fixture
-def keeps(monkeypatch):
-    """As on a card with 8-bit products."""
+def pretends(monkeypatch):
+    """A CPU as a card with 8-bit products, also beside a GPU, for engines with device "cpu"."""
+    monkeypatch.setattr(choices, "has_fp8_products", lambda device: True)
+    for patch in plain_kernels():
+        monkeypatch.setattr(*patch)
+    monkeypatch.setattr(forked, "FAULT", "pretend_kernels")
+
+
+@pytest.fixture
+def keeps(request):
+    """DEVICE is a card with 8-bit products, or pretends to be one."""
     if not CUDA:
-        monkeypatch.setattr(choices, "has_fp8_products", lambda device: True)
-        for patch in plain_kernels():
-            monkeypatch.setattr(*patch)
+        request.getfixturevalue("pretends")
+    elif not choices.has_fp8_products(choices.pick_device(DEVICE)):
+        pytest.skip("this card has no 8-bit products")
 
 
 def whole_tensors(config=WHOLE):
@@ -338,6 +351,70 @@ def test_a_card_keeps_8_bits(tmp_path, form, keeps, recwarn):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
     assert {p.dtype for name, p in llm.runner.model.named_parameters() if name not in weights} == {torch.float32}
     assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.05
+
+
+@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=needs_gpu)])
+def test_logits_and_texts_are_those_of_transformers(tmp_path, form, graphs, keeps, monkeypatch):
+    """A product of one row has activations in the engine's type, so a single text is the same. In products of many rows
+    8 bits cost 2% of the logits. The matrices have whole blocks here, and the library has products of these."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    if not CUDA:
+        monkeypatch.setattr(fused, "has_block_products", lambda device: True)
+    config = WHOLE | dict(hidden_size=512, head_dim=128, num_hidden_layers=3, max_position_embeddings=64)
+    stored, meant = quantised(whole_tensors(config), form)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval().float()
+    plain.load_state_dict(meant)
+    llm = load(write(tmp_path / "stored", config, stored, FORMS[form][0]), device=DEVICE, graphs=graphs)
+    layer, has_blocks = llm.runner.model.layers[0], fused.has_block_products(llm.runner.device)
+    assert len(kept(llm)) == 12 and (layer.qkv_proj.blocks is not None) == (form == "Qwen3, blocks" and has_blocks)
+    with torch.no_grad():
+        expected = plain(torch.tensor([PROMPT])).logits[0]
+        tokens = PROMPT[:1]
+        for _ in range(12):
+            tokens.append(plain(torch.tensor([tokens])).logits[0, -1].argmax().item())
+    error = relative_error(prompt_logits(llm, PROMPT).cpu(), expected)
+    assert (1e-3 if form != "Qwen3, blocks" or has_blocks else 0) < error < 0.05
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert tokens_of(llm.generate([PROMPT[:1]], greedy)) == [tokens[1:]]
+
+
+@pytest.mark.parametrize("keep, size", [("channel", "4.0"), ("block", "4.1")])
+def test_the_size_of_weights_in_8_bits(keep, size, monkeypatch):
+    """3.5 GiB of 8 bits in 32 layers, 0.5 GiB of 16 bits in two matrices for the vocabulary, and scales, which take a
+    32nd of 3.5 GiB with blocks. In 16 bits the weights take 7.5 GiB."""
+    sizes = dict(vocab_size=2**15, hidden_size=2**12, num_attention_heads=32, num_key_value_heads=32, head_dim=128)
+    config = read_model_config(LLAMA | sizes | dict(intermediate_size=2**12, num_hidden_layers=32))
+    monkeypatch.setattr(build, "host_memory", lambda: 0)
+    message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, keep))
+    assert message.startswith(f"the weights take {size} GiB, and cpu has less free memory")
+
+
+def peak_memory(device, function):
+    """What the function returns, and the most bytes that it had in torch's memory at a time."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        return function(), torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    events = sorted((event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events()
+                    if event.name() == "[memory]")
+    return result, max(accumulate(size for _, size in events))
+
+
+@pytest.mark.parametrize("keep", ["channel", "block"])
+def test_one_tensor_is_cut_at_a_time(keep):
+    """Beside the weights in 8 bits memory has of one matrix the numbers as they are stored (on a GPU; a CPU maps them),
+    their absolute values or quotients in float32, and 8 bits; a GPU still has the matrix before, and rounds sizes."""
+    config = WHOLE | dict(hidden_size=512, num_hidden_layers=8)
+    tensors = whole_tensors(config).items()
+    device, modules = torch.device(DEVICE), fused.with_fp8(model.PLAIN, keep)
+    built, peak = peak_memory(device, lambda: build.build_model(
+        read_model_config(config), in_fp8(tensors, keep, device), torch.float32, device, 16, modules))
+    weights = sum(parameter.nbytes for parameter in built.parameters())
+    largest = 4 * 512 * 512  # bytes of a matrix in float32; the layers have 36 of them
+    assert weights < peak < weights + (3 if CUDA else 1.5) * largest
 
 
 @pytest.mark.parametrize("form", ["compressed, per tensor", "compressed, per channel"])
@@ -369,15 +446,25 @@ def test_an_ordinary_checkpoint_is_cut_to_8_bits(tmp_path, keeps):
 
 
 def test_ordinary_matrices_of_a_checkpoint_with_blocks(tmp_path, keeps):
+    """They get blocks, too. A vision tower's matrices are not loaded, so no word of them."""
     stored, meant = quantised(whole_tensors(), "Qwen3, blocks", lambda name: "mlp" in name)
-    llm = load(write(tmp_path / "stored", WHOLE, stored, QWEN3), device=DEVICE)
+    tower = {"vision_tower.layers.0.self_attn.q_proj.weight": torch.randn(60, 70)}
+    path = write(tmp_path / "stored", WHOLE, {name: tensor.bfloat16() if "o_proj" in name else tensor
+                                              for name, tensor in (stored | tower).items()}, QWEN3)
+    with pytest.warns(UserWarning, match="^8 matrices of the FP8 checkpoint are stored in 16 or 32 bits and were cut "
+                                         "to FP8, the first being model.layers.0.self_attn.k_proj.weight$"):
+        llm = load(path, device=DEVICE)
     plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)
     assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+    scale = llm.runner.model.layers[0].o_proj.scale.unflatten(0, (-1, 128))
+    assert torch.equal(scale, scale[:, :1].expand_as(scale))
+    expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
+    assert all(relative_error(tensor, expected[name]) < 0.03 for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_two_ranks_cut_weights_with_their_scales(tmp_path, form, keeps, monkeypatch, enforce_eager):
+def test_two_ranks_cut_weights_with_their_scales(tmp_path, form, pretends, monkeypatch, enforce_eager):
     monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
     stored, _ = quantised(whole_tensors(), form)
     path = write(tmp_path / "stored", WHOLE, stored, FORMS[form][0])
@@ -387,7 +474,7 @@ def test_two_ranks_cut_weights_with_their_scales(tmp_path, form, keeps, monkeypa
     assert relative_error(prompt_logits(two, PROMPT), prompt_logits(one, PROMPT)) < 0.05
 
 
-def test_two_pools_have_the_same_8_bits(tmp_path, keeps):
+def test_two_pools_have_the_same_8_bits(tmp_path, pretends):
     path = write(tmp_path / "ordinary", WHOLE, whole_tensors())
     llm = load(path, device="cpu", data_parallel_size=2, quantization="fp8")
     first, second = (dict(runner.model.named_parameters()) for runner in llm.runners)
@@ -395,7 +482,7 @@ def test_two_pools_have_the_same_8_bits(tmp_path, keeps):
     assert all(torch.equal(first[name].float(), second[name].float()) for name in first)
 
 
-def test_the_fused_modules_take_8_bits(tmp_path, keeps):
+def test_the_fused_modules_take_8_bits(tmp_path, pretends):
     path = write(tmp_path / "ordinary", WHOLE, whole_tensors())
     llm = load(path, device="cpu", quantization="fp8")
     plain = prompt_logits(llm, PROMPT)
@@ -417,7 +504,7 @@ def test_what_is_said_where_8_bits_are_not_kept(tmp_path, changes, options, reas
         assert not kept(load(write(tmp_path / "stored", WHOLE | changes, stored, QWEN3), device="cpu"))
 
 
-def test_blocks_that_ranks_cannot_divide(tmp_path, keeps):
+def test_blocks_that_ranks_cannot_divide(tmp_path, pretends):
     config = WHOLE | dict(num_attention_heads=2)
     stored, _ = quantised(whole_tensors(config), "Qwen3, blocks")
     message = complaint(load, write(tmp_path / "stored", config, stored, QWEN3), device="cpu", tensor_parallel_size=2)
@@ -425,7 +512,7 @@ def test_blocks_that_ranks_cannot_divide(tmp_path, keeps):
                        "multiples of 128; use data_parallel_size, or one GPU")
 
 
-def test_scales_of_another_form_than_config_json_says(tmp_path, keeps):
+def test_scales_of_another_form_than_config_json_says(tmp_path, pretends):
     stored, _ = quantised(whole_tensors(), "Qwen3, blocks")
     message = complaint(load, write(tmp_path / "stored", WHOLE, stored, compressed("channel")), device="cpu")
     assert "down_proj.scale has shape [256, 4]; config.json implies [256, 1]" in message
@@ -449,7 +536,8 @@ def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
         scale = scale * (0.5 + torch.rand(size_out, math.ceil(size_in / 128), device=DEVICE))
     seen = x if rows == 1 else fp8_weight(*kernel.quantize_rows(x))  # several rows are quantised, too
     exact = seen.double() @ fp8_weight(weight, scale).double().T
-    tolerance = 4 * torch.finfo(dtype).eps + 1e-6
+    # A GPU's tensor cores add up 8-bit products with about 14 bits.
+    tolerance = 4 * torch.finfo(dtype).eps + (1e-3 if CUDA and rows > 1 else 2e-6)
     assert relative_error(kernel.few_rows_linear(x, weight, shift, scale=scale), exact + shift) < tolerance
     if size_out % 2 == 0:
         gate, up = exact.to(dtype).double().chunk(2, 1)
@@ -462,29 +550,46 @@ def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 7), (2, 1500), (0, 64)])
-def test_rows_in_8_bits(dtype, shape):
+@pytest.mark.parametrize("shape, group", [((3, 7), 0), ((2, 1500), 0), ((0, 64), 0), ((3, 640), 128), ((8, 512), 128)])
+def test_rows_in_8_bits(dtype, shape, group):
     x = torch.randn(*shape, device=DEVICE).mul(100).to(dtype)
     x[1:2] = 0
-    (ours, scale), (expected, exact) = kernel.quantize_rows(x), quantize(x)
-    assert torch.equal(scale, exact) and ours.shape == x.shape
+    (ours, scale), (expected, exact) = kernel.quantize_rows(x, group), quantize(x.view(-1, group) if group else x)
+    if group:
+        rows = math.ceil(len(x) / 16) * 16
+        assert ours.shape == (rows, shape[1]) and scale.shape == (rows, shape[1] // group)
+        assert scale.stride() == (1, rows)
+        ours, scale = ours[:len(x)].view(-1, group), scale[:len(x)].reshape(-1, 1)
+    torch.testing.assert_close(scale, exact, rtol=1e-6, atol=0)  # a GPU's division of float32 may be rounded otherwise
+    assert ours.shape == expected.shape
     assert (ours.float() != expected.float()).sum() <= 1 + x.numel() / 20  # the interpreter rounds some up to half
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
-@pytest.mark.parametrize("form", ["channel", "block"])
-def test_a_products_error(rows, form, keeps):
-    """At most 1.1 times that of the operands in 8 bits, multiplied in float32."""
+@pytest.mark.parametrize("form", ["channel", "block", "whole blocks"])
+def test_a_products_error(rows, form, keeps, monkeypatch):
+    """At most 1.1 times that of the operands in 8 bits, multiplied in float32. Blocks that are not whole have another
+    scale in each row."""
+    if not CUDA:
+        monkeypatch.setattr(fused, "has_block_products", lambda device: True)
     torch.manual_seed(0)
     x, ordinary = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(256, 512, device=DEVICE)
-    weight, scale = quantize(ordinary)
+    weight, scale = quantize(ordinary, "block" if form == "whole blocks" else "channel")
     if form == "block":
         scale = ordinary.unflatten(1, (-1, 128)).abs().amax(2) / 448
         weight = (ordinary / scale.repeat_interleave(128, 1)).to(FP8)
-    layer = fused.FusedLinear(512, 256, False, form).to(DEVICE).requires_grad_(False)
+    layer = fused.FusedLinear(512, 256, False, form.split()[-1].rstrip("s")).to(DEVICE).requires_grad_(False)
     layer.weight.copy_(weight), layer.scale.copy_(scale)
+    fused.find_blocks(layer)
+    assert (layer.blocks is not None) == (form == "whole blocks" and fused.has_block_products(x.device))
     exact, ideal = x.float() @ ordinary.T, x
-    if form == "channel" and not kernel.has_few_rows(x, weight):
-        ideal = fp8_weight(*quantize(x))
+    if kernel.has_few_rows(x, weight) or form == "channel":
+        ideal = x if rows == 1 else fp8_weight(*quantize(x))
+    elif layer.blocks is not None:
+        ideal = fp8_weight(*quantize(x.view(-1, 128))).view(x.shape)
     limit = 1.1 * relative_error(ideal.float() @ fp8_weight(weight, scale).T, exact)
-    assert relative_error(layer(x), exact) < limit < 0.05
+    y = layer(x)
+    assert y.shape == exact.shape and relative_error(y, exact) < limit < 0.05
+    out = torch.empty_like(y)
+    assert fused.linear(x, layer.weight, y[0], out, layer.scale, layer.blocks) is out
+    assert relative_error(out, y.float() + y[0].float()) < 0.01

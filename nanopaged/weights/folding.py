@@ -42,7 +42,8 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
         half, pairs = config.head_dim // 2, size // 2
         order = torch.tensor([*range(pairs), *range(size, half + pairs), *range(pairs, size),
                               *range(half + pairs, config.head_dim)], device=weight.device)
-        heads = weight.unflatten(0, (-1, config.head_dim))
+        kind = weight.dtype
+        heads = weight.view(torch.uint8 if kind.itemsize == 1 else kind).unflatten(0, (-1, config.head_dim))
         q_and_k, v = heads.tensor_split([config.num_heads + config.num_kv_heads])
-        weight = torch.cat([q_and_k.index_select(1, order.argsort() if back else order), v]).flatten(0, 1)
+        weight = torch.cat([q_and_k.index_select(1, order.argsort() if back else order), v]).flatten(0, 1).view(kind)
     return weight

@@ -3,13 +3,14 @@
 A checkpoint stores beside a matrix the scale by which it was divided, named like the weight with "_scale" or
 "_scale_inv" at the end. Despite the second name both multiply: weight = stored * scale. The tensors' types tell which
 weights are FP8, so config.json's lists of layers are not read. Nor are the scales of activations (input_scale,
-activation_scale): activations have a scale for each token, or the engine's type.
+activation_scale): activations have the engine's type, or 8 bits with a scale for each token or 128 numbers of it.
 
 On a card with 8-bit products (`choices.pick_fp8`) matrices keep their 8 bits, and the tensor `scale` has a row for each
 row of the weight, [out, 1], or for blocks [out, in / 128]: both are merged, and split over GPUs, by the same rows.
 Elsewhere, and in embeddings and lm_head, each weight is multiplied by its scale while it is read.
 """
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from nanopaged.weights.checkpoint import read_tensors
 
 FP8 = torch.float8_e4m3fn
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
-NEVER_FP8 = re.compile(r"\b(lm_head|embed_tokens|embed_positions|wte|wpe)\.weight$")  # in an engine
+PREFIXES = "model|language_model|transformer|decoder"  # of the decoder's names; a vision tower has layers, too
+IN_A_LAYER = re.compile(rf"(({PREFIXES})\.)*layers\.\d+\..*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
@@ -71,7 +73,7 @@ def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[t
         waiting.setdefault(owner, {})[kind] = tensor
         if len(waiting[owner]) == 2:
             found, pair = True, waiting.pop(owner)
-            if keep and not NEVER_FP8.search(owner):
+            if keep and IN_A_LAYER.match(owner):
                 yield from as_tensors(owner, pair["weight"], scale_of_rows(owner, **pair), keep)
             else:
                 yield owner, multiply(owner, **pair)
@@ -121,14 +123,35 @@ def num_scales(size: int, form: str) -> int:
 def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The tensors, with ordinary matrices cut to 8 bits on the device."""
     for name, tensor in tensors:
-        is_ordinary = tensor.dim() == 2 and tensor.is_floating_point() and tensor.itemsize > 1
-        if is_ordinary and name.endswith(".weight") and not NEVER_FP8.search(name):
-            yield from as_tensors(name, *quantize(tensor.to(device)), keep)
+        if is_ordinary(name, tensor):
+            yield from as_tensors(name, *quantize(tensor.to(device), keep), keep)
         else:
             yield name, tensor
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, size] as FP8 numbers and their scale [rows, 1], with which a row's largest number becomes 448."""
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
-    return (x / scale).to(FP8), scale
+def with_warning(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an FP8 checkpoint, and then a warning if `in_fp8` has cut some of them."""
+    names = []
+    for name, tensor in tensors:
+        names += [name] * is_ordinary(name, tensor)
+        yield name, tensor
+    if names:
+        warnings.warn(f"{len(names)} matrices of the FP8 checkpoint are stored in 16 or 32 bits and were cut to FP8, "
+                      f"the first being {names[0]}")
+
+
+def is_ordinary(name: str, tensor: Tensor) -> bool:
+    is_matrix = tensor.dim() == 2 and tensor.is_floating_point() and tensor.itemsize > 1
+    return is_matrix and bool(IN_A_LAYER.match(name))
+
+
+def quantize(x: Tensor, form: str = "channel") -> tuple[Tensor, Tensor]:
+    """x [rows, size] as FP8 numbers and their scale: [rows, 1], with which a row's largest number becomes 448, or for
+    blocks [rows, cdiv(size, 128)], with which a block's does."""
+    size, numbers = BLOCK[1] if form == "block" else x.shape[1], x.new_empty(x.shape, dtype=FP8)
+    scale = torch.stack([part.abs().amax(1) for part in x.split(size, 1)], 1).float().clamp(min=SMALLEST) / LARGEST
+    if form == "block":
+        scale = torch.cat([rows.amax(0, keepdim=True).expand_as(rows) for rows in scale.split(BLOCK[0])])
+    for i, (part, out) in enumerate(zip(x.split(size, 1), numbers.split(size, 1))):
+        out.copy_(part / scale[:, i, None])
+    return numbers, scale
