@@ -537,7 +537,7 @@ def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
     seen = x if rows == 1 else fp8_weight(*kernel.quantize_rows(x))  # several rows are quantised, too
     exact = seen.double() @ fp8_weight(weight, scale).double().T
     # A GPU's tensor cores add up 8-bit products with about 14 bits.
-    tolerance = 4 * torch.finfo(dtype).eps + (1e-3 if CUDA and rows > 1 else 2e-6)
+    tolerance = 4 * torch.finfo(dtype).eps + (2e-3 if CUDA and rows > 1 else 2e-6)
     assert relative_error(kernel.few_rows_linear(x, weight, shift, scale=scale), exact + shift) < tolerance
     if size_out % 2 == 0:
         gate, up = exact.to(dtype).double().chunk(2, 1)

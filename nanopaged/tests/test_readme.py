@@ -131,7 +131,8 @@ def test_the_names_beside_those_of_vllm_exist():
     names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
     names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
     assert len(names) > 25
-    homes = (runner, pool, graphs, engine, kernel, model, SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
+    homes = (runner, pool, graphs, engine, kernel, model, choices,
+             SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
     for name in names:
         first, *rest = name.split(".")
         found = next((getattr(home, first) for home in homes if hasattr(home, first)), None)
