@@ -66,10 +66,10 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
         for count, longest in sizes.values():
             yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
-        if has_cascade:
+        for columns in tiles.PREFIX_STAGES if has_cascade else ():
             yield partial(attend, q[:2], block_tables=block_tables[:1].expand(2, -1), seq_lens=lens[:2],
                           query_start_loc=starts[:3], max_query_len=1, max_seq_len=max_model_len,
-                          cascade=(make(1, 4, **ints), lens[:2], tiles.MAX_PREFIX_COLUMNS))
+                          cascade=(make(1, 4, **ints), lens[:2], columns))
 
 
 def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int,
