@@ -4,7 +4,7 @@ Four kinds of work get faster:
 
 - **Functions between the products.** Norms and activations are bound by memory. kernel.py's last part has one launch
   for each. The addition to the residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
-- **Products of one row, and of up to 16 on an H200.** cuBLAS's kernels are made for many rows.
+- **Products of one row, and of up to 16 on an H200, or 64 in FP8.** cuBLAS's kernels are made for many rows.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
