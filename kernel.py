@@ -799,11 +799,11 @@ def as_bytes(x: Tensor) -> Tensor:
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
 
-# Of `few_rows_linear`, for 2 rows and more. On an H200 Qwen3-0.6B (small inner sizes) and Qwen3-8B (large ones) are
-# faster within these limits than with the library's products.
-MOST_FEW_ROWS, MOST_FEW_ROWS_FP8 = 16, 64  # with weights in 16 bits, in FP8
-SMALL_INNER_SIZE = 1024
-SMALL, LARGE = (32, 64), (64, 96)  # by inner size: rows of the weight that a program takes; the fewest programs
+# Of `few_rows_linear`, for 2 rows and more, on an H200: products of Qwen3-0.6B are within these limits and faster than
+# the library's; those of Qwen3-8B, with inner sizes from 2,048 on, are slower in the model.
+MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
+ROWS_PER_PROGRAM = 32  # of the weight
+MOST_FEW_ROWS_FP8, ROWS_PER_PROGRAM_FP8 = 64, 64  # with weights in FP8, of any inner size
 SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
 
@@ -813,7 +813,7 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
     tuple: those of several GPUs. The sum is taken in float32 and rounded once."""
     parts = tuple(x) if isinstance(x, tuple) else (x,)
     (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
-    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, residual.dtype, residual.device)
+    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, size, residual.dtype, residual.device)
     add_and_norm_kernel[(num_rows,)](
         parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
         COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
@@ -913,18 +913,19 @@ def quantize_rows_kernel(x, out, scale, num_rows, SIZE: tl.constexpr, PADDED: tl
     tl.store(out + row * SIZE + i, (numbers / factor[:, None]).to(out.dtype.element_ty), mask=i < SIZE)
 
 
-def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
-    """Whether `few_rows_linear` may compute products of so many rows. For several rows it needs Hopper's shared memory,
-    and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
+def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
+    """Whether `few_rows_linear` is to compute products of so many rows of this inner size. For several rows it needs
+    Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
-    return num_rows == 1 or is_able and num_rows <= (MOST_FEW_ROWS_FP8 if is_fp8 else MOST_FEW_ROWS)
+    is_small = num_rows <= MOST_FEW_ROWS_FP8 if is_fp8 else num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
+    return num_rows == 1 or is_able and is_small
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
-    is_fp8, (rows, fewest) = weight.itemsize == 1, SMALL if x.shape[1] // count <= SMALL_INNER_SIZE else LARGE
-    fills_card = len(x) == 1 or is_fp8 or cdiv(len(weight), rows) * count >= fewest
-    return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
+    is_fp8 = weight.itemsize == 1
+    fills_card = len(x) == 1 or is_fp8 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
+    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, is_fp8)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
@@ -944,8 +945,9 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
         x, x_scale = quantize_rows(x) if columns else (x, x)
         padded = max(16 if columns else 8, tiles.next_power_of_2(num_rows))
         # Good in all of ten products, among 20 forms, on an H200; with FP8 in all four of Qwen3-8B.
-        rows = (SMALL if size // count <= SMALL_INNER_SIZE and not columns else LARGE)[0]
-        tile = 256 if columns == 1 or not columns and gated and padded == 8 else 128
+        rows, tile = ROWS_PER_PROGRAM, 256 if gated and padded == 8 else 128
+        if columns:
+            rows, tile = ROWS_PER_PROGRAM_FP8, 256 if columns == 1 else SCALE_COLUMNS.value
         few_rows_kernel[(cdiv(num_out, rows), count)](
             x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4, **options)

@@ -299,6 +299,9 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 # Weights
 # --------------------------------------------------------------------------------------------------
 
+PREFIXES = r"((model|language_model|transformer|decoder)\.)*"  # of a checkpoint's names, before the decoder's own
+
+
 @torch.no_grad()
 def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
                  part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> None:
@@ -311,7 +314,7 @@ def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
     missing = set(targets)
     embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
     for name, tensor in tensors:
-        bare = re.sub(r"^((model|language_model|transformer|decoder)\.)+", "", name)
+        bare = re.sub(f"^{PREFIXES}", "", name)
         if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
             bare = embed  # one matrix, which safetensors' save_model stores as the head only
         if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more

@@ -70,7 +70,7 @@ ENGINE
   --revision R, --hf-token T, --download-dir DIR          [main]; for the Hub [as its tools have it]
   --tokenizer T, --tokenizer-revision R, --skip-tokenizer-init   of another model [its own]; none
   --hf-overrides JSON          what replaces entries of config.json: {"sliding_window": 24}
-  --dtype D, --quantization fp8, --device D   float32, float16, bfloat16 [auto]; cpu, cuda:N [auto]
+  --dtype D, --device D, --quantization fp8   float32, float16, bfloat16; cpu, cuda, cuda:N [auto]
   --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
   --block-size N, --num-blocks N, --num-gpu-blocks-override N    slots per block; blocks [what fits]
   --gpu-memory-utilization X, --swap-space GIB   of the card [0.9]; host memory for preempted [0]

@@ -109,7 +109,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, COLUMNS=columns, BIAS=not gated)
             yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
-                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=64 if columns else 8, ROWS=64,
+                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=64 if columns else 8, ROWS=64 if columns else 32,
                                       TILE=128 if columns > 1 else 256, STAGES=4 if columns > 1 else 3,
                                       COLUMNS=columns, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanopaged import model
 from nanopaged.tiles import cdiv
 from nanopaged.weights.checkpoint import read_tensors
 
 FP8 = torch.float8_e4m3fn
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
-PREFIXES = "model|language_model|transformer|decoder"  # of the decoder's names; a vision tower has layers, too
-IN_A_LAYER = re.compile(rf"(({PREFIXES})\.)*layers\.\d+\..*\.weight$")
+IN_A_LAYER = re.compile(rf"{model.PREFIXES}layers\.\d+\..*\.weight$")  # of the decoder: a vision tower has layers, too
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
