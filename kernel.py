@@ -316,7 +316,8 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, PHASE: tl.constexpr, KV_HEADS: tl.constexpr,
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, PDL: tl.constexpr):
+                           PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr,
+                           PDL: tl.constexpr):
     """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
     pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
     query length alone picks its launch, so the result has the same bits in any batch:
@@ -327,13 +328,12 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         prefix, suffix: decode with a cascade (below)
 
     work          prefill: query_tiles [n, 2], (sequence, tile of its queries); sequence -1 is padding
-                  prefix: the entries of a cascade [n, 4]; suffix: num_common_splits [sequence]
+                  prefix: the entries of a cascade [n, 4]; suffix: num_common_tokens [sequence]
     split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
     scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     DECODE: tl.constexpr = PHASE != "prefill"
-    if PHASE != "suffix":
-        _wait_for_previous_kernel(PDL)
+    _wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     if PHASE == "prefill":
@@ -350,30 +350,31 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     seq_len = tl.load(seq_lens + seq)
     if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
-        if PHASE == "suffix":
-            _wait_for_previous_kernel(PDL)
         return
     first_position = seq_len - query_len + first
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
     if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
-        query_len = tl.load(entry + 1)
-        oldest = tl.load(entry + 2) * split_length(seq_len, TILE_N)
-        end = tl.load(entry + 3) * split_length(seq_len, TILE_N)
+        query_len, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        if query_len == 0:  # room in a recorded step
+            return
     elif PHASE == "suffix":
-        oldest = tl.load(work + seq) * split_length(seq_len, TILE_N)
+        oldest = tl.load(work + seq)
+    if ONE_SPLIT:
+        split_len = split_length(seq_len, TILE_N)
+        if (oldest // split_len + tl.program_id(1)) * split_len >= end:  # the context has fewer splits
+            return
     table = block_tables + seq.to(tl.int64) * table_row
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
     queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM,
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, PHASE == "suffix", ONE_PROGRAM,
+                ONE_SPLIT,
                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
                       TILE_M, TILE_N, PRECISION))
-        if PHASE == "suffix":
-            _wait_for_previous_kernel(PDL)
     else:
         _prefill(queries, keys, first_position, scale, v_scale,
                  Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
@@ -530,10 +531,10 @@ def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexp
 # Decode: one query token, and its context in splits
 #
 # **Cascade.** Sequences whose tables begin with the same blocks stand side by side in a batch
-# (nanopaged/scheduling/cascade.py has a drawing). The prefix launch computes the splits that they have in common. A
+# (nanopaged/scheduling/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
 # program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
-# The suffix launch computes each sequence's other splits, and merge_splits_kernel merges both kinds. The two launches
-# run side by side: the suffix launch waits for the prefix launch at its end, on behalf of merge_splits_kernel.
+# The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
+# the sums that are stored for this split. merge_splits_kernel merges all splits.
 # --------------------------------------------------------------------------------------------------
 
 @jit
@@ -546,13 +547,15 @@ def split_length(seq_len, TILE_N: tl.constexpr):
 
 
 @jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ONE_PROGRAM: tl.constexpr, sizes):
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RESUMES: tl.constexpr,
+            ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
         a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
         2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
         ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
                                                                to the splits, so that it adds in the same order
+        ONE_SPLIT: a program for each split                    store its sums once, behind the loop
 
         in plain loops:             for split in the program's splits:
                                         for tile in split: sums = _decode_tile(sums, tile)
@@ -569,7 +572,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
     split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
     if not ONE_PROGRAM:
-        splits_per_program = tl.cdiv(tl.cdiv(end, split_len) - split, tl.num_programs(1))
+        num_splits_left = tl.cdiv(end, split_len) - split
+        splits_per_program = 1 if ONE_SPLIT else tl.cdiv(num_splits_left, tl.num_programs(1))
         split += splits_per_program * tl.program_id(1)  # this program's first split
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
@@ -577,27 +581,30 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _query_rows(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
+    seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
+    row, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.query_len
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    if RESUMES:
+        begun = column < tl.where(start % split_len > 0, num_columns, 0)
+        sums = _load_sums(split_acc, split_sums, row + split, begun, dim, sizes.HEAD_DIM)
     block = _block_of(keys, start, sizes)
     for tile in range(start, end, sizes.TILE_N):
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
         sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
-        ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
-        if ONE_PROGRAM:
-            total = _where(ends, _merge(total, sums), total)
-        else:
-            seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
-            split_row = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits + split
-            complete = column < tl.where(ends, sizes.GROUP * queries.query_len, 0)
-            tl.store(split_acc + split_row[None, :] * sizes.HEAD_DIM + dim[:, None], sums.acc,
-                     mask=(dim < sizes.HEAD_DIM)[:, None] & complete[None, :])
-            tl.store(split_sums + 2 * split_row, sums.max, mask=complete)
-            tl.store(split_sums + 2 * split_row + 1, sums.sum, mask=complete)
-        sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
-        split += ends.to(tl.int32)
-    if ONE_PROGRAM:
+        if not ONE_SPLIT:
+            ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
+            if ONE_PROGRAM:
+                total = _where(ends, _merge(total, sums), total)
+            else:
+                complete = column < tl.where(ends, num_columns, 0)
+                _store_sums(split_acc, split_sums, row + split, sums, complete, dim, sizes.HEAD_DIM)
+            sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
+            split += ends.to(tl.int32)
+    if ONE_SPLIT:
+        _store_sums(split_acc, split_sums, row + split, sums, column < num_columns, dim, sizes.HEAD_DIM)
+    elif ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
 
 
@@ -665,6 +672,23 @@ def _merge(total, split):
 
 
 @jit
+def _load_sums(split_acc, split_sums, at, exists, dim, HEAD_DIM: tl.constexpr):
+    """The sums of a split of each column; before the first key where none exist."""
+    acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim[:, None], mask=exists[None, :] & (dim < HEAD_DIM)[:, None],
+                  other=0.0)
+    return Sums(acc, tl.load(split_sums + 2 * at, mask=exists, other=-float("inf")),
+                tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0))
+
+
+@jit
+def _store_sums(split_acc, split_sums, at, sums, exists, dim, HEAD_DIM: tl.constexpr):
+    tl.store(split_acc + at[None, :] * HEAD_DIM + dim[:, None], sums.acc,
+             mask=exists[None, :] & (dim < HEAD_DIM)[:, None])
+    tl.store(split_sums + 2 * at, sums.max, mask=exists)
+    tl.store(split_sums + 2 * at + 1, sums.sum, mask=exists)
+
+
+@jit
 def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
                         HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                         PDL: tl.constexpr):
@@ -680,19 +704,15 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
     first, last = 0, (seq_len - 1) // split_len
     if WINDOW:
         first = tl.maximum(seq_len - WINDOW, 0) // split_len
-    dim = tl.arange(0, DIM_PADDED)[:, None]
+    dim = tl.arange(0, DIM_PADDED)
     row = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
     total = _initial_sums(DIM_PADDED, 1, 1)
     for split in range(first, last + 1, MERGE_UNROLL):
         for i in tl.static_range(MERGE_UNROLL):  # unrolled, so that the loads do not wait for each other
-            at, exists = row + split + i, (split + i + tl.arange(0, 1)) <= last
-            one_max = tl.load(split_sums + 2 * at, mask=exists, other=-float("inf"))
-            one_sum = tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0)
-            one_acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim, mask=exists[None, :] & (dim < HEAD_DIM),
-                              other=0.0)
-            total = _merge(total, Sums(one_acc, one_max, one_sum))
-    out_at = out + q_start * out_token + head * out_head + dim
-    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=dim < HEAD_DIM)
+            exists = (split + i + tl.arange(0, 1)) <= last
+            total = _merge(total, _load_sums(split_acc, split_sums, row + split + i, exists, dim, HEAD_DIM))
+    out_at = out + q_start * out_token + head * out_head + dim[:, None]
+    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=(dim < HEAD_DIM)[:, None])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -711,7 +731,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     cascade          sequences with one new token that have blocks in common: entries [n, 4] int32 (first sequence,
-                     number of sequences, first split, end); num_common_splits [num_seqs] int32; columns of a tile
+                     number of sequences, first token, end); num_common_tokens [num_seqs] int32; columns of a tile
 
     An fp8 v_cache is read in pairs, so head_dim, its other strides and its address must be even.
     """
@@ -733,7 +753,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
         if len(query_tiles):
             paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
                 out, out, out, *inputs, query_tiles, *scales, 1, *strides, PHASE="prefill", ONE_PROGRAM=True,
-                **constants, **tiles.prefill_config(group, head_dim, q.dtype, q.device), **launch_options(q.device))
+                ONE_SPLIT=False, **constants, **tiles.prefill_config(group, head_dim, q.dtype, q.device),
+                **launch_options(q.device))
     num_decodes = len(seq_lens) if num_decodes is None else num_decodes
     if num_decodes:
         _launch_decode(out, inputs, num_decodes, max_seq_len, scales, strides, constants,
@@ -758,13 +779,14 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
     launches = [("decode", seq_lens, (num_contexts, sharing), config)]
     if cascade:
         num_prefixes = len(cascade[0]) * k_cache.shape[2]
-        launches = [("prefix", cascade[0], (num_prefixes, min(num_splits, tiles.wanted_programs(num_prefixes))),
+        launches = [("prefix", cascade[0], (num_prefixes, num_splits),
                      config | dict(TILE_M=cascade[2], num_stages=tiles.PREFIX_STAGES[cascade[2]])),
                     ("suffix", cascade[1], (num_contexts, sharing), config)]
     for phase, work, grid, tile in launches:
         paged_attention_kernel[grid](
             out, split_acc, split_sums, *inputs, work, *scales, num_splits, *strides, PHASE=phase,
-            ONE_PROGRAM=one_program, **constants, **tile, **launch_options(q.device))
+            ONE_PROGRAM=one_program, ONE_SPLIT=not one_program and grid[1] == num_splits, **constants, **tile,
+            **launch_options(q.device))
     if not one_program:
         merge_splits_kernel[(num_decodes, num_heads)](
             out, split_acc, split_sums, seq_lens, query_start_loc, scales[1], *strides[2:4], num_splits,

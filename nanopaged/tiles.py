@@ -169,6 +169,7 @@ def store_constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size
 # Work lists
 # --------------------------------------------------------------------------------------------------
 
+@lru_cache(1 << 16)
 def split_length(seq_len: int, tile_n: int) -> int:
     """kernel.split_length in Python."""
     sixteenth, least = (cdiv(seq_len, count * tile_n) * tile_n for count in (16, MAX_SPLITS))

@@ -345,8 +345,7 @@ class Frames:
         together = []
         for first, count, start, end in zip(*[iter(batch.cascade)] * 4):
             names = list(dict.fromkeys(self._names(batch.seqs[first:first + count])))
-            _, length = splits_of(self.llm, batch.seq_lens[first])
-            together.append([names, start * length, end * length])
+            together.append([names, start, end])
         if together != self.together.get(frame.pool, []):
             self.together[frame.pool] = frame.together = together
 

@@ -111,10 +111,10 @@ def pick_cascade(config: model.ModelConfig, block_size: int, dtype: torch.dtype,
     window, or a text would get other bits."""
     group = config.num_heads // config.num_kv_heads
     tile_n = tiles.decode_config(1, 2, group, config.head_dim, dtype, kv_dtype, device)["TILE_N"]
-    most_rows = tiles.MAX_PREFIX_COLUMNS // group
-    is_able = (kernels is kernel.TRITON and most_rows > 1 and not widest_window(config.sliding_windows)
+    is_able = (kernels is kernel.TRITON and 2 * group <= tiles.MAX_PREFIX_COLUMNS
+               and not widest_window(config.sliding_windows)
                and tiles.has_same_bits(tile_n, dtype, kv_dtype, device))
-    return Cascade(block_size, tile_n, most_rows) if is_able else None
+    return Cascade(block_size, tile_n, group) if is_able else None
 
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:

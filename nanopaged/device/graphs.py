@@ -79,7 +79,7 @@ class GraphRunner(Runner):
         shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape and batch.cascade:
             room = next(room for room in ROOMS if 4 * room >= len(batch.cascade))
-            shape = shape._replace(num_entries=room, cascade_columns=self.cascade_columns(batch))
+            shape = shape._replace(num_entries=room, cascade_columns=batch.cascade_columns)
         if shape is None or not self.record(shape):
             return super()._compute(batch, sampling_indices, more_rows, needs)
         return self._replay(shape, batch, sampling_indices, needs)
@@ -264,13 +264,14 @@ def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepI
 
         a chunk of 3 tokens after 4 cached ones            rows with seq_lens 5, 6, 7
     """
-    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade)
+    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade,
+                     cascade_columns=batch.cascade_columns)
     for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
         rows.seqs += [seq] * num_tokens
         rows.num_tokens += [1] * num_tokens
         rows.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
         rows.rows += [row] * num_tokens
     rows.query_start_loc = list(range(len(rows.seqs) + 1))
-    rows.num_common_splits = batch.num_common_splits and [  # a chunk has none
-        *batch.num_common_splits, *[0] * (len(rows.seqs) - len(batch.seqs))]
+    rows.num_common_tokens = batch.num_common_tokens and [  # a chunk has none
+        *batch.num_common_tokens, *[0] * (len(rows.seqs) - len(batch.num_common_tokens))]
     return rows, [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]

@@ -208,8 +208,8 @@ class Driver(ParallelRunner):
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        self.workers.send([*self.moves, *self.rows.sent, [bool(needs.grammars)], sampling_indices, more_rows,
-                           batch.num_tokens, *batch.lists])
+        self.workers.send([*self.moves, *self.rows.sent, [bool(needs.grammars), batch.cascade_columns],
+                           sampling_indices, more_rows, batch.num_tokens, *batch.lists])
         self.peers.barriers_left = None
         try:
             computed = super()._compute(batch, sampling_indices, more_rows, needs)
@@ -236,16 +236,18 @@ class Follower(ParallelRunner):
 
     @on_its_device
     @torch.inference_mode()
-    def follow(self, lists: list[list[int]]) -> None:
+    def follow(self, lists: list[Any]) -> None:
         """Launch the step that `Driver._compute` has sent."""
         self.peers.barriers_left = None
-        *moves, cells, blocks, has_grammars, sampling_indices, more_rows, num_tokens = lists[:9]
+        *moves, cells, blocks, (has_grammars, columns), sampling_indices, more_rows, num_tokens = lists[:9]
         out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
         self.pool.move(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
         self.rows.write(cells, blocks)
         seqs: list[Any] = [None] * len(num_tokens)
-        needs = SamplingNeeds(grammars=[()] if has_grammars[0] else [])
-        self._compute(StepInput(seqs, num_tokens, *lists[9:]), sampling_indices, more_rows, needs)
+        needs = SamplingNeeds(grammars=[()] if has_grammars else [])
+        batch = StepInput(seqs, num_tokens, *lists[9:])
+        batch.cascade_columns = columns
+        self._compute(batch, sampling_indices, more_rows, needs)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

@@ -37,7 +37,7 @@ from typing import Callable, ContextManager, Iterable
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel, model, tiles
+from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer, warmup
 from nanopaged.device.fused import find_blocks, with_fp8
 from nanopaged.device.logits import LogitsEditor, Start
@@ -54,7 +54,7 @@ from nanopaged.weights.split import random_tensors
 
 # StepInput.lists on the device, int32
 StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows "
-                         "num_common_splits cascade")
+                         "num_common_tokens cascade")
 
 
 class Runner:
@@ -187,7 +187,7 @@ class Runner:
         sent = StepTensors(*lists)
         query_tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self.make_batch(sent, logits_indices, sampling, max(batch.num_tokens), max(batch.seq_lens),
-                                 batch.num_tokens.count(1), query_tiles, self.cascade_columns(batch))
+                                 batch.num_tokens.count(1), query_tiles, batch.cascade_columns)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
         if not sampling_indices:
@@ -205,7 +205,7 @@ class Runner:
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
         hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
                      query_tiles=query_tiles, shared={},
-                     cascade=(sent.cascade.view(-1, 4), sent.num_common_splits, cascade_columns)
+                     cascade=(sent.cascade.view(-1, 4), sent.num_common_tokens, cascade_columns)
                      if cascade_columns else None)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
                            sent.query_start_loc, logits_indices, hints, sampling)
@@ -229,11 +229,6 @@ class Runner:
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
-
-    def cascade_columns(self, batch: StepInput) -> int:
-        """Of a tile of queries that attend to common blocks; 0: there is no cascade."""
-        most_sharers = max(batch.cascade[1::4], default=0)
-        return most_sharers and tiles.prefix_columns(most_sharers, self.config.num_heads // self.config.num_kv_heads)
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host."""

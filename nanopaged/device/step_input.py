@@ -31,13 +31,14 @@ class StepInput:
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    num_common_splits: list[int] = field(default_factory=list)  # [N], or empty: see scheduling/cascade.py
+    num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see scheduling/cascade.py
     cascade: list[int] = field(default_factory=list)  # its entries
+    cascade_columns: int = 0
 
     @property
     def lists(self) -> list[list[int]]:
         return [self.input_ids, self.positions, self.slot_mapping, self.query_start_loc, self.seq_lens, self.rows,
-                self.num_common_splits, self.cascade]
+                self.num_common_tokens, self.cascade]
 
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int, cascade: Cascade | None = None) -> "StepInput":
@@ -46,8 +47,7 @@ class StepInput:
 
         batch, pairs = cls([], []), sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first)
         if cascade:
-            count = sum(num_tokens == 1 or bool(seq.drafts) for seq, num_tokens in pairs)
-            pairs[:count], batch.cascade, batch.num_common_splits = cascade.find(pairs[:count])
+            pairs, batch.cascade, batch.num_common_tokens, batch.cascade_columns = cascade.find(pairs)
         for seq, num_tokens in pairs:
             end = seq.num_computed_tokens  # the scheduler has counted this step's tokens
             if not seq.drafts:
@@ -55,8 +55,6 @@ class StepInput:
             else:  # its last token and each draft: a row of one token each
                 for row_end in range(end - num_tokens + 1, end + 1):
                     batch._add(seq, 1, row_end, block_size)
-        if batch.cascade:
-            batch.num_common_splits = batch.num_common_splits + [0] * (len(batch.seqs) - len(batch.num_common_splits))
         return batch
 
     def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:

@@ -56,7 +56,7 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
             sharing = tiles.programs_per_context(count * c.num_kv_heads, tiles.split_bound(longest))
             config = tiles.decode_config(count * c.num_kv_heads, sharing, group, c.head_dim, dtype, cache.dtype,
                                          device)
-            sizes[sharing == 1, *config.values()] = count, longest
+            sizes[sharing == 1, sharing == tiles.split_bound(longest), *config.values()] = count, longest
     for window in set(c.sliding_windows or [0]):
         attend = partial(kernel.TRITON.attention, k_cache=cache, v_cache=cache, scale=c.head_dim ** -0.5,
                          sliding_window=window)

@@ -1,125 +1,121 @@
 """Cascade attention: what several sequences have in common is read once. An addition to the decode of chapter 1.
 
 Samples of one prompt, chats with one system prompt and the rows of a sequence with drafts have tables that begin with
-the same blocks. Attention would read the K and V of these blocks once for each of them. A context is cut into splits
-anyway, and the sums of its splits are merged. So a program can compute a split that several sequences have in common
-with the queries of all of them (Juravsky et al. 2024, Hydragen; Ye et al. 2024, cascade attention in FlashInfer):
+the same blocks. Attention would read the K and V of these blocks once for each of them. But a program can compute a
+tile of keys with the queries of several sequences (Juravsky et al. 2024, Hydragen; Ye et al. 2024, cascade attention in
+FlashInfer). The splits of a context, which decode has anyway, join both parts:
 
-    sequence   splits of its context
-    A          | 0  1  2  3 | 4  5           prefix launch: splits 0 to 3 with the queries of A, B, C and D, and
-    B          | 0  1  2  3 | 4  5                          splits 4 to 5 with those of C and D
-    C          | 0  1  2  3 | 4  5 | 6       suffix launch: the rest, for each sequence by itself
-    D          | 0  1  2  3 | 4  5 | 6       merge:         as for any context in splits
+    sequence   splits of 128 tokens, in tiles of 64
+    A          | 0  0  1  1  2 | 2  3  3            prefix launch: 5 tiles with the queries of A and B; 4 tiles with
+    B          | 0  0  1  1  2 | 2  3  3                           those of C, D and E, 4 more with those of D and E
+    C          | 0  0  1  1 | 2  2  3  3            suffix launch: the other tiles, for each sequence by itself
+    D          | 0  0  1  1 | 2  2  3  3 | 4        merge:         as for any context in splits
+    E          | 0  0  1  1 | 2  2  3  3 | 4
 
-                                        first sequence   how many   first split   end
-    the entries of the prefix launch    0 (A)            4          0             4
-                                        2 (C)            2          4             6
-    num_common_splits                   4  4  6  6
+                                        first sequence   how many   first token   end
+    the entries of the prefix launch    0 (A)            2          0             320
+                                        2 (C)            3          0             256
+                                        3 (D)            2          256           512
+    num_common_tokens                   320  320  256  512  512
 
-In a batch these sequences stand side by side. Whole splits alone are shared, and between sequences whose splits have
-the same length. Each sum therefore has the bits that it has for a sequence by itself.
+In a batch these sequences stand side by side. The suffix launch goes on where the prefix launch stopped, also within a
+split, and sequences share only while their splits have the same length. Each sum therefore has the bits that it has for
+a sequence by itself. Entries of one sequence meet at the end of a split, because they are computed at the same time.
 
-Sequences that have blocks in common are found when one of them joins or leaves the decoding batch, or reaches another
-split length. Other steps only compare two lists.
+Sequences that have blocks in common are looked for when one joins or leaves the decoding batch or reaches another split
+length, and at the latest after as many steps as a tile has tokens. Other steps only compare two lists.
 """
-import math
-from typing import NamedTuple
+import os
 
 from nanopaged import tiles
 from nanopaged.scheduling.additions import Sequence
 
-# An entry must spare attention so many tokens. The two launches and the merge take a few microseconds more, in which an
-# H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
+# An entry must spare attention so many tokens. The launch more and the merge take a few microseconds, in which an H200
+# reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
 LEAST_TOKENS = 4096
 MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
-MOST_NUMBERS = 100_000  # after that many they are given out anew
 
-Decoding = list[tuple[Sequence, int]]  # decoding sequences, each with its rows: the new token, and its drafts
-
-
-class Member(NamedTuple):
-    """What is known of a decoding sequence."""
-    table: list[int]  # its block table, another object when it comes back after a preemption
-    split_len: int
-    unit: int  # tokens: whole splits that are whole blocks
-    chain: list[int]  # for each unit a number, which stands for all blocks up to its end
+Batch = list[tuple[Sequence, int]]  # sequences and their new tokens; in decode the new token, and its drafts
 
 
 class Cascade:
     """Finds the sequences of decode steps that have blocks in common.
 
     tile_n: tokens of a tile of keys, which split lengths depend on
-    most_rows: rows that one program can serve
+    group: query heads that share a kv head
+    most_columns: queries that one program can serve
     least_tokens: an entry must spare attention so many
     """
 
-    def __init__(self, block_size: int, tile_n: int, most_rows: int, least_tokens: int = LEAST_TOKENS):
-        self.block_size, self.tile_n, self.most_rows, self.least_tokens = block_size, tile_n, most_rows, least_tokens
-        self.numbers: dict[tuple[int, ...], int] = {}  # (number of the unit before, the unit's blocks) -> number
-        self.members: dict[Sequence, Member] = {}
-        self.batch: Decoding = []  # the last one
-        self.num_steps = 0.0  # for which `found` holds, if the batch stays the same
-        self.found: tuple[Decoding, list[int], list[int]] = [], [], []
+    def __init__(self, block_size: int, tile_n: int, group: int, most_columns: int = tiles.MAX_PREFIX_COLUMNS,
+                 least_tokens: int = LEAST_TOKENS):
+        self.block_size, self.tile_n, self.group, self.least_tokens = block_size, tile_n, group, least_tokens
+        self.most_rows = most_columns // group
+        self.batch: Batch = []  # the last one
+        self.num_steps = 0  # for which `found` holds, if the batch stays the same
+        self.found: tuple[Batch, list[int], list[int], int] = [], [], [], 0
+        self.splits: dict[Sequence, tuple[int, int]] = {}  # see `_splits`
 
-    def find(self, batch: Decoding) -> tuple[Decoding, list[int], list[int]]:
-        """The batch in the order of a step, the entries one after another, and the number of common splits of each row;
-        both empty if nothing is worth an entry."""
+    def find(self, batch: Batch) -> tuple[Batch, list[int], list[int], int]:
+        """The batch in the order of a step, the entries one after another, the number of common tokens of each decoding
+        row, and the columns of a tile of queries; nothing of these if nothing is worth an entry. The sequences that
+        decode come first."""
+        decoding = [pair for pair in batch if pair[1] == 1 or pair[0].drafts]
         self.num_steps -= 1
-        if batch == self.batch and self.num_steps > 0:
-            return self.found
-        self.batch, self.found, self.num_steps = batch, (batch, [], []), math.inf
-        has_none = len({seq.block_table[0] for seq, _ in batch}) == sum(num_rows for _, num_rows in batch)
-        if has_none or len(self.numbers) > MOST_NUMBERS:
-            self.numbers, self.members = {}, {}
-        if has_none:
-            return self.found
-        self.members = {seq: self._member(seq, num_rows) for seq, num_rows in batch}
-        # A sequence with several rows may grow by as many tokens in a step.
-        self.num_steps = 1 + min((tiles.longest_with(self.members[seq].split_len) - seq.num_computed_tokens) // num_rows
-                                 for seq, num_rows in batch)
+        if decoding != self.batch or self.num_steps <= 0:
+            self.batch, self.num_steps = decoding, self.tile_n
+            self.found = decoding, [], [], 0
+            if len({seq.block_table[0] for seq, _ in decoding}) < sum(num_rows for _, num_rows in decoding):
+                self._search(decoding)
+        order, *shared = self.found
+        return order + batch[len(order):], *shared  # type: ignore[return-value]
+
+    def _search(self, decoding: Batch) -> None:
+        self.splits = {seq: self._splits(seq, num_rows) for seq, num_rows in decoding}
+        # A sequence with several rows may grow by as many tokens in a step, and what these have in common grows, too.
+        self.num_steps = min(self.tile_n, *(1 + (tiles.longest_with(self.splits[seq][0]) - seq.num_computed_tokens)
+                                            // num_rows for seq, num_rows in decoding))
         least, entries = self.least_tokens, [0] * (4 * MOST_ENTRIES + 1)
         while len(entries) > 4 * MOST_ENTRIES:
-            order: Decoding = []
+            order: Batch = []
             entries, num_common = [], list[int]()
-            self._share(batch, 0, 0, least, order, entries, num_common)
+            self._share(decoding, 0, 0, least, order, entries, num_common)
             least *= 2
         if entries:
-            self.found = order, entries, num_common
-        return self.found
+            self.found = order, entries, num_common, tiles.prefix_columns(max(entries[1::4]), self.group)
 
-    def _member(self, seq: Sequence, num_rows: int) -> Member:
-        split_len = tiles.split_length(seq.num_computed_tokens, self.tile_n)
-        first_len = seq.num_computed_tokens - num_rows + 1  # of its first row
-        known = self.members.get(seq)
-        if not known or known.table is not seq.block_table or known.split_len != split_len:
-            known = Member(seq.block_table, split_len, math.lcm(split_len, self.block_size), [])
-        if tiles.split_length(first_len, self.tile_n) != split_len:
-            return known._replace(chain=[])
-        for i in range(len(known.chain), first_len // known.unit):
-            length = known.unit // self.block_size
-            before = known.chain[-1] if known.chain else -split_len
-            key = before, *seq.block_table[i * length:(i + 1) * length]
-            known.chain.append(self.numbers.setdefault(key, len(self.numbers)))
-        return known
+    def _splits(self, seq: Sequence, num_rows: int) -> tuple[int, int]:
+        """(tokens per split, tokens that all rows of a sequence see); 0 tokens if the rows' splits differ in length."""
+        lens = seq.num_computed_tokens - num_rows + 1, seq.num_computed_tokens
+        first, last = (tiles.split_length(length, self.tile_n) for length in lens)
+        return last, lens[0] if first == last else 0
 
-    def _share(self, batch: Decoding, depth: int, covered: int, least: int, order: Decoding, entries: list[int],
+    def _share(self, batch: Batch, depth: int, covered: int, least: int, order: Batch, entries: list[int],
                num_common: list[int]) -> None:
-        """Append these sequences to the lists. They have `depth` units in common, and entries cover `covered` of
-        them."""
-        parts: dict[int, Decoding] = {}
+        """Append these sequences to the lists. They have `depth` blocks in common, and entries cover `covered`
+        tokens."""
+        parts: dict[tuple[int, ...], Batch] = {}
         for seq, num_rows in batch:
-            parts.setdefault(next(iter(self.members[seq].chain[depth:]), -1), []).append((seq, num_rows))
-        for number, part in parts.items():
+            split_len, num_tokens = self.splits[seq]
+            key = (split_len, seq.block_table[depth]) if depth * self.block_size < num_tokens else ()
+            parts.setdefault(key, []).append((seq, num_rows))
+        for key, part in parts.items():
             num_rows = sum(rows for _, rows in part)
-            member, chains = self.members[part[0][0]], [self.members[seq].chain for seq, _ in part]
-            per_unit = member.unit // member.split_len
-            if number < 0 or num_rows == 1:
+            if not key or num_rows == 1:
                 order += part
-                num_common += [covered * per_unit] * num_rows
+                num_common += [covered] * num_rows
                 continue
-            common = next((i for i, numbers in enumerate(zip(*chains)) if len(set(numbers)) > 1), min(map(len, chains)))
-            is_worth = (num_rows - 1) * (common - covered) * member.unit >= least
-            for row in range(0, num_rows if is_worth else 0, self.most_rows):
-                entries += [len(num_common) + row, min(self.most_rows, num_rows - row), covered * per_unit,
-                            common * per_unit]
-            self._share(part, common, common if is_worth else covered, least, order, entries, num_common)
+            tables = [seq.block_table for seq, _ in part]
+            same = len(os.path.commonprefix(tables))  # any lists: it compares the least and the largest
+            end = min(same * self.block_size, *(self.splits[seq][1] for seq, _ in part)) // self.tile_n * self.tile_n
+            whole, is_worth = end // key[0] * key[0], (num_rows - 1) * (end - covered) >= least
+            row, at = len(num_common), len(entries)
+            self._share(part, same, whole if is_worth else covered, least, order, entries, num_common)
+            if len(entries) > at:
+                end = whole
+            elif is_worth:
+                num_common[row:] = [end] * num_rows
+            if is_worth and end > covered:
+                own = [(row + i, min(self.most_rows, num_rows - i), covered, end)
+                       for i in range(0, num_rows, self.most_rows)]
+                entries[at:at] = [number for entry in own for number in entry]

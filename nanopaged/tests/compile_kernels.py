@@ -78,7 +78,8 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
         config = config | dict(TILE_M=columns, num_stages=tiles.PREFIX_STAGES[columns])
     strides = cache_strides(head_dim, block_size)
     constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
-        PHASE=phase, ONE_PROGRAM=no_split, TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+        PHASE=phase, ONE_PROGRAM=no_split, ONE_SPLIT=phase == "prefix", TILE_M=config["TILE_M"],
+        TILE_N=config["TILE_N"])
     compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
                               config["num_stages"], fp8)
     return compiled, config

@@ -26,10 +26,10 @@ def decoding(table, seq_len, num_drafts=0):
 
 
 def found(finder, batch):
-    """Entries as [first row, rows, first split, end], after a check against the tables: the rows of an entry hold the
-    same blocks in its splits, these have one length and are complete, and each row's common splits are those of its
-    entries, from split 0 on."""
-    order, numbers, num_common = finder.find(batch)
+    """Entries as [first row, rows, first token, end], after a check against the tables: the rows of an entry hold the
+    same blocks in its tiles, their splits have one length, and each row's common tokens are those of its entries, from
+    token 0 on. A row's entries meet at the ends of splits."""
+    order, numbers, num_common, columns = finder.find(batch)
     assert sorted(map(id, (seq for seq, _ in order))) == sorted(map(id, (seq for seq, _ in batch)))
     rows = [(seq, seq.num_computed_tokens - count + 1 + i) for seq, count in order for i in range(count)]
     entries = [numbers[i:i + 4] for i in range(0, len(numbers), 4)]
@@ -39,46 +39,60 @@ def found(finder, batch):
         members = rows[first:first + count]
         assert 1 <= len(members) == count <= finder.most_rows and start < end
         [length] = {tiles.split_length(seq_len, finder.tile_n) for _, seq_len in members}
-        assert end * length <= min(seq_len for _, seq_len in members)
-        num_blocks = -(-end * length // finder.block_size)
-        assert len({tuple(seq.block_table[:num_blocks]) for seq, _ in members}) == 1
+        assert start % length == end % finder.tile_n == 0
+        assert end <= min(seq_len for _, seq_len in members) and count * finder.group <= columns
+        assert len({tuple(seq.block_table[:-(-end // finder.block_size)]) for seq, _ in members}) == 1
         for row in range(first, first + count):
             assert covered[row] == start
             covered[row] = end
     assert not entries or covered == num_common
+    assert bool(columns) == bool(entries) and columns <= max(16, finder.most_rows * finder.group)
     return entries, [seq for seq, _ in order]
 
 
 def test_the_drawing():
-    """A, B, C and D have four splits in common, C and D two more."""
-    tables = [[*range(8), *own] for own in ([20] * 5, [21] * 5, [8, 9, 10, 11, 22], [8, 9, 10, 11, 23])]
-    batch = [decoding(table, 13 * 64) for table in tables]
-    entries, order = found(Cascade(64, 64, 32, least_tokens=1), batch)
-    assert entries == [[0, 4, 0, 4], [2, 2, 4, 6]] and order == [seq for seq, _ in batch]
-    for line in ("0 (A)            4          0             4", "2 (C)            2          4             6"):
-        assert line in cascade.__doc__
+    """A and B have five tiles in common, C, D and E four, D and E four more."""
+    tables = [[*range(5), 20, 21, 22], [*range(5), 30, 31, 32], [5, 6, 7, 8, 40, 41, 42, 43],
+              [*range(5, 13), 50], [*range(5, 13), 51]]
+    batch = [decoding(table, 64 * len(table)) for table in tables]
+    entries, order = found(Cascade(64, 64, 2, least_tokens=1), batch)
+    assert sorted(entries) == [[0, 2, 0, 320], [2, 3, 0, 256], [3, 2, 256, 512]] and order == [seq for seq, _ in batch]
+    for (first, count, start, end), name in zip(sorted(entries), "ACD"):
+        assert f"{first} ({name}){'':12}{count}          {start:<13} {end}" in cascade.__doc__
+
+
+def test_entries_of_a_sequence_meet_at_the_end_of_a_split():
+    """All have five tiles in common, the last two ten: their second entry begins in front of the fifth tile."""
+    tables = [[*range(5), 20], [*range(5), 30], [*range(10), 40], [*range(10), 50]]
+    batch = [decoding(table, 64 * len(table)) for table in tables]
+    entries, _ = found(Cascade(64, 64, 2, least_tokens=1), batch)
+    assert sorted(entries) == [[0, 4, 0, 256], [2, 2, 256, 640]]
 
 
 def test_what_is_not_worth_an_entry_is_not_shared():
     batch = [decoding([*range(8), 20 + i], 600) for i in range(3)]  # 512 common tokens, of which two rows save 1,024
-    assert found(Cascade(64, 64, 32, least_tokens=1024), batch)[0] == [[0, 3, 0, 4]]
-    assert not found(Cascade(64, 64, 32, least_tokens=1025), batch)[0]
-    assert not found(Cascade(64, 64, 32), batch)[0]
+    assert found(Cascade(64, 64, 2, least_tokens=1024), batch)[0] == [[0, 3, 0, 512]]
+    assert not found(Cascade(64, 64, 2, least_tokens=1025), batch)[0]
+    assert not found(Cascade(64, 64, 2), batch)[0]
 
 
 def test_rows_of_drafts_share_their_context():
     seq, rows = decoding(range(20), 1200, num_drafts=3)
-    assert found(Cascade(64, 64, 32, least_tokens=1), [(seq, rows)])[0] == [[0, 4, 0, 9]]  # 9 x 128 of 1,197 tokens
-    assert found(Cascade(64, 64, 2, least_tokens=1), [(seq, rows)])[0] == [[0, 2, 0, 9], [2, 2, 0, 9]]
+    assert found(Cascade(64, 64, 2, least_tokens=1), [(seq, rows)])[0] == [[0, 4, 0, 1152]]  # 18 x 64 of 1,197 tokens
+    assert found(Cascade(64, 64, 8, 16, least_tokens=1), [(seq, rows)])[0] == [[0, 2, 0, 1152], [2, 2, 0, 1152]]
     seq, rows = decoding(range(40), 2050, num_drafts=3)  # rows 2,047 and 2,048 have splits of 128, the others of 192
-    assert not found(Cascade(64, 64, 32, least_tokens=1), [(seq, rows)])[0]
+    assert not found(Cascade(64, 64, 2, least_tokens=1), [(seq, rows)])[0]
+    (seq, rows), finder = decoding(range(300), 9000, num_drafts=3), Cascade(64, 64, 2)
+    for seq.num_computed_tokens in range(9000, 9500):
+        [[*_, end]] = found(finder, [(seq, rows)])[0]
+        assert end > seq.num_computed_tokens - rows - 2 * 64
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64, 256])
 def test_random_batches(block_size):
     """Sequences join, leave, grow and come back with another table; beginnings come from a tree of texts."""
     rng = random.Random(block_size)
-    finder = Cascade(block_size, 64, most_rows=5, least_tokens=1)
+    finder = Cascade(block_size, 64, 3, 16, least_tokens=1)
     blocks = iter(range(10**9))
     tree = [[]]
     for _ in range(12):
@@ -115,7 +129,7 @@ def test_random_batches(block_size):
 def test_steps_of_a_scheduler(num_blocks):
     """Prompts cut from three texts come, end, are aborted, and lose their blocks when the pool runs dry."""
     rng, manager = random.Random(num_blocks), BlockManager(num_blocks, 16)
-    plan, finder = Scheduler(manager, 12, 256), Cascade(16, 64, most_rows=5, least_tokens=1)
+    plan, finder = Scheduler(manager, 12, 256), Cascade(16, 64, 3, 16, least_tokens=1)
     texts, alive, num_entries, preempted = [[rng.randrange(9) for _ in range(700)] for _ in range(3)], [], 0, 0
     for arrival in range(400):
         if rng.random() < 0.3:
@@ -134,16 +148,15 @@ def test_steps_of_a_scheduler(num_blocks):
 
 
 def test_steps_in_which_nobody_joins_or_leaves_reuse_what_was_found():
-    finder, batch = Cascade(64, 64, 32, least_tokens=1), [decoding([*range(8), 20 + i] * 9, 2040) for i in range(3)]
-    first = finder.find(batch)
+    finder, batch = Cascade(64, 64, 2, least_tokens=1), [decoding([*range(8), 20 + i] * 9, 2040) for i in range(3)]
+    first = finder.find(batch)[1]
     for seq_len in range(2041, 2049):
         for seq, _ in batch:
             seq.num_computed_tokens = seq_len
-        assert finder.find(list(batch)) is first
+        assert finder.find(list(batch))[1] is first
     for seq, _ in batch:
         seq.num_computed_tokens = 2049  # splits of 192 from here on
-    entries, _ = found(finder, batch)
-    assert entries == [[0, 3, 0, 2]]
+    assert found(finder, batch)[0] == [[0, 3, 0, 512]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +166,7 @@ def test_steps_in_which_nobody_joins_or_leaves_reuse_what_was_found():
 def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="cpu", nested=0):
     """Attention of groups of these sizes, each with `common` tokens in common, and half of each with `nested` more:
     (reference in float64, the kernel's function, its inputs, their cascade)."""
-    (num_heads, num_kv_heads, head_dim), num_blocks = heads, 4000 // block_size * sum(sizes)
+    (num_heads, num_kv_heads, head_dim), num_blocks = heads, 9000 // block_size * sum(sizes)
     tables, lens, numbers = [], [], iter(torch.randperm(num_blocks).tolist())
     for size in sizes:
         beginning = [next(numbers) for _ in range(common // block_size)]
@@ -164,7 +177,7 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
             needed = -(-lens[-1] // block_size) - len(beginning) - len(inner)
             tables.append(beginning + inner + [next(numbers) for _ in range(needed)])
     seqs = [decoding(table, seq_len) for table, seq_len in zip(tables, lens)]
-    order, entries, num_common = Cascade(block_size, 64, 64 * num_kv_heads // num_heads, 1).find(seqs)
+    order, entries, num_common, columns = Cascade(block_size, 64, num_heads // num_kv_heads, least_tokens=1).find(seqs)
     assert entries
     order = [seq for seq, _ in order]
     ints = dict(dtype=torch.int32, device=device)
@@ -174,7 +187,6 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
     starts = torch.arange(len(order) + 1, **ints)
     caches = torch.randn(2, num_blocks, block_size, num_kv_heads, head_dim, device=device).to(dtype)
     q = torch.randn(len(order), num_heads, head_dim, device=device).to(dtype)
-    columns = tiles.prefix_columns(max(entries[1::4]), num_heads // num_kv_heads)
     shared = torch.tensor(entries + [0] * 8, **ints).view(-1, 4), torch.tensor(num_common, **ints), columns
     inputs = q, *caches, block_tables, seq_lens, starts, head_dim ** -0.5
     options = dict(max_query_len=1, max_seq_len=int(seq_lens.max()))
@@ -183,8 +195,8 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
 
 
 @pytest.mark.parametrize("sizes, common, nested, heads, block_size", [
-    ([2], 128, 0, (4, 2, 16), 16), ([3, 2], 384, 0, (2, 2, 24), 48), ([1, 4], 256, 128, (3, 1, 16), 64),
-    ([9], 128, 0, (8, 1, 16), 16), ([5], 256, 0, (7, 1, 16), 256)])
+    ([2], 192, 0, (4, 2, 16), 16), ([3, 2], 576, 0, (2, 2, 24), 48), ([1, 4], 256, 128, (3, 1, 16), 64),
+    ([9], 64, 0, (8, 1, 16), 16), ([5], 256, 0, (7, 1, 16), 256)])
 def test_kernel_against_float64(sizes, common, nested, heads, block_size):
     torch.manual_seed(0)
     exact, attention, inputs, shared = attend(random.Random(0), sizes, common, heads, block_size, nested=nested,
@@ -199,7 +211,7 @@ def test_bits_do_not_depend_on_the_group(heads, dtype):
     torch.manual_seed(0)
     rng = random.Random(0)
     for sizes in ([2], [5, 3, 1], [40], [17, 1, 2]):
-        for block_size, common, nested in ((16, 512, 256), (64, 1984, 0), (64, 128, 448)):
+        for block_size, common, nested in ((16, 512, 256), (64, 1984, 0), (64, 128, 448), (16, 8000, 0)):
             exact, attention, inputs, shared = attend(rng, sizes, common, heads, block_size, dtype, device="cuda",
                                                       nested=nested)
             together = attention(*inputs, cascade=shared)
@@ -227,7 +239,7 @@ def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
     prompts = [common + [i, 5, i] * 20 for i in range(5)] + [common[:140] + [9] * i for i in (1, 80)] + [PROMPT]
     drawn = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
     params = [GREEDY] * 7 + [drawn]
-    llm.runner.cascade, sizes, texts = Cascade(16, 64, 4, least_tokens=1), set(), []
+    llm.runner.cascade, sizes, texts = Cascade(16, 64, 4, 16, least_tokens=1), set(), []
     find = llm.runner.cascade.find
     monkeypatch.setattr(llm.runner.cascade, "find", lambda batch: sizes.add(len((seen := find(batch))[1])) or seen)
     for llm.runner.cascade in (llm.runner.cascade, None):
@@ -246,4 +258,4 @@ def test_the_interpreter_gives_the_texts_of_torch():
             llm.runner.cascade.least_tokens = 1
         prompts = [[*range(3, 133), i] for i in range(2)]
         texts.append(tokens_of(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))))
-    assert texts[0] == texts[1] and llm.runner.cascade.found[1] == [0, 2, 0, 1]
+    assert texts[0] == texts[1] and llm.runner.cascade.found[1] == [0, 2, 0, 128]

@@ -394,7 +394,7 @@ def test_a_gpus_trace_says_at_the_first_decode_that_a_context_is_not_split():
 
 def test_a_gpus_trace_says_which_tokens_are_read_once():
     llm = load(num_blocks=300, max_num_batched_tokens=400)
-    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 32, least_tokens=1)
+    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 2, least_tokens=1)
     lines = traced(llm)
     for i in range(3):
         llm.add_request([*range(300 if i else 200), 7, i], greedy(4 + i))
