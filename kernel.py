@@ -826,6 +826,7 @@ def as_bytes(x: Tensor) -> Tensor:
 MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
 ROWS_PER_PROGRAM = 32  # of the weight
 MOST_FEW_ROWS_FP8, ROWS_PER_PROGRAM_FP8 = 64, 64  # with weights in FP8, of any inner size
+MOST_16_BIT_ROWS = 8  # of x, with weights in FP8; with more, turning the weights into 16 bits takes the longest
 SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
 
@@ -955,7 +956,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
     of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension.
-    scale: of a weight in FP8, [out, 1] or [out, in / 128]. T is up to 64, and from 2 on x is quantised, too."""
+    scale: of a weight in FP8, [out, 1] or [out, in / 128]. T is up to 64, and from 9 on x is quantised, too."""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
@@ -964,8 +965,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
                    **launch_options(x.device))
     bias, scale = weight if bias is None else bias, weight if scale is None else scale
     if num_rows > 1:
-        x, x_scale = quantize_rows(x) if columns else (x, x)
-        padded = max(16 if columns else 8, tiles.next_power_of_2(num_rows))
+        x, x_scale = quantize_rows(x) if columns and num_rows > MOST_16_BIT_ROWS else (x, x)
+        padded = max(8, tiles.next_power_of_2(num_rows))
         # Good in all of ten products, among 20 forms, on an H200; with FP8 in all four of Qwen3-8B.
         rows, tile = ROWS_PER_PROGRAM, 256 if gated and padded == 8 else 128
         if columns:
@@ -1029,24 +1030,33 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
                     PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension). The rows of x are columns, as queries are in decode:
     tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns. The loop's
-    pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product."""
+    pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product.
+
+    The hardware turns FP8 into float16 in one instruction, and into bfloat16 in several. Beside weights in FP8 a
+    bfloat16 x therefore becomes float16, times 2 ** -8, so that numbers up to 2 ** 24 stay finite."""
     row, column, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
     start, row_exists, column_exists = tl.program_id(1) * PART, (row < num_out)[:, None], (column < num_rows)[None, :]
     at = weight + row.to(tl.int64)[:, None] * SIZE + start + i[None, :]
     up_at, x_at = at + num_out.to(tl.int64) * SIZE, x + column[None, :] * SIZE + start + i[:, None]
     sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    QUANTIZED: tl.constexpr = x.dtype.element_ty == tl.float8e4nv
+    FACTOR: tl.constexpr = 2.0 ** -8 if COLUMNS and x.dtype.element_ty == tl.bfloat16 else 1.0
     _wait_for_previous_kernel(PDL)
     for k in tl.range(0, PART, TILE, num_stages=STAGES):
         inside = k + i < PART
         factors = tl.load(x_at + k, mask=inside[:, None] & column_exists, other=0.0)
+        if FACTOR != 1.0:
+            factors = (factors.to(tl.float32) * FACTOR).to(tl.float16)
         gate = tl.load(at + k, mask=row_exists & inside[None, :], other=0.0)
         sums = _add_product(gate, factors, sums, scale, row, row < num_out, start + k, COLUMNS)
         if GATED:
             up = tl.load(up_at + k, mask=row_exists & inside[None, :], other=0.0)
             up_sums = _add_product(up, factors, up_sums, scale, row + num_out, row < num_out, start + k, COLUMNS)
-    if COLUMNS:
+    if QUANTIZED:
         of_column = tl.load(x_scale + column, mask=column < num_rows, other=0.0)[None, :]
         sums, up_sums = sums * of_column, up_sums * of_column
+    if FACTOR != 1.0:
+        sums, up_sums = sums / FACTOR, up_sums / FACTOR
     if COLUMNS == 1:
         sums *= tl.load(scale + row, mask=row < num_out, other=0.0)[:, None]
         if GATED:
@@ -1073,8 +1083,8 @@ def _add_product(weights, factors, sums, scale, row, exists, start, COLUMNS: tl.
     """sums + weights times factors. Of FP8 with several scales in a row, a tile has one of each row."""
     if COLUMNS > 1:
         scales = tl.load(scale + row * COLUMNS + start // SCALE_COLUMNS, mask=exists, other=0.0)
-        return sums + tl.dot(weights, factors, input_precision="ieee") * scales[:, None]
-    return tl.dot(weights, factors, sums, input_precision="ieee")
+        return sums + tl.dot(weights.to(factors.dtype), factors, input_precision="ieee") * scales[:, None]
+    return tl.dot(weights.to(factors.dtype), factors, sums, input_precision="ieee")
 
 
 @jit

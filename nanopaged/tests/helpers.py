@@ -100,7 +100,7 @@ class PlainKernels:
     def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
         if scale is not None:
             weight = fp8_weight(weight, scale).to(x.dtype)
-            x = x if len(x) == 1 else fp8_weight(*fp8.quantize(x)).to(x.dtype)
+            x = x if len(x) <= kernel.MOST_16_BIT_ROWS else fp8_weight(*fp8.quantize(x)).to(x.dtype)
         y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
