@@ -97,7 +97,7 @@ class Cascade:
         parts: dict[tuple[int, ...], Batch] = {}
         for seq, num_rows in batch:
             split_len, num_tokens = self.splits[seq]
-            key = (split_len, seq.block_table[depth]) if depth * self.block_size < num_tokens else ()
+            key: tuple[int, ...] = (split_len, seq.block_table[depth]) if depth * self.block_size < num_tokens else ()
             parts.setdefault(key, []).append((seq, num_rows))
         for key, part in parts.items():
             num_rows = sum(rows for _, rows in part)
