@@ -391,6 +391,15 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
 
 
+def test_forced_tokens_are_the_models(llguidance):
+    """A tokenizer may have more tokens than the model. Qwen's first 256 are single bytes."""
+    tokenizer = load_tokenizer(BUNDLED.parent / "golden" / "tokenizers" / "qwen")
+    compiler = grammars.GrammarCompiler(tokenizer, [7], 256)
+    tokens = compiler.compile(StructuredOutputsParams(choice=["yes, indeed"])).propose([], 100)
+    assert max(tokenizer.encode("yes, indeed")) >= 256 > max(tokens)
+    assert b"".join(tokenizer.token_bytes()[token] for token in tokens) == b"yes, indeed"
+
+
 @pytest.mark.parametrize("limited, reason", [
     (dict(grammar='start: e\ne: e e | "a" | e "a" | "a" e | e e e'), "items"),
     (dict(regex="((a{1,1000}b?){1,1000}c?){1,1000}"), "")], ids=["ambiguous", "many states"])
