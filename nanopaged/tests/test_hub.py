@@ -187,15 +187,6 @@ def test_a_token_and_a_directory_that_are_options(fake, tmp_path):
     assert fake.asked() == ["config.json"]  # a model that cannot be run is refused before it is downloaded
 
 
-def test_weights_in_another_8_bit_type_are_not_downloaded(fake):
-    quantization = dict(quant_method="compressed-tensors", format="int-quantized", config_groups={})
-    config = json.loads((GOLDEN / "qwen3" / "config.json").read_text()) | dict(quantization_config=quantization)
-    fake.files[COMMIT]["config.json"] = json.dumps(config).encode()
-    with pytest.raises(ValueError, match="quantised with COMPRESSED-TENSORS INT-QUANTIZED; use one with"):
-        LLM("org/model")
-    assert fake.asked() == ["config.json"]
-
-
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", OTHER])
 def test_revisions(fake, folder, revision):
     fake.files[OTHER] = FILES | {"config.json": b"{}"}

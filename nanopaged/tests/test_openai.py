@@ -3,7 +3,7 @@ import itertools
 import json
 import random
 import sys
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 
@@ -143,6 +143,7 @@ def function(**fields) -> list[dict]:
     (COMPLETIONS, dict(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}), "both"),
     (CHAT, dict(tool_choice="required", tools=function(name="f"), response_format={"type": "json_object"}), "both"),
     *((COMPLETIONS, dict(prompt=value), "prompt") for value in ([], None, [{"prompt": "x"}], 7)),
+    (CHAT, dict(messages=reduce(lambda inner, _: [inner], range(9999), "a")), "recursion"),
     (CHAT, dict(messages=None), "messages"), (CHAT, dict(messages=[]), "messages"), (CHAT, dict(prompt="x"), "prompt"),
     (CHAT, dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "content"),
     *((CHAT, dict(tool_choice="required", tools=value), word) for value, word in (
@@ -302,9 +303,9 @@ def test_calls_that_the_model_writes(llm, serving, kind, text, content):
 def test_thoughts_have_a_field_of_their_own(llm):
     def render(messages, tools=None, variables=None, **options):
         seen.append(variables)
-        return llm.chat_prompt(messages, chat_template=TEMPLATE + "<think>\n")
+        return llm.chat_prompt(messages, chat_template=TEMPLATE + end)
 
-    seen: list = []
+    seen, end = [], "<think>\n"
     serving = Serving(llm, "bard", render, reasoning_parser="qwen3")
     call = read(serving, CHAT, max_tokens=3, reasoning_effort="low")
     [output] = llm.generate(call.prompts, call.params)
@@ -316,6 +317,8 @@ def test_thoughts_have_a_field_of_their_own(llm):
     call = read(serving, CHAT, structured_outputs={"choice": ["x"]})  # a grammar leaves no room for thoughts
     output.outputs[0].text = "x"
     assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
+    end = ""  # then the answer does not begin with a thought
+    assert read(serving, CHAT).response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
 
 
 # ---- Answers
@@ -371,7 +374,11 @@ def test_a_stream_echoes_its_prompt_once(serving, llm):
     options = {"include_usage": True}
     events = stream(serving, prompt="ROMEO:", echo=True, allowed_token_ids=[half], max_tokens=9, stream_options=options)
     texts = [event["choices"][0]["text"] for event in events if event["choices"]]
-    assert "".join(texts).count("ROMEO") == 1 and all(texts[:-1])  # no event for half a character
+    assert "".join(texts).count("ROMEO") == 1 and all(texts[:-1])
+    call = read(serving)
+    [output] = llm.generate(call.prompts, call.params)
+    output.outputs[0].finish_reason = None
+    assert call.events(0, output) != "" == call.events(0, output)  # no event where nothing is new
 
 
 def test_bytes_and_offsets_of_halves_of_characters(serving, llm):
@@ -394,24 +401,10 @@ def test_token_ids_and_log_probabilities_of_a_prompt(serving, llm):
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, output.outputs[0].token_ids)
     first, second = json.loads(json.dumps(choice["prompt_logprobs"]))
     assert first is None and second[str(ids[1])] == vars(output.prompt_logprobs[1][ids[1]]) and len(second) in (2, 3)
-    events = stream(serving, **fields)
-    assert events[0]["choices"][0]["prompt_token_ids"] == ids
-    assert sum((event["choices"][0]["token_ids"] for event in events), []) == choice["token_ids"]
-    found = answer(serving, CHAT, **fields)
-    events = stream(serving, CHAT, **fields)
-    ids = read(serving, CHAT).prompts[0]["prompt_token_ids"]
-    assert found["prompt_token_ids"] == events[0]["prompt_token_ids"] == ids
-    assert sum((event["choices"][0].get("token_ids", []) for event in events), []) == found["choices"][0]["token_ids"]
+    assert stream(serving, **fields)[0]["choices"][0]["prompt_token_ids"] == ids
+    for found in (answer(serving, CHAT, **fields), stream(serving, CHAT, **fields)[0]):
+        assert found["prompt_token_ids"] == read(serving, CHAT).prompts[0]["prompt_token_ids"]
     assert "prompt_token_ids" not in answer(serving)["choices"][0]
-
-
-def test_a_stream_with_the_usage_so_far_in_each_event(serving):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    for path in PATHS:
-        events = stream(serving, path, max_tokens=5, ignore_eos=True, stream_options=options)
-        counts = [event["usage"]["completion_tokens"] for event in events]
-        assert counts == sorted(counts) and len(set(counts)) >= 5 and counts[-2:] == [5, 5]
-        assert all(event["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"] for event in events)
 
 
 def test_prompts_are_truncated_from_the_left(serving, llm):
@@ -444,18 +437,21 @@ def test_minus_infinity_is_json(serving):
     assert "Infinity" not in json.dumps(call.response([output]))
 
 
-@pytest.mark.parametrize("every", [1, 3], ids=["each step", "merged"])
+@pytest.mark.parametrize("every, so_far", [(1, False), (3, True)], ids=["each step", "merged, with the usage so far"])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_adds_up_to_the_answer(serving, llm, path, every):
-    fields = dict(n=4, seed=1, stop="is", max_tokens=40, temperature=1, logprobs=2 if path == COMPLETIONS else True)
-    fields |= {"echo": True} if path == COMPLETIONS else {"top_logprobs": 2}
-    whole = answer(serving, path, **fields)
-    *parts, last = stream(serving, path, every, **fields, stream_options={"include_usage": True})
+def test_a_stream_adds_up_to_the_answer(serving, path, every, so_far):
+    fields = dict(n=4, seed=1, stop="is", max_tokens=40, temperature=1, return_token_ids=True)
+    fields |= {"logprobs": 2, "echo": True} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    whole, options = answer(serving, path, **fields), {"include_usage": True, "continuous_usage_stats": so_far}
+    *parts, last = stream(serving, path, every, **fields, stream_options=options)
+    counts = [part["usage"] and part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] if so_far else not any(counts)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert len(parts) < 4 * 40 / every + 8 and {choice["stop_reason"] for choice in whole["choices"]} == {"is", None}
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
-        assert all(part["usage"] is None and part["id"] == last["id"] for part in parts)
+        assert all(part["id"] == last["id"] for part in parts)
+        assert sum((part.get("token_ids", []) for part in mine), []) == choice["token_ids"]
         assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
         assert mine[-1]["stop_reason"] == choice["stop_reason"] and "is" not in choice.get("text", "")[len("ROMEO:"):]
         logprobs = [part["logprobs"] for part in mine if part["logprobs"]]

@@ -30,7 +30,7 @@ from nanopaged.device.peers import ExchangeStore, NcclPeers
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, complaint, expectations, load, shared, tokens_of
-from nanopaged.tests.test_data_parallel import texts
+from nanopaged.tests.test_data_parallel import from_one_pool, texts
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 from nanopaged.weights.split import find_cuts, padded_part, split_config
@@ -53,9 +53,7 @@ def config_of(variant):
     return read_model_config(read_config(GOLDEN / variant))
 
 
-# --------------------------------------------------------------------------------------------------
-# The same tokens as on one device
-# --------------------------------------------------------------------------------------------------
+# ---- The same tokens as on one device
 
 def test_norms_over_all_heads_are_not_split():
     assert complaint(split, "olmo3").startswith("tensor_parallel_size 2 cannot split a model whose norms go over all h")
@@ -71,31 +69,15 @@ def test_two_ranks_compute_what_transformers_computes(variant):
 
 @pytest.mark.parametrize("options", [
     dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
-    dict(lookahead=1, enable_prefix_caching=False), dict(size=4)], ids=str)
+    dict(lookahead=1, enable_prefix_caching=False), dict(size=4), dict(model="mistral", num_blocks=14),
+    dict(kv_cache_dtype="fp8")], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
-    """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds. With four
-    ranks each kv head is on two."""
+    """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds, a
+    window, scales of an fp8 cache. With four ranks each kv head is on two."""
     llm = split(**options)
     found, num_preempted = texts(llm)
-    assert found == mixed_texts()
-    assert num_preempted or "num_blocks" not in options
-
-
-def mixed_texts():
-    if not MIXED:
-        MIXED.extend(texts(load("qwen3", device="cpu", block_size=4, num_blocks=200))[0])
-    return MIXED
-
-
-MIXED: list = []
-
-
-def test_windows_and_the_scales_of_an_fp8_cache():
-    for options in (dict(model="mistral", num_blocks=14), dict(kv_cache_dtype="fp8")):
-        one = load(**dict(model="qwen3", device="cpu", block_size=4, num_blocks=200) | options)
-        two = split(**options)
-        assert texts(two)[0] == texts(one)[0]
-        assert [layer[2:] for layer in two.runner.kv_cache] == [layer[2:] for layer in one.runner.kv_cache]
+    assert found == from_one_pool(**{name: options[name] for name in ("model", "kv_cache_dtype") if name in options})
+    assert num_preempted or "num_blocks" not in options or "model" in options
 
 
 def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
@@ -155,9 +137,7 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     assert len(set(replayed)) > 3
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights and memory
-# --------------------------------------------------------------------------------------------------
+# ---- Weights and memory
 
 def test_a_rank_has_its_part_of_the_weights():
     whole = replace(config_of("llama2"), vocab_size=6400, intermediate_size=1280, hidden_size=256, head_dim=128)
@@ -218,9 +198,7 @@ def test_lists_of_integers_as_bytes():
     assert workers.unpack(workers.pack(lists)[4:]) == lists
 
 
-# --------------------------------------------------------------------------------------------------
-# What goes wrong
-# --------------------------------------------------------------------------------------------------
+# ---- What goes wrong
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_out_of_memory_on_one_rank_is_tried_again_with_less(monkeypatch, capsys, rank):
@@ -473,9 +451,7 @@ def test_nccls_end_does_not_wait_for_graphs_that_live_longer(tmp_path, monkeypat
     assert peers.nccl.has_ended
 
 
-# --------------------------------------------------------------------------------------------------
-# On two GPUs
-# --------------------------------------------------------------------------------------------------
+# ---- On two GPUs
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

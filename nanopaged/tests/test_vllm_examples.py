@@ -19,6 +19,7 @@ import torch
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import llm as api
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
+from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights import hub
 
@@ -75,14 +76,13 @@ def check(outputs: list[RequestOutput], prompts: list[str] = PROMPTS, max_tokens
     assert len({output.request_id for output in outputs}) == len(outputs)
 
 
-# --------------------------------------------------------------------------------------------------
-# Generation
-# --------------------------------------------------------------------------------------------------
+# ---- Generation
 
 def test_basic(opt):
     check(opt.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)))
     check(opt.generate(PROMPTS[0]), PROMPTS[:1])
     check(opt.generate(TextPrompt(prompt=PROMPTS[0])), PROMPTS[:1])
+    check(opt.generate({"prompt": PROMPTS[0], "prompt_token_ids": None}), PROMPTS[:1])
 
 
 def test_the_checkpoints_defaults(llama):
@@ -133,21 +133,7 @@ def test_beam_search(opt):
             assert sequence.finish_reason in (None, "length")  # vLLM leaves it open
 
 
-def test_prefix_caching():
-    prompts = ["You are an expert school principal, skilled in managing faculty and staff. " + end for end in PROMPTS]
-    texts = []
-    for is_cached in (False, True):
-        llm = LLM(model=OPT, enable_prefix_caching=is_cached, gpu_memory_utilization=0.4)
-        llm.generate(prompts[0], GREEDY)
-        outputs = llm.generate(prompts, GREEDY)
-        texts.append(first(outputs))
-        assert all((output.num_cached_tokens > 15) is is_cached for output in outputs)
-    assert texts[0] == texts[1]
-
-
-# --------------------------------------------------------------------------------------------------
-# Chat
-# --------------------------------------------------------------------------------------------------
+# ---- Chat
 
 CONVERSATION = [
     {"role": "system", "content": "You are a helpful assistant"},
@@ -173,33 +159,26 @@ def test_chat(llama):
     assert output.prompt == "".join(f"</s>{turn}" for turn in TURNS[:3])
 
 
-@pytest.mark.parametrize("kwargs, end", [(None, ""), ({"enable_thinking": False}, "<think></think>")])
-def test_another_template_and_its_variables(llama, kwargs, end):
+@pytest.mark.parametrize("more, end", [
+    ({}, ""), ({"chat_template_kwargs": {"enable_thinking": False}}, "<think></think>")])
+def test_another_template_with_tools_and_variables(llama, more, end):
     """Qwen3's thinking is switched off in this way."""
-    template = ("{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
-                "{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}")
-    outputs = llama.chat([CONVERSATION] * 2, GREEDY, chat_template=template, chat_template_kwargs=kwargs)
-    assert [output.prompt for output in outputs] == ["".join(f"{turn}\n" for turn in TURNS) + end] * 2
-
-
-def test_chat_with_tools(llama):
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
-    template = ("{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}"
-                "{{ '(' + message.tool_call_id + ')' if message.tool_call_id }}: {{ message.content }}\n{% endfor %}")
-    messages = [{"role": "user", "content": "What is the temperature in Dallas?"},
-                {"role": "tool", "content": "It is 85 degrees.", "tool_call_id": "a1b2c3d4e"}]
-    (output,) = llama.chat(messages, sampling_params=GREEDY, tools=tools, chat_template=template)
-    assert output.prompt == (f"{json.dumps(tools)}\nuser: What is the temperature in Dallas?\n"
-                             "tool(a1b2c3d4e): It is 85 degrees.\n")
+    template = ("{{ tools | tojson }}\n{% for message in messages %}{{ message.role }}"
+                "{{ '(' + message.tool_call_id + ')' if message.tool_call_id }}: {{ message.content }}\n{% endfor %}"
+                "{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}")
+    messages = [*CONVERSATION, {"role": "tool", "content": "It is 85 degrees.", "tool_call_id": "a1"}]
+    outputs = llama.chat([messages] * 2, GREEDY, tools=tools, chat_template=template, **more)
+    turns = [json.dumps(tools), *TURNS, "tool(a1): It is 85 degrees.", end]
+    assert [output.prompt for output in outputs] == ["\n".join(turns)] * 2
 
 
-# --------------------------------------------------------------------------------------------------
-# What else vLLM's calls carry
-# --------------------------------------------------------------------------------------------------
+# ---- What else vLLM's calls carry
 
 @pytest.mark.parametrize("options", [
     dict(tensor_parallel_size=1, trust_remote_code=True, disable_log_stats=False, enable_chunked_prefill=True),
-    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="half"),
+    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="half",
+         enable_prefix_caching=False, gpu_memory_utilization=0.4),
     dict(tokenizer=OPT, tokenizer_mode="auto", revision=None, tokenizer_revision=None, dtype=torch.float32),
     dict(quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
          max_logprobs=20, limit_mm_per_prompt={}, mm_processor_kwargs=None, kv_transfer_config=None,
@@ -241,17 +220,12 @@ def test_methods_for_pooling_models_get_a_sentence(method, opt):
     assert re.search(f"{method}.* pooling model", complaint(getattr(opt, method), PROMPTS, PROMPTS, use_tqdm=False))
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_use_tqdm(monkeypatch, llama):
     """A bar is drawn on a terminal, and is gone at the end. The bar is the default of generate and chat, not of
     beam_search."""
     beams = BeamSearchParams(beam_width=2, max_tokens=3)
 
-    def drawn(call, *args, stderr=Terminal, **how) -> str:
+    def drawn(call, *args, stderr=Screen, **how) -> str:
         monkeypatch.setattr(sys, "stderr", stderr())
         call(*args, **how)
         return sys.stderr.getvalue()
@@ -326,9 +300,7 @@ def test_tokens_alone(opt):
         assert "token ids" in complaint(call)
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's own files
-# --------------------------------------------------------------------------------------------------
+# ---- vLLM's own files
 
 def test_modules_have_the_names_that_scripts_import():
     for module, names in (("sampling_params", "SamplingParams BeamSearchParams StructuredOutputsParams"),
