@@ -52,7 +52,7 @@ class Frame:
     # [name, Words, the position where they stood before or None, the text of each draft as in `texts`]
     drafted: list = field(default_factory=list)
     attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
-    together: list = field(default_factory=list)  # [names, start, end]: tokens that these read once; if changed
+    together: list | None = None  # if changed: [names, start, end], tokens that these read once
     # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
     sampled: list = field(default_factory=list)
     # [name, "finished", "retired" or "beam ends", finish reason, stop reason, freed blocks, those of them that are not

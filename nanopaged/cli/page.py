@@ -10,6 +10,7 @@ from typing import Any
 
 from nanopaged.cli.frames import Frame, Frames
 
+UNTOLD = vars(Frame("", 0, None))  # what a field says of a frame in which it is left out
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -24,7 +25,7 @@ class Page:
     def _note(self, frame: Frame) -> None:
         if len(self.frames) < self.most_frames:
             self.frames.append({name: value for name, value in vars(frame).items()
-                                if value not in (None, False, [], {}) or name in ("pool", "step")})
+                                if value != UNTOLD[name] or name in ("pool", "step")})
         else:
             self.num_left_out += 1
 

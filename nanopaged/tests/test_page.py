@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernel
+from engine import Sampled
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
 from nanopaged.cli.page import Page
+from nanopaged.scheduling.cascade import Cascade
 from nanopaged.tests.helpers import load
 from nanopaged.tests.test_trace import Witness
 
@@ -206,11 +209,11 @@ DUMP = """<script>{
   show(stops.length - 1)
   told.push($("rowinfo").textContent, document.activeElement.id)
   const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
-  const drag = new PointerEvent("pointerdown", {clientX: x + width / 2 + 1, buttons: 1})
+  const drag = new PointerEvent("pointerdown", {clientX: x + width / 2 + 1, buttons: 1, bubbles: true})
   $("charts").querySelector("svg").dispatchEvent(drag)
   const result = {all, shown, view, told, keys, pressed, isChosen, dragged: now, words: document.body.innerText,
     tour: tour.map(t => [t.at, t.title, t.words])}
-  document.body.replaceChildren(el("pre", "", JSON.stringify(result)))
+  document.body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
 }</script></html>"""
 
 
@@ -270,12 +273,12 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
                       "A text is preempted", "A text returns", "Drafts", "The window",
                       "A text ends, its blocks are free", "What paging saves"]
     assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:8])
-    assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("guesses were right") == 1
+    assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("right guesses") == 1
     causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
     assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "registered", "found"]  # A0; A1; B0
     assert [kinds[:3] for kinds in causes if "preempted" in kinds and "taken" in kinds] == [
         ["taken", "preempted", "taken"]]  # A0 takes the last free block, so that A1 finds none
-    assert any("; 3 of 3 guesses were right." in shown["words"] for shown in result["shown"])
+    assert any("; right guesses: 3 of 3." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     assert result["pressed"] == [True, True, "Pause", True, "Play"]  # Enter on a block, and space twice
     told, later, focused = result["told"]  # a focused block, and after its text has ended
@@ -283,7 +286,7 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
     assert later.startswith("Point at a token") and focused == "slider"
     after = [stop for stop in result["all"] if stop["title"].startswith("After") and stop["waits"]]
     assert after and all(why == "waits for the next step" for stop in after for _, why in stop["waits"])
-    assert "only 3 of them would have fitted" in result["shown"][0]["saving"]
+    assert "with reservations 3 would have fitted" in result["shown"][0]["saving"]
     read = re.findall(r"It reads the K and V of tokens (\d+) to (\d+)", str(result["shown"]))
     assert read and all(int(first) == max(0, int(last) - 23) for first, last in read)  # the window is of 24 tokens
 
@@ -326,9 +329,9 @@ def test_what_the_page_says_is_true(tmp_path, capsys):
     assert kinds == {"recompute", "by another", "itself"}
     returned = next(shown for frame, (_, _, shown) in zip(frames, steps) if frame["work"][0][1] == "recompute")
     assert "blocks 0 4, free but not overwritten yet" in returned["words"]  # by B0, before B1 comes
-    assert "blocks 0 4, which B0 holds too" in returned["words"]
-    assert "token 0, before the window of the last query" in returned["attention"]
-    assert "block 0, which A0 and A1 hold too" in result["shown"][0]["words"]
+    assert "blocks 0 4, also held by B0" in returned["words"]
+    assert "those more than 23 before a query, outside of its window" in returned["attention"]
+    assert "block 0, also held by A0 and A1" in result["shown"][0]["words"]
     texts = re.findall(r'Its text: "(.*)"\.', "\n".join(shown["words"] for shown in result["shown"]))
     assert len(texts) == 4 and texts[0].endswith("I'll not") and texts[3].endswith("\\nF")  # the last tokens too
 
@@ -352,6 +355,31 @@ def test_wrong_drafts_are_drawn(tmp_path):
             assert len(text) == len(stop["texts"][name]) and "next" in text[-1]
             assert len(row) - len(text) == max(0, shown["wrong"] - 1)  # the chosen token has the place of the first
     assert drafts > wrong > 0
+
+
+@needs_chromium
+def test_tokens_that_are_read_once(tmp_path):
+    """The attention view of the first text, A, says who reads which tokens with it, as long as these texts decode."""
+    llm = load("shakespeare", device="cpu", num_blocks=300, block_size=16, max_num_batched_tokens=400)
+    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 2, least_tokens=1)
+    page = Page(llm)
+    for i in range(3):
+        llm.add_request([*range(300 if i else 200), 7, i],
+                        SamplingParams(temperature=0, max_tokens=7 - i, ignore_eos=True))
+    for _ in range(9):
+        step = llm.scheduler.schedule()
+        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    page.save(str(tmp_path / "run.html"), "a run")
+    assert [frame["together"] for frame in page.frames if "together" in frame][0] == [
+        [["B", "C", "A"], 0, 128], [["B", "C"], 128, 256]]
+    shown = played(tmp_path / "run.html", list(range(9)))["shown"]
+    said = [re.findall(r"\(cascade attention\): (.*)\.", each["attention"]) for each in shown]
+    three, two = ["tokens 0 to 127 for B, C and A"], ["tokens 0 to 191 for B and A"]
+    assert said == [[], three, three, three, three, [], two, [], []]  # prompts; C ends in the sixth, then B
+    blocks = [line.split("\t") for line in shown[1]["attention"].splitlines() if "\t" in line]
+    assert blocks[0][3:] == ["split", "also read by", "read once with"]
+    assert [(each[0], each[5]) for each in blocks[4:8]] == [
+        ("6", "B and C"), ("7", "B and C"), ("8", "nobody"), ("9", "nobody")]  # blocks of 16 tokens, from the sixth on
 
 
 @needs_chromium
