@@ -73,11 +73,16 @@ def test_two_ranks_compute_what_transformers_computes(variant):
     dict(kv_cache_dtype="fp8")], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds, a
-    window, scales of an fp8 cache. With four ranks each kv head is on two."""
+    window, an fp8 cache. With four ranks each kv head is on two."""
     llm = split(**options)
     found, num_preempted = texts(llm)
     assert found == from_one_pool(**{name: options[name] for name in ("model", "kv_cache_dtype") if name in options})
     assert num_preempted or "num_blocks" not in options or "model" in options
+
+
+def test_the_scales_of_an_fp8_cache_are_those_of_one_device():
+    one, two = (split(size=size, kv_cache_dtype="fp8") for size in (1, 2))
+    assert [layer[2:] for layer in two.runner.kv_cache] == [layer[2:] for layer in one.runner.kv_cache]
 
 
 def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
