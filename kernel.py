@@ -941,13 +941,13 @@ def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.devic
     Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
     is_small = num_rows <= MOST_FEW_ROWS_FP8 if is_fp8 else num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
-    return num_rows == 1 or is_able and is_small
+    return num_rows <= 1 or is_able and is_small
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     is_fp8 = weight.itemsize == 1
-    fills_card = len(x) == 1 or is_fp8 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
+    fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
     return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, is_fp8)
 
 
@@ -960,6 +960,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
+    if not num_rows:  # of logits, in a step that samples nothing
+        return out
     columns = 0 if scale is None else scale.shape[1]
     options = dict(COLUMNS=columns, BIAS=bias is not None, GATED=gated, ACTIVATION=activation,
                    **launch_options(x.device))

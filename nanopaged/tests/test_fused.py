@@ -16,12 +16,14 @@ from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
     GOLDEN,
+    GREEDY,
     compiles,
     load,
     needs_gpu,
     needs_kernel,
     normalize,
     plain_kernels,
+    tokens_of,
     use_modules,
 )
 
@@ -93,6 +95,22 @@ def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
         parts = kernel.few_rows_linear(x, weight, None, count=4)
         assert parts.shape == (4, rows, size_out)
         assert_close(parts.double().sum(0).to(dtype), exact, 4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_products_of_no_rows(dtype):
+    """A step that samples nothing has no rows in the last layer; nor has the one that finds an fp8 cache's scales."""
+    x, weight = made(0, 64, dtype=dtype), made(10, 64, dtype=dtype)
+    assert kernel.has_few_rows(x, weight) and fused_module.linear(x, weight).shape == (0, 10)
+    assert kernel.few_rows_linear(x, weight, None, None, "silu", True).shape == (0, 5)
+    assert kernel.few_rows_linear(x, weight, None, count=4).shape == (4, 0, 10)
+
+
+@needs_gpu
+def test_an_fp8_cache_beside_the_small_kernels():
+    llm = load("qwen3", graphs=True, dtype="bfloat16", kv_cache_dtype="fp8")
+    assert [len(tokens) for tokens in tokens_of(llm.generate([[3, 4, 5]], GREEDY))]
 
 
 def test_which_products_have_few_rows():
