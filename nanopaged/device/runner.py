@@ -115,7 +115,7 @@ class Runner:
 
     def start_compiling(self) -> list[Future]:
         forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,
-                                         self.max_num_samples, self.max_model_len, bool(self.cascade))]
+                                         self.max_num_samples, self.max_model_len, bool(self.cascade), self.warm_up)]
         if self.fused:
             forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks, self.fp8)
         return warmup.start(forms, self.device)

@@ -38,8 +38,10 @@ def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Futu
 
 
 def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, block_tables: Tensor,
-                    max_num_samples: int, max_model_len: int, has_cascade: bool) -> Iterator[Callable[[], Any]]:
-    """Chapter 1's kernels. cache: a block of one layer's K or V"""
+                    max_num_samples: int, max_model_len: int, has_cascade: bool,
+                    all_widths: bool) -> Iterator[Callable[[], Any]]:
+    """Chapter 1's kernels. cache: a block of one layer's K or V; all_widths: of a cascade's tile, not the widest alone,
+    which is tried at the start. Others are compiled at their first use, which takes half a second."""
     device, most = cache.device, min(max_num_samples, MAX_DECODE_SIZE)
     ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
     make, rows = partial(torch.zeros, device=device), max(2, most)
@@ -66,7 +68,7 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
         for count, longest in sizes.values():
             yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
-        for columns in tiles.PREFIX_STAGES if has_cascade else ():
+        for columns in [*tiles.PREFIX_STAGES][0 if all_widths else -1:] if has_cascade else ():
             yield partial(attend, q[:2], block_tables=block_tables[:1].expand(2, -1), seq_lens=lens[:2],
                           query_start_loc=starts[:3], max_query_len=1, max_seq_len=max_model_len,
                           cascade=(make(1, 4, **ints), lens[:2], columns))
