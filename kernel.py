@@ -673,7 +673,7 @@ def _merge(total, split):
 
 @jit
 def _load_sums(split_acc, split_sums, at, exists, dim, HEAD_DIM: tl.constexpr):
-    """The sums of a split of each column; before the first key where none exist."""
+    """A split's sums for each column; where none exist, the sums before the first key."""
     acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim[:, None], mask=exists[None, :] & (dim < HEAD_DIM)[:, None],
                   other=0.0)
     return Sums(acc, tl.load(split_sums + 2 * at, mask=exists, other=-float("inf")),
@@ -1035,14 +1035,14 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
     pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product.
 
     The hardware turns FP8 into float16 in one instruction, and into bfloat16 in several. Beside weights in FP8 a
-    bfloat16 x therefore becomes float16, times 2 ** -8, so that numbers up to 2 ** 24 stay finite."""
+    bfloat16 x therefore becomes float16, times 2 ** -4: numbers up to 2 ** 20 stay finite, from 2 ** -10 on exact."""
     row, column, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
     start, row_exists, column_exists = tl.program_id(1) * PART, (row < num_out)[:, None], (column < num_rows)[None, :]
     at = weight + row.to(tl.int64)[:, None] * SIZE + start + i[None, :]
     up_at, x_at = at + num_out.to(tl.int64) * SIZE, x + column[None, :] * SIZE + start + i[:, None]
     sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
     QUANTIZED: tl.constexpr = x.dtype.element_ty == tl.float8e4nv
-    FACTOR: tl.constexpr = 2.0 ** -8 if COLUMNS and x.dtype.element_ty == tl.bfloat16 else 1.0
+    FACTOR: tl.constexpr = 2.0 ** -4 if COLUMNS and x.dtype.element_ty == tl.bfloat16 else 1.0
     _wait_for_previous_kernel(PDL)
     for k in tl.range(0, PART, TILE, num_stages=STAGES):
         inside = k + i < PART

@@ -186,11 +186,6 @@ def split_bound(max_seq_len: int) -> int:
     return min(MAX_SPLITS, cdiv(max_seq_len, MIN_SPLIT))
 
 
-def wanted_programs(num_contexts: int) -> int:
-    """How many programs should share a context, if there are enough splits."""
-    return max(MIN_SHARING, cdiv(WANTED_PROGRAMS, num_contexts))
-
-
 def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """How many programs share the splits of a (sequence, kv head) pair.
 
@@ -199,7 +194,7 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
     """
     if num_contexts >= MANY_CONTEXTS:
         return 1
-    return min(num_splits, wanted_programs(num_contexts))
+    return min(num_splits, max(MIN_SHARING, cdiv(WANTED_PROGRAMS, num_contexts)))
 
 
 def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:

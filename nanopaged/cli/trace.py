@@ -94,9 +94,8 @@ class Trace:
         self._moves(frame)
         self._items("draft", [f"{name} {_text(words)}" + ("" if where is None else f" from token {where}")
                               for name, words, where, _ in frame.drafted])
-        self._items("attention", [f"{_names(names)} tokens {start}..{end - 1}" for names, start, end in
-                                   frame.together or []],
-                    "K and V that are read once for all (cascade): ")
+        together = [f"{_names(names)} tokens {start}..{end - 1}" for names, start, end in frame.together or []]
+        self._items("attention", together, "K and V that are read once for all (cascade): ")
         if whole := [name for name, _, num_splits, *_ in frame.attention if num_splits == 1]:
             self._say("attention", f"{_names(whole)} in one piece (V1)")
         self._items("attention", [f"{name} {count} tokens in {num_splits} splits of {length}"

@@ -30,7 +30,7 @@ import os
 from nanopaged import tiles
 from nanopaged.scheduling.additions import Sequence
 
-# An entry must spare attention so many tokens. The launch more and the merge take a few microseconds, in which an H200
+# An entry must spare attention so many tokens. Another launch and the merge take a few microseconds, in which an H200
 # reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
 LEAST_TOKENS = 4096
 MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
@@ -72,7 +72,7 @@ class Cascade:
 
     def _search(self, decoding: Batch) -> None:
         self.splits = {seq: self._splits(seq, num_rows) for seq, num_rows in decoding}
-        # A sequence with several rows may grow by as many tokens in a step, and what these have in common grows, too.
+        # A sequence with several rows may grow by as many tokens in a step, and its rows then have more in common.
         self.num_steps = min(self.tile_n, *(1 + (tiles.longest_with(self.splits[seq][0]) - seq.num_computed_tokens)
                                             // num_rows for seq, num_rows in decoding))
         least, entries = self.least_tokens, [0] * (4 * MOST_ENTRIES + 1)

@@ -533,6 +533,17 @@ def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
 
 
 @needs_kernel
+def test_small_and_large_numbers_beside_weights_in_8_bits():
+    """x becomes float16, whose range is smaller than bfloat16's."""
+    torch.manual_seed(0)
+    weight, scale = quantize(torch.randn(64, 256, device=DEVICE))
+    x = torch.randn(3, 256, device=DEVICE) * torch.tensor([[1e-4], [1.0], [2e5]], device=DEVICE)
+    y = kernel.few_rows_linear(x.bfloat16(), weight, None, scale=scale)
+    exact = x.bfloat16().double() @ fp8_weight(weight, scale).double().T
+    assert all(relative_error(*rows) < 0.01 for rows in zip(y, exact))
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape, group", [((3, 7), 0), ((2, 1500), 0), ((0, 64), 0), ((3, 640), 128), ((8, 512), 128)])
 def test_rows_in_8_bits(dtype, shape, group):
