@@ -821,11 +821,11 @@ def as_bytes(x: Tensor) -> Tensor:
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
 
-# Of `few_rows_linear`, for 2 rows and more, on an H200: products of Qwen3-0.6B are within these limits and faster than
-# the library's; those of Qwen3-8B, with inner sizes from 2,048 on, are slower in the model.
-MOST_FEW_ROWS, MOST_INNER_SIZE, FEWEST_PROGRAMS = 16, 1024, 64
-ROWS_PER_PROGRAM = 32  # of the weight
-MOST_FEW_ROWS_FP8, ROWS_PER_PROGRAM_FP8 = 64, 64  # with weights in FP8, of any inner size
+# Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, are faster than the
+# library's on an H200.
+MOST_FEW_ROWS, FEWEST_PROGRAMS = 16, 64
+MOST_FEW_ROWS_FP8 = 64  # with weights in FP8
+SMALL_INNER_SIZE = 1024  # up to here a program has fewer rows of the weight, so that there are enough programs
 MOST_16_BIT_ROWS = 8  # of x, with weights in FP8; with more, turning the weights into 16 bits takes the longest
 SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
@@ -836,7 +836,7 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
     tuple: those of several GPUs. The sum is taken in float32 and rounded once."""
     parts = tuple(x) if isinstance(x, tuple) else (x,)
     (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
-    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, size, residual.dtype, residual.device)
+    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, residual.dtype, residual.device)
     add_and_norm_kernel[(num_rows,)](
         parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
         COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
@@ -936,19 +936,33 @@ def quantize_rows_kernel(x, out, scale, num_rows, SIZE: tl.constexpr, PADDED: tl
     tl.store(out + row * SIZE + i, (numbers / factor[:, None]).to(out.dtype.element_ty), mask=i < SIZE)
 
 
-def takes_rows(num_rows: int, size: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
-    """Whether `few_rows_linear` is to compute products of so many rows of this inner size. For several rows it needs
-    Hopper's shared memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
+def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
+    """Whether `few_rows_linear` is to compute products of so many rows. For several rows it needs Hopper's shared
+    memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
-    is_small = num_rows <= MOST_FEW_ROWS_FP8 if is_fp8 else num_rows <= MOST_FEW_ROWS and size <= MOST_INNER_SIZE
-    return num_rows <= 1 or is_able and is_small
+    return num_rows <= 1 or is_able and num_rows <= (MOST_FEW_ROWS_FP8 if is_fp8 else MOST_FEW_ROWS)
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     is_fp8 = weight.itemsize == 1
-    fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), ROWS_PER_PROGRAM) * count >= FEWEST_PROGRAMS
-    return fills_card and takes_rows(len(x), x.shape[1] // count, x.dtype, x.device, is_fp8)
+    rows = few_rows_form(x.shape[1] // count, 8, False, 0)["ROWS"]
+    fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
+    return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
+
+
+def few_rows_form(size: int, padded: int, gated: bool, columns: int) -> dict[str, int]:
+    """Of `few_rows_kernel`: rows of the weight in a program, numbers of a row in a tile, and tiles that the loop's
+    pipeline holds. size: of the inner dimension. A large product has one program for each multiprocessor, or two if
+    gated; many tiles on their way keep the memory busy. (The fastest of 12 to 20 forms for the products of Qwen3-0.6B,
+    of 8B in the whole model, and of 8B in FP8, on an H200.)"""
+    if size <= SMALL_INNER_SIZE or columns:
+        rows = 64 if columns else 32
+        tile = SCALE_COLUMNS.value if columns > 1 else 256 if columns or gated and padded == 8 else 128
+        return dict(ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4)
+    if gated:
+        return dict(ROWS=64, TILE=128, STAGES=3)
+    return dict(ROWS=64, TILE=64, STAGES=14 if padded <= 32 else 12)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
@@ -969,13 +983,10 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     if num_rows > 1:
         x, x_scale = quantize_rows(x) if columns and num_rows > MOST_16_BIT_ROWS else (x, x)
         padded = max(8, tiles.next_power_of_2(num_rows))
-        # Good in all of ten products, among 20 forms, on an H200; with FP8 in all four of Qwen3-8B.
-        rows, tile = ROWS_PER_PROGRAM, 256 if gated and padded == 8 else 128
-        if columns:
-            rows, tile = ROWS_PER_PROGRAM_FP8, 256 if columns == 1 else SCALE_COLUMNS.value
-        few_rows_kernel[(cdiv(num_out, rows), count)](
+        form = few_rows_form(size // count, padded, gated, columns)
+        few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
             x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
-            ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4, **options)
+            **form, **options)
         return out
     # The fastest of 27 forms for ten products on an H200; with FP8 of eleven for Qwen3-8B's.
     tile = tiles.next_power_of_2(size)

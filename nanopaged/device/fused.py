@@ -172,7 +172,7 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
     count = 4 if is_fp8 or num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
     is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
     if is_fp8:  # the library has no partial products of these
-        is_small &= kernel.takes_rows(len(x), size, x.dtype, x.device, True)
+        is_small &= kernel.takes_rows(len(x), x.dtype, x.device, True)
     # In float16 a partial product may overflow where the whole does not.
     can_split = size % ((BLOCK[1] if is_fp8 else SPLIT_ALIGNMENT) * count) == 0 and x.dtype is not torch.float16
     return count if is_small and can_split else 1

@@ -83,7 +83,7 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, 
         weight, shift = make(0, size, dtype=FP8 if fp8 else dtype), make(1) if bias else None
         scale = make(0, num_scales(size, fp8), dtype=torch.float32) if fp8 else None
         for rows in (1, 2, 9, 17, 33) if fp8 else (1, 2, 9):  # one, up to 8, 16, 32, 64
-            if kernel.takes_rows(rows, size // count, dtype, device, bool(fp8)):
+            if kernel.takes_rows(rows, dtype, device, bool(fp8)):
                 yield partial(kernel.few_rows_linear, make(rows, size), weight, shift, None, *act,
                               count=count if rows > 1 else 1, scale=scale)  # type: ignore[misc]
 

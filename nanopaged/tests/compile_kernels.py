@@ -110,9 +110,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, COLUMNS=columns, BIAS=not gated)
             yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
-                few_rows = act | dict(SIZE=12288, PART=12288, PADDED=64 if columns else 8, ROWS=64 if columns else 32,
-                                      TILE=128 if columns > 1 else 256, STAGES=4 if columns > 1 else 3,
-                                      COLUMNS=columns, BIAS=not gated)
+                padded = 64 if columns else 16
+                form = kernel.few_rows_form(12288, padded, gated, columns)
+                few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, COLUMNS=columns, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")
                 yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
         yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",

@@ -77,7 +77,7 @@ def test_activation_and_product(dtype, gated, activation):
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 33])
 @pytest.mark.parametrize("size_in, size_out", [(5, 3), (64, 8), (1500, 6), (2048, 40)])
 def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     torch.manual_seed(0)
@@ -117,8 +117,8 @@ def test_which_products_have_few_rows():
     def chosen(rows, size_out, dtype=torch.bfloat16, count=1, size=1024):
         return kernel.has_few_rows(torch.empty(rows, size, dtype=dtype), torch.empty(size_out, size), count)
 
-    assert chosen(16, 2048) and chosen(2, 512, count=4, size=4096) and chosen(1, 8, size=9000)
-    assert not chosen(17, 2048) and not chosen(2, 512) and not chosen(2, 2048, size=2048)
+    assert chosen(16, 2048) and chosen(2, 4096, size=9000) and chosen(2, 512, count=4, size=4096) and chosen(1, 8)
+    assert not chosen(17, 2048) and not chosen(2, 512) and not chosen(2, 2048, size=2048)  # too few programs
     assert not chosen(2, 2048, torch.float32) and chosen(1, 2048, torch.float32)
 
 
