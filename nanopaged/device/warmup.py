@@ -69,9 +69,16 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
             yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
         for columns in [*tiles.PREFIX_STAGES][0 if all_widths else -1:] if has_cascade else ():
-            yield partial(attend, q[:2], block_tables=block_tables[:1].expand(2, -1), seq_lens=lens[:2],
-                          query_start_loc=starts[:3], max_query_len=1, max_seq_len=max_model_len,
-                          cascade=(make(1, 4, **ints), lens[:2], columns))
+            attend_together = [partial(
+                attend, q[:count], block_tables=block_tables[:1].expand(count, -1), seq_lens=lens[:count],
+                query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=max_model_len,
+                cascade=(make(1, 4, **ints), lens[:count], columns)) for count in (2, rows)]
+            yield partial(_one_by_one, attend_together)  # both have the same prefix launch
+
+
+def _one_by_one(tasks: Iterable[Callable[[], Any]]) -> None:
+    for task in tasks:
+        task()
 
 
 def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int,

@@ -58,6 +58,8 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     for future in llm.runner.start_compiling():
         future.result()
     compiled = set(forms)
+    suffixes = {dict(form[1:])["ONE_SPLIT"] for form in forms if dict(form[1:]).get("PHASE") == "suffix"}
+    assert suffixes == (set() if variant == "mistral" else {True} if max_num_seqs == 1 else {True, False})
     forms.clear()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     llm.generate([[7] * 130], params)
