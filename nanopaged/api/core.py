@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from nanopaged import engine, model
@@ -32,7 +33,7 @@ class Core:
     tokenizer_error: ValueError | None
     eos_token_ids: frozenset[int]
     max_model_len: int
-    max_logprobs: int
+    options: SimpleNamespace
     drafting: Any  # None: no drafts
     runners: list[Runner]  # one for each pool
     engines: list[Engine]  # as above
@@ -41,14 +42,14 @@ class Core:
 
     prompt_logprobs_values = 2**23  # and at most this many log probabilities
 
-    def __init__(self, use_priority: bool, default_params: dict[str, Any], seed: int) -> None:
-        self.use_priority, self.default_params = use_priority, default_params
+    def __init__(self, default_params: dict[str, Any]) -> None:
+        self.default_params = default_params
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         self.requests: dict[str, Any] = {}  # those under way: Request or BeamSearch
         self.unreported: dict[str, Request] = {}  # those that LLM.step is to tell of
         self.num_steps = 0
         self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
-        self.arrivals, self.seeds = itertools.count(), random.Random(seed)
+        self.arrivals, self.seeds = itertools.count(), random.Random(self.options.seed)
 
     # ---- without the lock
 
@@ -58,11 +59,12 @@ class Core:
             params = self.get_default_sampling_params()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         params = replace(params)  # checked once more: it may have been changed, or be changed later
-        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
-                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
+        is_ordered = self.options.scheduling_policy == "priority"
+        check_number("priority", priority := as_python(priority), int, lambda x: is_ordered or x == 0,
+                     "an integer" if is_ordered else "0, unless scheduling_policy is 'priority'")
         text, token_ids = self.read_prompt(prompt)
         params.check_vocabulary(self.config.vocab_size)
-        params.check_logprobs(self.max_logprobs)
+        params.check_logprobs(self.options.max_logprobs)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words

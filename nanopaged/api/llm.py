@@ -3,8 +3,8 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, Callable, Generator, Iterator
+from types import NoneType, SimpleNamespace
+from typing import Any, Generator, Iterator
 
 import torch
 
@@ -12,8 +12,7 @@ from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, 
 from nanopaged.api.beam import BeamGroup, BeamSearch
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
-from nanopaged.device.trial import allocate_pool
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_options
+from nanopaged.inputs import OPTIONS, as_list, as_python, check_choice, check_kind, check_options
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_override
@@ -84,11 +83,10 @@ class LLM(Core):
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
-        check_options(locals(), vllm_options)
+        check_options(given := locals(), vllm_options)
+        self.options = options = SimpleNamespace(**{name: given[name] for name in OPTIONS})
         override = read_override(override_generation_config)
-        is_dummy, find = load_format == "dummy", partial(find_checkpoint, token=hf_token, cache=download_dir)
-        self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), is_dummy, skip_tokenizer_init,
-                              hf_overrides or {})
+        self._read_checkpoint(options)
         self.drafting = None
         if speculative_config is not None:
             from nanopaged.scheduling.drafts import Drafting
@@ -97,26 +95,16 @@ class LLM(Core):
         if max_model_len is not None and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
                              "made for")
-        pool = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override, gpu_memory_utilization
-        self.runners = make_runners(
-            device, data_parallel_size, tensor_parallel_size, attention, enforce_eager, self.config, self.path,
-            is_dummy, pool, swap_space, quantization, dtype=dtype, seed=seed, block_size=block_size,
-            max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, warm_up=warm_up,
-            max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
+        self.runners, pools = make_runners(options, self.config, self.path, self.drafting)
         self.runner = runner = self.runners[0]
-        pools = [allocate_pool(runner, *pool) for runner in self.runners]
         window, self.max_model_len = pick_window(self.config, min(pools), runner.block_size, max_model_len)
-        self.max_logprobs = max_logprobs
         self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"
-        default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
-        super().__init__(scheduling_policy == "priority", default_params, seed)
+        super().__init__(({} if generation_config == "vllm" else read_generation_config(self.path)) | override)
         # With several processes a step that stops half-way would leave the others waiting.
         if tensor_parallel_size == 1:
             for runner in self.runners:
                 runner.interruptible = self.lock.interrupts.let_through
-        self.engines = make_engines(self.runners, pools, enable_prefix_caching, window, swap_space, max_num_seqs,
-                                    max_num_batched_tokens)
+        self.engines = make_engines(options, self.runners, pools, window)
         self.engine, self.scheduler = self.engines[0], self.engines[0].scheduler
         if len(self.engines) > 1:
             from nanopaged.scheduling.data_parallel import Pools
@@ -147,20 +135,25 @@ class LLM(Core):
             if is_cuda:
                 torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
 
-    def _read_checkpoint(self, find: Callable[..., Path], model: tuple, tokenizer: tuple, is_dummy: bool,
-                         skip_tokenizer: bool, overrides: dict) -> None:
+    def _read_checkpoint(self, options: SimpleNamespace) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
-        downloaded. model, tokenizer: (name, revision)"""
-        self.path = find(*model, lambda path: read_model_config(read_config(path) | overrides), is_dummy)
-        self.config = read_model_config(read_config(self.path) | overrides)
+        downloaded."""
+        def read(path: Path) -> Any:
+            return read_model_config(read_config(path) | (options.hf_overrides or {}))
+
+        find = partial(find_checkpoint, token=options.hf_token, cache=options.download_dir)
+        is_dummy = options.load_format == "dummy"
+        self.path = self.tokenizer_path = find(options.model, options.revision, read, is_dummy)
+        self.config = read(self.path)
         if not is_dummy:
             untie(self.config, self.path)
-        self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
-        name, revision = tokenizer
-        if name not in (None, model[0]) or revision is not None:
+        self.tokenizer, self.tokenizer_error = None, None
+        name, revision = options.tokenizer, options.tokenizer_revision
+        if name not in (None, options.model) or revision is not None:
             is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
-            self.tokenizer_path = Path(name) if is_directory else find(name or model[0], revision, without_weights=True)
-        if not skip_tokenizer:
+            self.tokenizer_path = Path(name) if is_directory else find(name or options.model, revision,
+                                                                       without_weights=True)
+        if not options.skip_tokenizer_init:
             try:
                 self.tokenizer = load_tokenizer(self.tokenizer_path)
             except ValueError as error:  # prompts of token ids work all the same
