@@ -1,5 +1,6 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -232,21 +233,19 @@ class LLM(Core):
         """
         _refuse_lora(lora_request)
         requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
-        with self.lock.interrupts:
-            self._finish(requests, use_tqdm)
-            return [request.output() for request in requests]
+        return self._finish(requests, use_tqdm)
 
-    def _finish(self, requests: list[Request] | list[BeamSearch], use_tqdm: bool) -> None:
-        """Run requests to the end. Ctrl-C comes in a step or after it, and a second one after the clean-up."""
-        pending: list[Request | BeamSearch] = list(requests)
-        bar = ProgressBar(len(requests), use_tqdm)
+    def _finish(self, requests: list[Any], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests, each a Request or a BeamSearch, to the end. Ctrl-C comes in a step or after it, and a second
+        one after the clean-up."""
+        pending, bar = list(requests), ProgressBar(len(requests), use_tqdm)
 
         def is_done() -> bool:
             while pending and pending[-1].finished:
                 pending.pop()
             return not pending
 
-        with self.lock.interrupts:
+        with self.lock.interrupts, self._or_abort(requests):
             try:
                 with self.lock:
                     for request in requests:
@@ -256,10 +255,19 @@ class LLM(Core):
                         if bar.due:
                             bar.update(sum(request.finished for request in requests),
                                        sum(request.num_new_tokens for request in requests))
-            finally:  # an error, or Ctrl-C
-                if pending:
-                    self.lock.defer(lambda: self.abort(*(request.request_id for request in pending)))
+            finally:
                 bar.clear()
+            return [request.output() for request in requests]
+
+    @contextmanager
+    def _or_abort(self, requests: list[Any]) -> Iterator[None]:
+        """Abort the requests if this section ends with an error, by Ctrl-C, or because the garbage collector closes the
+        generator that it is in. The collector may come at any point of the program, so nothing waits here."""
+        try:
+            yield
+        except BaseException:
+            self.lock.defer(lambda: self.abort(*(request.request_id for request in requests)))
+            raise
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
              use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:
@@ -303,36 +311,28 @@ class LLM(Core):
         Raises ValueError if the prompt can never run, or for n above 1; at the end RequestError, a RuntimeError, if its
         finish_reason is "error".
         """
-        if params is not None and getattr(params, "n", 1) > 1:
-            raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
-        return self._pieces(self.read_request(prompt, params))
+        request = self.read_request(prompt, params)
+        if (n := request.params.n) > 1:
+            raise ValueError(f"stream yields one text, and n is {n}; use add_request and step for several")
+        return self._pieces(request)
 
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         length = 0
-        try:
+        with self._or_abort([request]):
             with self.lock:
                 self.add(request)
             while request.has_news or not request.finished:
-                text = self._next_text(request)
+                # A second Ctrl-C waits for the abort that the first one causes.
+                with self.lock.interrupts, self._or_abort([request]), self.run_until(lambda: request.has_news):
+                    text = request.read_text()
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
-        finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
-            self.lock.defer(lambda: self.abort(request.request_id))
         with self.lock.interrupts:
             output = request.output()
         if output.outputs[0].finish_reason == "error":
             raise RequestError(output)
         return output
-
-    def _next_text(self, request: Request) -> str:
-        with self.lock.interrupts:  # a second Ctrl-C waits for the abort that the first one causes
-            try:
-                with self.run_until(lambda: request.has_news):
-                    return request.read_text()
-            except BaseException:
-                self.lock.defer(lambda: self.abort(request.request_id))
-                raise
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
@@ -349,9 +349,9 @@ class LLM(Core):
             max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
             group = BeamGroup(params, self.eos_token_ids, max_tokens)
             searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                       min(group.num_candidates, self.config.vocab_size), self.scheduler))
-        self._finish(searches, use_tqdm)
-        return [search.output(self.tokenizer) for search in searches]
+                                       min(group.num_candidates, self.config.vocab_size), self.scheduler,
+                                       self.tokenizer))
+        return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's methods for pooling models: ValueError."""
