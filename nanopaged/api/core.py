@@ -74,42 +74,35 @@ class Core:
         structured = params.structured_outputs
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
-        sampling = SequenceSampling(params, 0, bad_words, params.logprobs, grammar=grammar)
-        sequences = self._make_sequences(token_ids, priority, sampling, read_cache_salt(prompt))
+        sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
         return Request(text, token_ids, params, sequences, self.tokenizer)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
 
-    def _make_sequences(self, token_ids: list[int], priority: int, sampling: SequenceSampling,
-                        cache_salt: str | None) -> list[Sequence]:
+    def _make_sequences(self, token_ids: list[int], priority: int, params: SamplingParams, bad_words: list[list[int]],
+                        grammar: Any, cache_salt: str | None) -> list[Sequence]:
         """A sequence for each sample of a request."""
-        params, grammar, arrival = sampling.params, sampling.grammar, next(self.arrivals)
+        arrival, seed = next(self.arrivals), self.seeds.getrandbits(63) if params.seed is None else params.seed
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
-        sequences = []
-        for j in range(params.n):
-            count = params.prompt_logprobs if j == 0 else None
-            own = sampling._replace(seed=wrap_int64(seed + j), grammar=grammar and grammar.copy(),
-                                    num_prompt_logprobs=count)
-            sequences.append(Sequence(
-                list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), own,
-                may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
-                drafter=self.drafting and self.drafting.drafter(params),
-                **({} if count is None else self._whole_prompt(count))))
+        sequences = [Sequence(
+            list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), SequenceSampling(
+                params, wrap_int64(seed + j), bad_words, params.logprobs, None, grammar and grammar.copy()),
+            may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
+            drafter=self.drafting and self.drafting.drafter(params)) for j in range(params.n)]
+        if (count := params.prompt_logprobs) is not None:
+            # They come from logits, which a block of the prefix cache does not have, and take memory.
+            first, vocab_size = sequences[0], self.config.vocab_size
+            num_values = max(1, vocab_size if count < 0 else min(count, vocab_size))
+            first.sampling = first.sampling._replace(num_prompt_logprobs=count)
+            first.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
+            first.reads_prefix_cache = False
         if params.n > 1:
             from nanopaged.scheduling.samples import Samples
             Samples(sequences)  # sets Sequence.samples of each
         return sequences
-
-    def _whole_prompt(self, count: int) -> dict[str, Any]:
-        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
-        take memory."""
-        num_values = max(1, self.config.vocab_size if count < 0 else min(count, self.config.vocab_size))
-        chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
-        return dict(reads_prefix_cache=False, max_chunk=chunk)
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
