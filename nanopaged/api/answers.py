@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanopaged.api.tools import Reader
 from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopaged.sampling_params import SamplingParams
 
@@ -40,7 +41,7 @@ class ApiError(ValueError):
 @dataclass(slots=True)
 class Sent:
     """How much of a choice was written so far."""
-    reader: Any  # a nanopaged.api.tools.Reader, or None: the text is the content
+    reader: Reader
     num_chars: int = 0
     num_tokens: int = 0
     detokenizer: Any = None  # counts the characters of the tokens
@@ -56,7 +57,7 @@ class Call:
     body: dict[str, Any]  # its fields, checked
     prompts: list[dict]  # as LLM.add_request takes them
     params: SamplingParams
-    make_reader: Callable[[], Any]
+    make_reader: Callable[[], Reader]
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class Call:
         """What is new of a sample. None: nothing"""
         start = sent.num_tokens
         text, logprobs = self._write(output, sample, sent)
-        delta = sent.reader.add(text, sent.ended) if sent.reader else {"content": text}
+        delta = sent.reader.add(text, sent.ended)
         if not (any(delta.values()) or logprobs or sent.ended or self.adds_ids):
             return None
         choice: dict[str, Any] = {"index": number * self.params.n + sample.index}
@@ -124,7 +125,7 @@ class Call:
         if self.adds_ids:
             choice["token_ids"] = sample.token_ids[start:]
         reason = sample.finish_reason
-        if reason == "stop" and sent.reader and sent.reader.num_calls:
+        if reason == "stop" and sent.reader.num_calls:
             reason = "tool_calls"
         choice |= {"logprobs": logprobs, "finish_reason": reason}
         return choice | {"stop_reason": sample.stop_reason} if reason else choice
@@ -167,18 +168,16 @@ class Call:
 
     def _completion_logprobs(self, found: list[tuple[int, Any]], sent: Sent) -> dict[str, list]:
         """The first token of a prompt has none. Of tokens with one text, halves of characters, the likeliest counts."""
-        result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        rows = []
         for token, logprobs in found:
             top: dict[str, float] = {}
             for other, logprob in (logprobs or {}).items():
                 text = self._text_of(other, logprob)
                 top[text] = max(_finite(logprob), top.get(text, SMALLEST_LOGPROB))
-            text = self._text_of(token, logprobs and logprobs[token])
-            own = logprobs and _finite(logprobs[token])
-            for values, value in zip(result.values(), (text, own, logprobs and top, sent.offset)):
-                values.append(value)
+            own = logprobs and logprobs[token]
+            rows.append((self._text_of(token, own), own and _finite(own), logprobs and top, sent.offset))
             sent.offset += len(sent.detokenizer.add([token])) if sent.detokenizer else 0
-        return result
+        return dict(zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), map(list, zip(*rows))))
 
     def _chat_logprobs(self, token: int, logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
         def entry(other: int) -> dict[str, Any]:

@@ -130,11 +130,10 @@ class LLM(Core):
             return
         with self.lock:
             self.abort(*self.requests)
-            self.lock.is_closed, is_cuda = True, self.runner.device.type == "cuda"
+            self.lock.is_closed = True
             self.engines.clear()  # Pools has the same list
             del self.engine, self.runner, self.runners
-            if is_cuda:
-                torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
+            torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 
     def _read_checkpoint(self, options: SimpleNamespace) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.api.answers import Call, Sent, usage
-from nanopaged.api.tools import Reader
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 
@@ -103,16 +102,15 @@ class ResponseCall(Call):
     def events(self, number: int, output: RequestOutput) -> str:
         events, sample = [], output.outputs[0]
         if not (sent := self.sent.get(0)):
-            sent = self.sent[0] = Sent(self.make_reader() or Reader(None))
+            sent = self.sent[0] = Sent(self.make_reader())
             events = [self._say(name, response=self._body([])) for name in ("created", "in_progress")]
-        if sent.ended:
-            return ""
-        delta = sent.reader.add(self._write(output, sample, sent)[0], sent.ended)
+        choice = None if sent.ended else self._choice(number, output, sample, sent)
+        delta = choice["delta"] if choice else {}
         for name in ("reasoning_content", "content"):
-            events += self._add(name, delta[name]) if name in delta else []
+            events += self._add(name, delta[name]) if delta.get(name) else []
         for call in delta.get("tool_calls", ()):
             events += self._add("tool_calls", call["function"]["arguments"], call)
-        return "".join(events + (self._close() if sent.ended else []))
+        return "".join(events + (self._close() if choice and sent.ended else []))
 
     def _add(self, name: str, text: str, call: dict | None = None) -> list[str]:
         """Text for the open item, or for a new one."""

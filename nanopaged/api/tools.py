@@ -76,6 +76,8 @@ class Reader:
 
     def add(self, text: str, ended: bool) -> dict[str, Any]:
         """What came with this text. ended: no more will come."""
+        if self.kind is self.thinks is None:
+            return {"content": text}
         self.held += text
         delta: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
         if self.thinks is False:
