@@ -99,13 +99,13 @@ class BeamGroup:
         live: list[Beam] = []
         origins: list[tuple[int, int]] = []
         for rank, (logprob, parent, token) in enumerate(ranked):
-            if len(live) == self.beam_width and rank >= self.beam_width:
+            if len(live) == self.beam_width:
                 break
             beam = self._beam(self.live[parent].token_ids + [token], logprob)
-            if beam.finish_reason is None and len(live) < self.beam_width:
+            if beam.finish_reason is None:
                 live.append(beam)
                 origins.append((parent, token))
-            elif beam.finish_reason is not None and rank < self.beam_width:
+            elif rank < self.beam_width:
                 self.ended.append(beam)
         self.ended = sorted(self.ended, key=lambda beam: beam.score, reverse=True)[:self.beam_width]
         self.live = live
@@ -114,9 +114,8 @@ class BeamGroup:
         return origins
 
     def _beam(self, token_ids: list[int], logprob: float) -> Beam:
-        reason = "length" if len(token_ids) >= self.max_tokens else None
-        if token_ids[-1] in self.eos_token_ids:
-            reason = "stop"
+        reason = "stop" if token_ids[-1] in self.eos_token_ids else (
+            "length" if len(token_ids) >= self.max_tokens else None)
         return Beam(token_ids, logprob, logprob / len(token_ids) ** self.length_penalty, reason)
 
     def _may_stop(self) -> bool:

@@ -1,6 +1,7 @@
 """What a server counts, in Prometheus' text format. The names and their meanings are vLLM's, with `nanopaged:`."""
 from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0]  # seconds
@@ -18,8 +19,9 @@ class Histogram:
 
     def values(self) -> dict[str, float]:
         """By what follows the name, and a label."""
-        counts = {f'_bucket,le="{bucket}"': sum(self.counts[:i]) for i, bucket in enumerate([*BUCKETS, "+Inf"], 1)}
-        return {**counts, "_sum": self.sum, "_count": sum(self.counts)}
+        counts = zip([*BUCKETS, "+Inf"], accumulate(self.counts))
+        return {f'_bucket,le="{bucket}"': count for bucket, count in counts} | {
+            "_sum": self.sum, "_count": sum(self.counts)}
 
 
 class Metrics:

@@ -56,9 +56,9 @@ def _add_message(messages: list[dict], item: Any) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
-        for i, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-                content = [*content[:i], {"type": "text", "text": part.get("text")}, *content[i + 1:]]
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in (
+                "input_text", "output_text") else part for part in content]
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
