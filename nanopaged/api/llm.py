@@ -2,24 +2,18 @@
 import os
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, Generator, Iterator
 
 import torch
 
-from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
 from nanopaged.api.beam import BeamGroup, BeamSearch
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
 from nanopaged.inputs import OPTIONS, as_list, as_python, check_choice, check_kind, check_options
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_override
-from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
-from nanopaged.weights.families import read_model_config, untie
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 
 class LLM(Core):
@@ -85,34 +79,11 @@ class LLM(Core):
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
         check_options(given := locals(), vllm_options)
-        self.options = options = SimpleNamespace(**{name: given[name] for name in OPTIONS})
-        override = read_override(override_generation_config)
-        self._read_checkpoint(options)
-        self.drafting = None
-        if speculative_config is not None:
-            from nanopaged.scheduling.drafts import Drafting
-            self.drafting = Drafting(speculative_config, self.config.vocab_size)
-        limit = self.config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
-                             "made for")
-        self.runners, pools = make_runners(options, self.config, self.path, self.drafting)
-        self.runner = runner = self.runners[0]
-        window, self.max_model_len = pick_window(self.config, min(pools), runner.block_size, max_model_len)
-        self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"
-        super().__init__(({} if generation_config == "vllm" else read_generation_config(self.path)) | override)
-        # With several processes a step that stops half-way would leave the others waiting.
-        if tensor_parallel_size == 1:
-            for runner in self.runners:
-                runner.interruptible = self.lock.interrupts.let_through
-        self.engines = make_engines(options, self.runners, pools, window)
-        self.engine, self.scheduler = self.engines[0], self.engines[0].scheduler
-        if len(self.engines) > 1:
-            from nanopaged.scheduling.data_parallel import Pools
-            self.engine = self.scheduler = Pools(self.engines, self.lock.interrupts.let_through)
+        super().__init__(SimpleNamespace(**{name: given[name] for name in OPTIONS}))
         self.script_tokenizer: Any = None
         self.chat_templates: dict = {}  # those that were used, by their source
-        devices, blocks = (" + ".join(map(str, parts)) for parts in ([runner.device for runner in self.runners], pools))
+        runner, devices = self.runner, " + ".join(str(one.device) for one in self.runners)
+        blocks = " + ".join(str(one.scheduler.block_manager.num_blocks) for one in self.engines)
         self.summary = (f"LLM({str(model)!r}: {str(runner.dtype).removeprefix('torch.')} on {devices}, {blocks} blocks "
                         f"of {runner.block_size} tokens, max_model_len {self.max_model_len}, max_num_seqs "
                         f"{max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens})")
@@ -134,33 +105,6 @@ class LLM(Core):
             self.engines.clear()  # Pools has the same list
             del self.engine, self.runner, self.runners
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
-
-    def _read_checkpoint(self, options: SimpleNamespace) -> None:
-        """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
-        downloaded."""
-        def read(path: Path) -> Any:
-            return read_model_config(read_config(path) | (options.hf_overrides or {}))
-
-        find = partial(find_checkpoint, token=options.hf_token, cache=options.download_dir)
-        is_dummy = options.load_format == "dummy"
-        self.path = self.tokenizer_path = find(options.model, options.revision, read, is_dummy)
-        self.config = read(self.path)
-        if not is_dummy:
-            untie(self.config, self.path)
-        self.tokenizer, self.tokenizer_error = None, None
-        name, revision = options.tokenizer, options.tokenizer_revision
-        if name not in (None, options.model) or revision is not None:
-            is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
-            self.tokenizer_path = Path(name) if is_directory else find(name or options.model, revision,
-                                                                       without_weights=True)
-        if not options.skip_tokenizer_init:
-            try:
-                self.tokenizer = load_tokenizer(self.tokenizer_path)
-            except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = ValueError(str(error))  # the frames of `error` would keep this LLM in memory
-        self.eos_token_ids = frozenset(eos_token_ids(self.path))
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for scripts, with the calls of one of transformers (nanopaged/text/scripts.py).
