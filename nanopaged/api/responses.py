@@ -20,8 +20,8 @@ SAME = {"model", "stream", "temperature", "top_p", "top_k", "seed", "stop", "cac
 IGNORED = {"store", "metadata", "user", "service_tier", "include", "truncation", "safety_identifier", "stream_options",
            "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "top_logprobs", "max_tool_calls"}
 ECHOED = {"instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
-ITEMS = {"reasoning_content": ("reasoning", "reasoning_text"), "content": ("message", "output_text"),
-         "tool_calls": ("function_call", "function_call_arguments")}  # a delta's field -> its item, what grows
+ITEMS = {"reasoning": "reasoning_text", "message": "output_text",
+         "function_call": "function_call_arguments"}  # an item of the output -> what grows in it
 
 
 def read_response(body: dict[str, Any]) -> dict[str, Any]:
@@ -106,16 +106,15 @@ class ResponseCall(Call):
             events = [self._say(name, response=self._body([])) for name in ("created", "in_progress")]
         choice = None if sent.ended else self._choice(number, output, sample, sent)
         delta = choice["delta"] if choice else {}
-        for name in ("reasoning_content", "content"):
-            events += self._add(name, delta[name]) if delta.get(name) else []
+        for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
+            events += self._add(kind, delta[name]) if delta.get(name) else []
         for call in delta.get("tool_calls", ()):
-            events += self._add("tool_calls", call["function"]["arguments"], call)
+            events += self._add("function_call", call["function"]["arguments"], call)
         return "".join(events + (self._close() if choice and sent.ended else []))
 
-    def _add(self, name: str, text: str, call: dict | None = None) -> list[str]:
+    def _add(self, kind: str, text: str, call: dict | None = None) -> list[str]:
         """Text for the open item, or for a new one."""
-        kind, part = ITEMS[name]
-        events: list[str] = []
+        part, events = ITEMS[kind], []
         if not self.items or self.items[-1]["type"] != kind or call and "id" in call:
             events = self._close()
             content = {"role": "assistant", "summary": [], "content": [
@@ -133,7 +132,7 @@ class ResponseCall(Call):
         if not self.items:
             return []
         item = self.items[-1]
-        item["status"], (_, part) = "completed", next(pair for pair in ITEMS.values() if pair[0] == item["type"])
+        item["status"], part = "completed", ITEMS[item["type"]]
         events = [self._say(f"{part}.done", arguments=item["arguments"], name=item["name"])] if "name" in item else []
         for content in item.get("content", ()):
             events += [self._say(f"{part}.done", text=content["text"], logprobs=[]),
