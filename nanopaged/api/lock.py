@@ -59,7 +59,10 @@ class StepLock:
                 raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
             self.owner = threading.get_ident()
         except BaseException:
-            (self.interrupts if self.waiters.pop(gate, None) else self).release()  # the lock too, if it has come
+            if self.waiters.pop(gate, None):
+                self.interrupts.release()
+            else:  # this thread has got the lock
+                self.release()
             raise
 
     def release(self, *error: object) -> None:

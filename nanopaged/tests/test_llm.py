@@ -140,9 +140,6 @@ def test_requests_without_settings_follow_the_checkpoint(tmp_path):
     assert llm.get_default_sampling_params(temperature=0.5).temperature == 0.5
     assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 7
     assert len(llm.generate(PROMPT, SamplingParams())[0].outputs[0].token_ids) > 7  # these are settings
-    plain = load(tmp_path / "model", num_blocks=64, generation_config="vllm")
-    assert plain.get_default_sampling_params() == SamplingParams()
-    assert len(plain.generate(PROMPT)[0].outputs[0].token_ids) > 7
 
 
 @pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
