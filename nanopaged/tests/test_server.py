@@ -665,6 +665,12 @@ def test_a_failure_ends_the_requests_under_way_and_no_other(server, monkeypatch,
     assert "launch failure" in capsys.readouterr().err
 
 
+def test_a_mistake_of_the_server_is_an_error_without_its_details(server, monkeypatch):
+    monkeypatch.setattr(server.server.serving, "read", lambda *_: {}["secret"])
+    status, found = server.post(dict(GREEDY, prompt="ROMEO:"))
+    assert status == 500 and found["error"]["message"] == "the server failed; its log has the reason"
+
+
 def test_a_step_that_hangs_is_said(server, monkeypatch):
     launch, may_end = server.llm.runner.launch, threading.Event()
     monkeypatch.setattr(server.engine, "hang_seconds", 0.1)

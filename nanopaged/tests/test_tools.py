@@ -87,6 +87,7 @@ def test_text_is_sent_as_it_comes():
     assert reader.add("Hel", ended=False) == {"content": "Hel"}
     assert reader.add("lo <tool", ended=False) == {"content": "lo"}
     assert reader.add("box>", ended=False) == {"content": " <toolbox>"}
+    assert Reader(None).add("", ended=True) == {"content": ""}  # so an empty answer is no null
     reader = Reader("forced")
     [first] = reader.add('{"name":"f","arguments":{"x', ended=False)["tool_calls"]
     assert first["function"] == {"name": "f", "arguments": '{"x'} and first["id"]
