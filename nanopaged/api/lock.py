@@ -75,11 +75,9 @@ class StepLock:
 
     def _serve(self) -> None:
         """For a waiter or a deferred function that has just come: pass the lock if no thread holds it."""
-        if self.waiters or self.deferred:
-            with self.interrupts:
-                if self.lock.acquire(blocking=False):
-                    self.owner = threading.get_ident()
-                    self._pass()
+        if (self.waiters or self.deferred) and self.lock.acquire(blocking=False):
+            self.owner = threading.get_ident()
+            self._pass()
 
     def _pass(self) -> None:
         """Call the deferred functions. Then pass the lock to the first thread that needs no step, or else to the first
@@ -119,7 +117,8 @@ class StepLock:
         """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This
         method never waits, so the garbage collector may call it at any point, even inside this class."""
         self.deferred.append(function)
-        self._serve()
+        with self.interrupts:
+            self._serve()
 
     def change(self, function: Callable[[], object]) -> None:
         """Call `function` between two steps and wait for it; from within a step, defer it."""
