@@ -133,10 +133,18 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"nanopaged cannot do {name}={value!r:.80}, which vLLM may support; leave the option out")
 
 
+def shown(value: Any) -> str:
+    """The beginning of a value, for a sentence that refuses it."""
+    try:
+        return f"{value!r:.80}"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+
+
 def check_kind(name: str, value: Any, kind: Kind, expected: str) -> None:
     """Raise ValueError unless the value is of this type, or of one of these types. A bool is not a number."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
+        raise ValueError(f"{name} must be {expected}, not {shown(value)}")
 
 
 def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], object], expected: str) -> Any:
@@ -148,7 +156,7 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
         with suppress(OverflowError):  # a huge fraction, which is outside of every range
             value = int(value) if isinstance(value, Integral) else float(value)
     if value is not None and not in_range(value):
-        raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
+        raise ValueError(f"{name} must be {expected}, not {shown(value)}")
     return value
 
 
@@ -213,7 +221,7 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
             issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))):
         token_ids = list(map(int, prompt))  # numpy's integers become Python's
     else:
-        raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
+        raise ValueError(f"a prompt is a string or a list of token ids, not {shown(prompt)}")
     if not token_ids:
         raise ValueError("the prompt is empty; give at least one token")
     if len(token_ids) >= max_model_len:

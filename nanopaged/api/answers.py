@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanopaged.api.tools import Reader
 from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopaged.sampling_params import SamplingParams
 
@@ -40,7 +41,7 @@ class ApiError(ValueError):
 @dataclass(slots=True)
 class Sent:
     """How much of a choice was written so far."""
-    reader: Any  # a nanopaged.api.tools.Reader, or None: the text is the content
+    reader: Reader
     num_chars: int = 0
     num_tokens: int = 0
     detokenizer: Any = None  # counts the characters of the tokens
@@ -56,7 +57,7 @@ class Call:
     body: dict[str, Any]  # its fields, checked
     prompts: list[dict]  # as LLM.add_request takes them
     params: SamplingParams
-    make_reader: Callable[[], Any]
+    make_reader: Callable[[], Reader]
     sent: dict[int, Sent] = field(default_factory=dict)  # of each choice of a stream
 
     def __post_init__(self) -> None:
@@ -111,9 +112,19 @@ class Call:
 
     def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
         """What is new of a sample. None: nothing"""
-        start = sent.num_tokens
-        text, logprobs = self._write(output, sample, sent)
-        delta = sent.reader.add(text, sent.ended) if sent.reader else {"content": text}
+        self._refuse(sample)
+        if self.only_echo:
+            sample.text, sample.token_ids, sample.logprobs = "", [], sample.logprobs and []
+            sample.finish_reason = sample.finish_reason and "length"
+        start, reason, text = sent.num_tokens, sample.finish_reason, sample.text[sent.num_chars:]
+        found: list[tuple[int, Any]] = [*zip(sample.token_ids[start:], (sample.logprobs or [])[start:])]
+        sent.num_chars, sent.num_tokens, sent.ended = len(sample.text), len(sample.token_ids), reason is not None
+        if self.echo and not start:
+            decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
+            text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
+            found = [*zip(output.prompt_token_ids, output.prompt_logprobs or ()), *found]
+        logprobs = self._logprobs(found, output, sent) if sample.logprobs is not None and found else None
+        delta = sent.reader.add(text, sent.ended)
         if not (any(delta.values()) or logprobs or sent.ended or self.adds_ids):
             return None
         choice: dict[str, Any] = {"index": number * self.params.n + sample.index}
@@ -123,11 +134,19 @@ class Call:
             choice |= {"text": text} | ({} if start else self._of_prompt(output))
         if self.adds_ids:
             choice["token_ids"] = sample.token_ids[start:]
-        reason = sample.finish_reason
-        if reason == "stop" and sent.reader and sent.reader.num_calls:
+        if reason == "stop" and sent.reader.num_calls:
             reason = "tool_calls"
         choice |= {"logprobs": logprobs, "finish_reason": reason}
         return choice | {"stop_reason": sample.stop_reason} if reason else choice
+
+    def _refuse(self, sample: CompletionOutput) -> None:
+        """ApiError for a sample that has gone wrong."""
+        if sample.finish_reason in ("error", "abort"):
+            from nanopaged import engine  # here, so that --help does not wait for it
+            reason = str(sample.stop_reason or "the server has stopped the request")
+            excludes = self.params.structured_outputs or self.params.allowed_token_ids or self.params.bad_words
+            is_theirs = excludes and reason.startswith((engine.NO_TOKEN, "the grammar failed"))
+            raise ApiError(reason, 400 if is_theirs else 500)
 
     def _event(self, **fields: Any) -> str:
         return f"{self.event_head},{encode(fields)[1:]}\n\n"
@@ -137,48 +156,23 @@ class Call:
         counts = self._event(choices=[], usage=usage(outputs)) if self.adds_usage else ""
         return counts + "data: [DONE]\n\n"
 
-    def _write(self, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> tuple[str, dict | None]:
-        """The text and the log probabilities of a sample that were not sent yet."""
-        if sample.finish_reason in ("error", "abort"):
-            from nanopaged import engine  # here, so that --help does not wait for it
-            reason = str(sample.stop_reason or "the server has stopped the request")
-            excludes = self.params.structured_outputs or self.params.allowed_token_ids or self.params.bad_words
-            is_theirs = excludes and reason.startswith((engine.NO_TOKEN, "the grammar failed"))
-            raise ApiError(reason, 400 if is_theirs else 500)
-        if self.only_echo:
-            sample.text, sample.token_ids, sample.logprobs = "", [], sample.logprobs and []
-            sample.finish_reason = sample.finish_reason and "length"
-        text, begins = sample.text[sent.num_chars:], not sent.num_tokens
-        found: list[tuple[int, Any]] = [*zip(sample.token_ids, sample.logprobs or ())][sent.num_tokens:]
-        sent.num_chars, sent.num_tokens = len(sample.text), len(sample.token_ids)
-        sent.ended = sample.finish_reason is not None
-        if begins and self.echo:
-            decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
-            text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
-            found = [*zip(output.prompt_token_ids, output.prompt_logprobs or ()), *found]
-        if sample.logprobs is None or not found:
-            return text, None
+    def _logprobs(self, found: list[tuple[int, Any]], output: RequestOutput, sent: Sent) -> dict[str, list]:
+        """The first token of a prompt has none. Of tokens with one text, halves of characters, the likeliest counts."""
         if self.is_chat:
-            return text, {"content": [self._chat_logprobs(*entry) for entry in found]}
+            return {"content": [self._chat_logprobs(*entry) for entry in found]}
         if not sent.detokenizer and self.tokenizer:  # an echo of a prompt of ids shows special tokens
             sent.detokenizer = self.tokenizer.detokenizer(output.prompt is not None) if self.echo else (
                 self.tokenizer.detokenizer(self.params.skip_special_tokens, output.prompt_token_ids))
-        return text, self._completion_logprobs(found, sent)
-
-    def _completion_logprobs(self, found: list[tuple[int, Any]], sent: Sent) -> dict[str, list]:
-        """The first token of a prompt has none. Of tokens with one text, halves of characters, the likeliest counts."""
-        result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        rows = []
         for token, logprobs in found:
             top: dict[str, float] = {}
             for other, logprob in (logprobs or {}).items():
                 text = self._text_of(other, logprob)
                 top[text] = max(_finite(logprob), top.get(text, SMALLEST_LOGPROB))
-            text = self._text_of(token, logprobs and logprobs[token])
-            own = logprobs and _finite(logprobs[token])
-            for values, value in zip(result.values(), (text, own, logprobs and top, sent.offset)):
-                values.append(value)
+            own = logprobs and logprobs[token]
+            rows.append((self._text_of(token, own), own and _finite(own), logprobs and top, sent.offset))
             sent.offset += len(sent.detokenizer.add([token])) if sent.detokenizer else 0
-        return result
+        return dict(zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), map(list, zip(*rows))))
 
     def _chat_logprobs(self, token: int, logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
         def entry(other: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import last_layer
 from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels
 from nanopaged.device.runner import Runner
+from nanopaged.device.trial import allocate_pool
 from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
 from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
@@ -33,35 +34,37 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
     return path
 
 
-def make_runners(device: str, data_parallel_size: int, tensor_parallel_size: int, attention: str, enforce_eager: bool,
-                 config: model.ModelConfig, path: Path, is_dummy: bool, pool: tuple, swap_space: float,
-                 quantization: str | None, **options: Any) -> list[Runner]:
-    """A runner for each pool: the plain one, or on CUDA the one with recorded steps. (Attention in torch asks the
-    device for lengths, which cannot be recorded.) With data_parallel_size one on each of the first GPUs, with the
-    weights of the first; with tensor_parallel_size that of the first GPU, with a worker process for each other one.
-
-    pool: the arguments of trial.allocate_pool
-    """
+def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: Any) -> tuple[list[Runner], list[int]]:
+    """A runner for each pool, and the pools' numbers of blocks. The runner is the plain one, or on CUDA the one with
+    recorded steps. (Attention in torch asks the device for lengths, which cannot be recorded.) With data_parallel_size
+    there is one on each of the first GPUs, with the weights of the first; with tensor_parallel_size that of the first
+    GPU, with a worker process for each other one."""
     runners: list[Runner] = []
-    by_option = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}
-    option = max(by_option, key=by_option.__getitem__)
-    devices = pick_devices(device, by_option[option], option)
-    options["fp8"] = fp8 = pick_fp8(quantization, config, devices, tensor_parallel_size)
-    tensors = None if is_dummy else read_weights(path, config.fp8, fp8)
+    num_ranks, is_eager = options.tensor_parallel_size, options.enforce_eager
+    option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
+    devices = pick_devices(options.device, vars(options)[option], option)
+    more = {name: vars(options)[name] for name in (
+        "dtype", "seed", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "warm_up")}
+    more["fp8"] = fp8 = pick_fp8(options.quantization, config, devices, num_ranks)
+    more["max_model_len"] = options.max_model_len or config.max_position_embeddings
+    more["max_num_drafts"] = drafting.most_in_step(options.max_num_seqs) if drafting else 0
+    tensors = None if options.load_format == "dummy" else read_weights(path, config.fp8, fp8)
     if tensors and config.fp8 and fp8:
         tensors = with_warning(tensors)
-    for picked in devices:
-        runner_class, kernels = pick_runner(attention, picked, enforce_eager)
-        options |= dict(device=picked, kernels=kernels)
-        if tensor_parallel_size > 1:
+    pool = options.num_gpu_blocks_override or options.num_blocks, options.gpu_memory_utilization
+    for device in devices:
+        runner_class, kernels = pick_runner(options.attention, device, is_eager)
+        more |= dict(device=device, kernels=kernels)
+        if num_ranks > 1:
             from nanopaged.device.workers import make_driver
-            return [make_driver(runner_class, tensor_parallel_size, config, tensors, path, pool, swap_space, **options)]
-        if not (enforce_eager or runner_class.fused):
-            options["modules"] = last_layer.MODULES
+            runners = [make_driver(runner_class, num_ranks, config, tensors, path, pool, options.swap_space, **more)]
+            break
+        if not (is_eager or runner_class.fused):
+            more["modules"] = last_layer.MODULES
         if runners:
             tensors = as_checkpoint(runners[0].model.named_parameters(), config)
-        runners.append(runner_class(config, tensors, **options))
-    return runners
+        runners.append(runner_class(config, tensors, **more))
+    return runners, [allocate_pool(runner, *pool) for runner in runners]
 
 
 def pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
@@ -86,13 +89,12 @@ def pick_window(config: model.ModelConfig, num_blocks: int, block_size: int,
     return window, max_model_len or (limit if window else min(limit, size))
 
 
-def make_engines(runners: list[Runner], pools: list[int], enable_prefix_caching: bool, window: int, swap_space: float,
-                 *limits: int) -> list[Engine]:
-    """An engine for each runner. pools: their numbers of blocks; limits: max_num_seqs and max_num_batched_tokens"""
-    managers = []
+def make_engines(options: Any, runners: list[Runner], pools: list[int], window: int) -> list[Engine]:
+    """An engine for each runner. pools: their numbers of blocks"""
+    managers, limits = [], (options.max_num_seqs, options.max_num_batched_tokens)
     for runner, num_blocks in zip(runners, pools):
-        num_host_blocks = runner.allocate_host_pool(swap_space)
-        given = num_blocks, runner.block_size, enable_prefix_caching
+        num_host_blocks = runner.allocate_host_pool(options.swap_space)
+        given = num_blocks, runner.block_size, options.enable_prefix_caching
         is_plain = not (window or num_host_blocks)
         managers.append(BlockManager(*given) if is_plain else Swapping(*given, window, num_host_blocks))
     if len(managers) == 1:

@@ -73,7 +73,6 @@ class AsyncLLM(threading.Thread):
         self.busy_since: float | None = None  # the end of the last step; None: nothing to compute
         self.is_stopped = False
         self.metrics = Metrics(core)
-        self.most_tokens = core.engines[0].scheduler.max_num_batched_tokens
 
     # ---- in the event loop
 
@@ -172,7 +171,8 @@ class AsyncLLM(threading.Thread):
             num_first = sum(seq.order[1] == seq.order[3] for seq in texts)  # see `_add`
             has_grammars = any(seq.sampling.grammar for seq in texts[num_first:])
             beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
-            one.scheduler.max_num_batched_tokens = min(self.most_tokens, num_first + (beside if texts else CPU_TOKENS))
+            one.scheduler.max_num_batched_tokens = min(
+                self.core.options.max_num_batched_tokens, num_first + (beside if texts else CPU_TOKENS))
 
     def _measure(self, num_tokens: int) -> None:
         """A step has ended, with this many new tokens."""

@@ -99,13 +99,13 @@ class BeamGroup:
         live: list[Beam] = []
         origins: list[tuple[int, int]] = []
         for rank, (logprob, parent, token) in enumerate(ranked):
-            if len(live) == self.beam_width and rank >= self.beam_width:
+            if len(live) == self.beam_width:
                 break
             beam = self._beam(self.live[parent].token_ids + [token], logprob)
-            if beam.finish_reason is None and len(live) < self.beam_width:
+            if beam.finish_reason is None:
                 live.append(beam)
                 origins.append((parent, token))
-            elif beam.finish_reason is not None and rank < self.beam_width:
+            elif rank < self.beam_width:
                 self.ended.append(beam)
         self.ended = sorted(self.ended, key=lambda beam: beam.score, reverse=True)[:self.beam_width]
         self.live = live
@@ -114,9 +114,8 @@ class BeamGroup:
         return origins
 
     def _beam(self, token_ids: list[int], logprob: float) -> Beam:
-        reason = "length" if len(token_ids) >= self.max_tokens else None
-        if token_ids[-1] in self.eos_token_ids:
-            reason = "stop"
+        reason = "stop" if token_ids[-1] in self.eos_token_ids else (
+            "length" if len(token_ids) >= self.max_tokens else None)
         return Beam(token_ids, logprob, logprob / len(token_ids) ** self.length_penalty, reason)
 
     def _may_stop(self) -> bool:
@@ -140,9 +139,9 @@ class BeamSearch:
     is_reported = False  # LLM.step returns no outputs of it
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
-                 num_candidates: int, scheduler: Scheduler) -> None:
+                 num_candidates: int, scheduler: Scheduler, tokenizer: Any = None) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
-        self.request_id, self.scheduler = f"beam {arrival}", scheduler
+        self.request_id, self.scheduler, self.tokenizer = f"beam {arrival}", scheduler, tokenizer
         self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
         self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
@@ -208,19 +207,17 @@ class BeamSearch:
         beam.listener = None  # the beam and the search would keep each other in memory
         self.free_numbers.append(beam.order[2])
 
-    def output(self, tokenizer: Any) -> RequestOutput:
+    def output(self) -> RequestOutput:
         """The results of the search, best first."""
         outputs, sequences, prompt = [], [], self.prompt_token_ids
         for index, beam in enumerate(self.group.ended):
+            ids, logprob, reason = beam.token_ids, beam.cumulative_logprob, beam.finish_reason
             text = whole_text = ""
-            if tokenizer:
-                detokenizer = tokenizer.detokenizer(prompt_token_ids=prompt)
-                visible = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-                text = detokenizer.add(visible) + detokenizer.finish()
-                whole_text = tokenizer.decode(prompt + beam.token_ids, skip_special_tokens=True)
-            stop_reason = engine.NO_TOKEN if beam.finish_reason == "error" else None
-            outputs.append(CompletionOutput(index, text, beam.token_ids, beam.finish_reason, stop_reason, None,
-                                            beam.cumulative_logprob, beam.score))
-            sequences.append(BeamSearchSequence(prompt + beam.token_ids, whole_text, beam.cumulative_logprob,
-                                                beam.finish_reason))
+            if self.tokenizer:
+                detokenizer = self.tokenizer.detokenizer(prompt_token_ids=prompt)
+                text = detokenizer.add(ids[:-1] if reason == "stop" else ids) + detokenizer.finish()
+                whole_text = self.tokenizer.decode(prompt + ids, skip_special_tokens=True)
+            stop_reason = engine.NO_TOKEN if reason == "error" else None
+            outputs.append(CompletionOutput(index, text, ids, reason, stop_reason, None, logprob, beam.score))
+            sequences.append(BeamSearchSequence(prompt + ids, whole_text, logprob, reason))
         return RequestOutput("", self.prompt, prompt, outputs, self.finished, sequences=sequences)

@@ -1,54 +1,104 @@
 """The engine's core. LLM (llm.py) is its face for a caller, AsyncLLM (async_llm.py) its face for a server.
 
+    Core(options)    a checkpoint is read, and runners and engines are made of it (assemble.py)
     read_request     a prompt and its settings become a Request: checked, tokenised, a sequence for each sample
     add, abort       the scheduler gets its sequences, or loses them       } while the caller
     advance          one step; requests get what was read                } holds `lock`
     run_until        the one loop: steps until something is done, possibly by steps of other threads
 """
 import itertools
+import os
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from nanopaged import engine, model
+from nanopaged import engine
+from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
 from nanopaged.api.beam import BeamSearch
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Request
-from nanopaged.device.runner import Runner
 from nanopaged.inputs import as_python, check_kind, check_number, read_cache_salt, read_prompt
-from nanopaged.sampling_params import SamplingParams, SequenceSampling, wrap_int64
-from nanopaged.scheduling.additions import Engine, Sequence
+from nanopaged.sampling_params import SamplingParams, SequenceSampling, read_override, wrap_int64
+from nanopaged.scheduling.additions import Sequence
+from nanopaged.text.tokenizer import load_tokenizer
+from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
+from nanopaged.weights.families import read_model_config, untie
 
 PROMPT_LOGPROBS_CHUNK = 512  # at most this many tokens of a prompt with prompt_logprobs in a step
 
 
 class Core:
     """Reads requests, adds and aborts them, and computes steps."""
-    # What LLM sets
-    config: model.ModelConfig
-    tokenizer: Any  # None: there is none
-    tokenizer_error: ValueError | None
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    max_logprobs: int
-    drafting: Any  # None: no drafts
-    runners: list[Runner]  # one for each pool
-    engines: list[Engine]  # as above
-    engine: Any  # the step loop of all pools
-    scheduler: Any  # of all pools
-
     prompt_logprobs_values = 2**23  # and at most this many log probabilities
 
-    def __init__(self, use_priority: bool, default_params: dict[str, Any], seed: int) -> None:
-        self.use_priority, self.default_params = use_priority, default_params
+    def __init__(self, options: SimpleNamespace) -> None:
+        """options: those of LLM, checked"""
+        self.options, override = options, read_override(options.override_generation_config)
+        self._read_checkpoint(options)
+        is_default = options.generation_config != "vllm"
+        self.default_params = (read_generation_config(self.path) if is_default else {}) | override
+        self.drafting: Any = None  # no drafts
+        if options.speculative_config is not None:
+            from nanopaged.scheduling.drafts import Drafting
+            self.drafting = Drafting(options.speculative_config, self.config.vocab_size)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         self.requests: dict[str, Any] = {}  # those under way: Request or BeamSearch
         self.unreported: dict[str, Request] = {}  # those that LLM.step is to tell of
         self.num_steps = 0
         self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
-        self.arrivals, self.seeds = itertools.count(), random.Random(seed)
+        self.arrivals, self.seeds = itertools.count(), random.Random(options.seed)
+        self._make_engines(options)
+
+    def _make_engines(self, options: SimpleNamespace) -> None:
+        given, limit = options.max_model_len, self.config.max_position_embeddings
+        if given is not None and given > limit:
+            raise ValueError(f"max_model_len {given} is more than the {limit} positions that the model was made for")
+        self.runners, pools = make_runners(options, self.config, self.path, self.drafting)  # one for each pool
+        self.runner = self.runners[0]
+        window, self.max_model_len = pick_window(self.config, min(pools), self.runner.block_size, given)
+        self.limited_by = "option" if given else "model" if self.max_model_len == limit else "pool"
+        # With several processes a step that stops half-way would leave the others waiting.
+        if options.tensor_parallel_size == 1:
+            for runner in self.runners:
+                runner.interruptible = self.lock.interrupts.let_through
+        self.engines = make_engines(options, self.runners, pools, window)
+        self.engine: Any = self.engines[0]  # the step loop of all pools
+        self.scheduler: Any = self.engine.scheduler  # of all pools
+        if len(self.engines) > 1:
+            from nanopaged.scheduling.data_parallel import Pools
+            self.engine = self.scheduler = Pools(self.engines, self.lock.interrupts.let_through)
+
+    def _read_checkpoint(self, options: SimpleNamespace) -> None:
+        """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
+        downloaded."""
+        def read(path: Path) -> Any:
+            return read_model_config(read_config(path) | (options.hf_overrides or {}))
+
+        find = partial(find_checkpoint, token=options.hf_token, cache=options.download_dir)
+        is_dummy = options.load_format == "dummy"
+        self.path = self.tokenizer_path = find(options.model, options.revision, read, is_dummy)
+        self.config = read(self.path)
+        if not is_dummy:
+            untie(self.config, self.path)
+        self.tokenizer, self.tokenizer_error = None, None  # none is wanted, or it cannot be read
+        name, revision = options.tokenizer, options.tokenizer_revision
+        if name not in (None, options.model) or revision is not None:
+            is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
+            self.tokenizer_path = Path(name) if is_directory else find(name or options.model, revision,
+                                                                       without_weights=True)
+        if not options.skip_tokenizer_init:
+            try:
+                self.tokenizer = load_tokenizer(self.tokenizer_path)
+            except ValueError as error:  # prompts of token ids work all the same
+                self.tokenizer_error = ValueError(str(error))  # the frames of `error` would keep this LLM in memory
+        self.eos_token_ids = frozenset(eos_token_ids(self.path))
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
 
     # ---- without the lock
 
@@ -58,11 +108,12 @@ class Core:
             params = self.get_default_sampling_params()
         check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         params = replace(params)  # checked once more: it may have been changed, or be changed later
-        check_number("priority", priority := as_python(priority), int, lambda x: self.use_priority or x == 0,
-                     "an integer" if self.use_priority else "0, unless scheduling_policy is 'priority'")
+        is_ordered = self.options.scheduling_policy == "priority"
+        check_number("priority", priority := as_python(priority), int, lambda x: is_ordered or x == 0,
+                     "an integer" if is_ordered else "0, unless scheduling_policy is 'priority'")
         text, token_ids = self.read_prompt(prompt)
         params.check_vocabulary(self.config.vocab_size)
-        params.check_logprobs(self.max_logprobs)
+        params.check_logprobs(self.options.max_logprobs)
         bad_words = []
         if params.bad_words:
             from nanopaged.device.logits import encode_bad_words
@@ -72,42 +123,35 @@ class Core:
         structured = params.structured_outputs
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
-        sampling = SequenceSampling(params, 0, bad_words, params.logprobs, grammar=grammar)
-        sequences = self._make_sequences(token_ids, priority, sampling, read_cache_salt(prompt))
+        sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
         return Request(text, token_ids, params, sequences, self.tokenizer)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
 
-    def _make_sequences(self, token_ids: list[int], priority: int, sampling: SequenceSampling,
-                        cache_salt: str | None) -> list[Sequence]:
+    def _make_sequences(self, token_ids: list[int], priority: int, params: SamplingParams, bad_words: list[list[int]],
+                        grammar: Any, cache_salt: str | None) -> list[Sequence]:
         """A sequence for each sample of a request."""
-        params, grammar, arrival = sampling.params, sampling.grammar, next(self.arrivals)
+        arrival, seed = next(self.arrivals), self.seeds.getrandbits(63) if params.seed is None else params.seed
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
-        sequences = []
-        for j in range(params.n):
-            count = params.prompt_logprobs if j == 0 else None
-            own = sampling._replace(seed=wrap_int64(seed + j), grammar=grammar and grammar.copy(),
-                                    num_prompt_logprobs=count)
-            sequences.append(Sequence(
-                list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), own,
-                may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
-                drafter=self.drafting and self.drafting.drafter(params),
-                **({} if count is None else self._whole_prompt(count))))
+        sequences = [Sequence(
+            list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), SequenceSampling(
+                params, wrap_int64(seed + j), bad_words, params.logprobs, None, grammar and grammar.copy()),
+            may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
+            drafter=self.drafting and self.drafting.drafter(params)) for j in range(params.n)]
+        if (count := params.prompt_logprobs) is not None:
+            # They come from logits, which a block of the prefix cache does not have, and take memory.
+            first, vocab_size = sequences[0], self.config.vocab_size
+            num_values = max(1, vocab_size if count < 0 else min(count, vocab_size))
+            first.sampling = first.sampling._replace(num_prompt_logprobs=count)
+            first.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
+            first.reads_prefix_cache = False
         if params.n > 1:
             from nanopaged.scheduling.samples import Samples
             Samples(sequences)  # sets Sequence.samples of each
         return sequences
-
-    def _whole_prompt(self, count: int) -> dict[str, Any]:
-        """Log probabilities of prompt tokens come from logits, which a block of the prefix cache does not have, and
-        take memory."""
-        num_values = max(1, self.config.vocab_size if count < 0 else min(count, self.config.vocab_size))
-        chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
-        return dict(reads_prefix_cache=False, max_chunk=chunk)
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was

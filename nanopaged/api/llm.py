@@ -1,25 +1,19 @@
 """LLM: what users call. It makes requests of prompts, computes steps until they are done, and gives texts back."""
 import os
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from types import NoneType
-from typing import Any, Callable, Generator, Iterator
+from types import NoneType, SimpleNamespace
+from typing import Any, Generator, Iterator
 
 import torch
 
-from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
 from nanopaged.api.beam import BeamGroup, BeamSearch
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
-from nanopaged.device.trial import allocate_pool
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind, check_options
+from nanopaged.inputs import OPTIONS, as_list, as_python, check_choice, check_kind, check_options
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_override
-from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
-from nanopaged.weights.families import read_model_config, untie
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 
 
 class LLM(Core):
@@ -84,46 +78,12 @@ class LLM(Core):
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
-        check_options(locals(), vllm_options)
-        override = read_override(override_generation_config)
-        is_dummy, find = load_format == "dummy", partial(find_checkpoint, token=hf_token, cache=download_dir)
-        self._read_checkpoint(find, (model, revision), (tokenizer, tokenizer_revision), is_dummy, skip_tokenizer_init,
-                              hf_overrides or {})
-        self.drafting = None
-        if speculative_config is not None:
-            from nanopaged.scheduling.drafts import Drafting
-            self.drafting = Drafting(speculative_config, self.config.vocab_size)
-        limit = self.config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len {max_model_len} is more than the {limit} positions that the model was "
-                             "made for")
-        pool = num_blocks if num_gpu_blocks_override is None else num_gpu_blocks_override, gpu_memory_utilization
-        self.runners = make_runners(
-            device, data_parallel_size, tensor_parallel_size, attention, enforce_eager, self.config, self.path,
-            is_dummy, pool, swap_space, quantization, dtype=dtype, seed=seed, block_size=block_size,
-            max_model_len=max_model_len or limit, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, warm_up=warm_up,
-            max_num_drafts=self.drafting.most_in_step(max_num_seqs) if self.drafting else 0)
-        self.runner = runner = self.runners[0]
-        pools = [allocate_pool(runner, *pool) for runner in self.runners]
-        window, self.max_model_len = pick_window(self.config, min(pools), runner.block_size, max_model_len)
-        self.max_logprobs = max_logprobs
-        self.limited_by = "option" if max_model_len else "model" if self.max_model_len == limit else "pool"
-        default_params = ({} if generation_config == "vllm" else read_generation_config(self.path)) | override
-        super().__init__(scheduling_policy == "priority", default_params, seed)
-        # With several processes a step that stops half-way would leave the others waiting.
-        if tensor_parallel_size == 1:
-            for runner in self.runners:
-                runner.interruptible = self.lock.interrupts.let_through
-        self.engines = make_engines(self.runners, pools, enable_prefix_caching, window, swap_space, max_num_seqs,
-                                    max_num_batched_tokens)
-        self.engine, self.scheduler = self.engines[0], self.engines[0].scheduler
-        if len(self.engines) > 1:
-            from nanopaged.scheduling.data_parallel import Pools
-            self.engine = self.scheduler = Pools(self.engines, self.lock.interrupts.let_through)
+        check_options(given := locals(), vllm_options)
+        super().__init__(SimpleNamespace(**{name: given[name] for name in OPTIONS}))
         self.script_tokenizer: Any = None
         self.chat_templates: dict = {}  # those that were used, by their source
-        devices, blocks = (" + ".join(map(str, parts)) for parts in ([runner.device for runner in self.runners], pools))
+        runner, devices = self.runner, " + ".join(str(one.device) for one in self.runners)
+        blocks = " + ".join(str(one.scheduler.block_manager.num_blocks) for one in self.engines)
         self.summary = (f"LLM({str(model)!r}: {str(runner.dtype).removeprefix('torch.')} on {devices}, {blocks} blocks "
                         f"of {runner.block_size} tokens, max_model_len {self.max_model_len}, max_num_seqs "
                         f"{max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens})")
@@ -141,33 +101,10 @@ class LLM(Core):
             return
         with self.lock:
             self.abort(*self.requests)
-            self.lock.is_closed, is_cuda = True, self.runner.device.type == "cuda"
+            self.lock.is_closed = True
             self.engines.clear()  # Pools has the same list
             del self.engine, self.runner, self.runners
-            if is_cuda:
-                torch.cuda.empty_cache()  # torch would keep it for later allocations of this process
-
-    def _read_checkpoint(self, find: Callable[..., Path], model: tuple, tokenizer: tuple, is_dummy: bool,
-                         skip_tokenizer: bool, overrides: dict) -> None:
-        """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
-        downloaded. model, tokenizer: (name, revision)"""
-        self.path = find(*model, lambda path: read_model_config(read_config(path) | overrides), is_dummy)
-        self.config = read_model_config(read_config(self.path) | overrides)
-        if not is_dummy:
-            untie(self.config, self.path)
-        self.tokenizer_path, self.tokenizer, self.tokenizer_error = self.path, None, None
-        name, revision = tokenizer
-        if name not in (None, model[0]) or revision is not None:
-            is_directory = revision is None and os.path.isdir(name)  # which needs no config.json beside it
-            self.tokenizer_path = Path(name) if is_directory else find(name or model[0], revision, without_weights=True)
-        if not skip_tokenizer:
-            try:
-                self.tokenizer = load_tokenizer(self.tokenizer_path)
-            except ValueError as error:  # prompts of token ids work all the same
-                self.tokenizer_error = ValueError(str(error))  # the frames of `error` would keep this LLM in memory
-        self.eos_token_ids = frozenset(eos_token_ids(self.path))
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {self.tokenizer.eos_token_id}  # some fine-tunes change it there alone
+            torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for scripts, with the calls of one of transformers (nanopaged/text/scripts.py).
@@ -239,21 +176,19 @@ class LLM(Core):
         """
         _refuse_lora(lora_request)
         requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
-        with self.lock.interrupts:
-            self._finish(requests, use_tqdm)
-            return [request.output() for request in requests]
+        return self._finish(requests, use_tqdm)
 
-    def _finish(self, requests: list[Request] | list[BeamSearch], use_tqdm: bool) -> None:
-        """Run requests to the end. Ctrl-C comes in a step or after it, and a second one after the clean-up."""
-        pending: list[Request | BeamSearch] = list(requests)
-        bar = ProgressBar(len(requests), use_tqdm)
+    def _finish(self, requests: list[Any], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests, each a Request or a BeamSearch, to the end. Ctrl-C comes in a step or after it, and a second
+        one after the clean-up."""
+        pending, bar = list(requests), ProgressBar(len(requests), use_tqdm)
 
         def is_done() -> bool:
             while pending and pending[-1].finished:
                 pending.pop()
             return not pending
 
-        with self.lock.interrupts:
+        with self.lock.interrupts, self._or_abort(requests):
             try:
                 with self.lock:
                     for request in requests:
@@ -263,10 +198,19 @@ class LLM(Core):
                         if bar.due:
                             bar.update(sum(request.finished for request in requests),
                                        sum(request.num_new_tokens for request in requests))
-            finally:  # an error, or Ctrl-C
-                if pending:
-                    self.lock.defer(lambda: self.abort(*(request.request_id for request in pending)))
+            finally:
                 bar.clear()
+            return [request.output() for request in requests]
+
+    @contextmanager
+    def _or_abort(self, requests: list[Any]) -> Iterator[None]:
+        """Abort the requests if this section ends with an error, by Ctrl-C, or because the garbage collector closes the
+        generator that it is in. The collector may come at any point of the program, so nothing waits here."""
+        try:
+            yield
+        except BaseException:
+            self.lock.defer(lambda: self.abort(*(request.request_id for request in requests)))
+            raise
 
     def chat(self, messages: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None,
              use_tqdm: bool = True, lora_request: Any = None, **template: Any) -> list[RequestOutput]:
@@ -310,36 +254,28 @@ class LLM(Core):
         Raises ValueError if the prompt can never run, or for n above 1; at the end RequestError, a RuntimeError, if its
         finish_reason is "error".
         """
-        if params is not None and getattr(params, "n", 1) > 1:
-            raise ValueError(f"stream yields one text, and n is {params.n}; use add_request and step for several")
-        return self._pieces(self.read_request(prompt, params))
+        request = self.read_request(prompt, params)
+        if (n := request.params.n) > 1:
+            raise ValueError(f"stream yields one text, and n is {n}; use add_request and step for several")
+        return self._pieces(request)
 
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         length = 0
-        try:
+        with self._or_abort([request]):
             with self.lock:
                 self.add(request)
             while request.has_news or not request.finished:
-                text = self._next_text(request)
+                # A second Ctrl-C waits for the abort that the first one causes.
+                with self.lock.interrupts, self._or_abort([request]), self.run_until(lambda: request.has_news):
+                    text = request.read_text()
                 if len(text) > length:
                     yield text[length:]
                 length = len(text)
-        finally:  # The garbage collector may close this generator at any point of the program, so nothing waits here.
-            self.lock.defer(lambda: self.abort(request.request_id))
         with self.lock.interrupts:
             output = request.output()
         if output.outputs[0].finish_reason == "error":
             raise RequestError(output)
         return output
-
-    def _next_text(self, request: Request) -> str:
-        with self.lock.interrupts:  # a second Ctrl-C waits for the abort that the first one causes
-            try:
-                with self.run_until(lambda: request.has_news):
-                    return request.read_text()
-            except BaseException:
-                self.lock.defer(lambda: self.abort(request.request_id))
-                raise
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
@@ -356,9 +292,9 @@ class LLM(Core):
             max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
             group = BeamGroup(params, self.eos_token_ids, max_tokens)
             searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                       min(group.num_candidates, self.config.vocab_size), self.scheduler))
-        self._finish(searches, use_tqdm)
-        return [search.output(self.tokenizer) for search in searches]
+                                       min(group.num_candidates, self.config.vocab_size), self.scheduler,
+                                       self.tokenizer))
+        return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's methods for pooling models: ValueError."""

@@ -39,6 +39,7 @@ class StepLock:
         self.interrupts = Interrupts()
 
     def acquire(self, is_done: Callable[[], bool] = lambda: True) -> None:
+        """Wait until a thread passes the lock to this one; at once if none holds it. Ctrl-C ends the wait."""
         if self.process != os.getpid():
             raise RuntimeError(f"this LLM belongs to process {self.process}; the forked process {os.getpid()} lacks "
                                "its threads and its GPU; start processes by multiprocessing's method 'spawn', and make "
@@ -46,30 +47,22 @@ class StepLock:
         if self.owner == threading.get_ident():
             raise RuntimeError("the engine was called from within one of its steps (by a logits processor?); call it "
                                "when the step is done, or use another LLM")
-        self.interrupts.hold()
-        try:
-            if not self.lock.acquire(blocking=False):
-                self._wait(is_done)
-            if self.is_closed:
-                self._pass()
-                raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
-            self.owner = threading.get_ident()
-        except BaseException:
-            self.interrupts.release()
-            raise
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until another thread passes the lock to this one. Ctrl-C ends the wait."""
         gate = threading.Lock()
         gate.acquire()
-        self.waiters[gate] = is_done
+        self.interrupts.hold()
         try:
+            self.waiters[gate] = is_done
             self._serve()
             with self.interrupts.let_through():
                 gate.acquire()
-        except BaseException:  # Ctrl-C
-            if not self.waiters.pop(gate, None):  # this thread has got the lock
-                self._pass()
+            if self.is_closed:
+                raise RuntimeError("this LLM was closed when its `with` block ended; make a new one")
+            self.owner = threading.get_ident()
+        except BaseException:
+            if self.waiters.pop(gate, None):
+                self.interrupts.release()
+            else:  # this thread has got the lock
+                self.release()
             raise
 
     def release(self, *error: object) -> None:
@@ -82,11 +75,9 @@ class StepLock:
 
     def _serve(self) -> None:
         """For a waiter or a deferred function that has just come: pass the lock if no thread holds it."""
-        if self.waiters or self.deferred:
-            with self.interrupts:
-                if self.lock.acquire(blocking=False):
-                    self.owner = threading.get_ident()
-                    self._pass()
+        if (self.waiters or self.deferred) and self.lock.acquire(blocking=False):
+            self.owner = threading.get_ident()
+            self._pass()
 
     def _pass(self) -> None:
         """Call the deferred functions. Then pass the lock to the first thread that needs no step, or else to the first
@@ -108,24 +99,26 @@ class StepLock:
     def run_until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> Iterator[None]:
         """Call `step` until is_done(), which other threads' steps may make true, and then hold the lock. Between two
         steps this thread delivers Ctrl-C, and passes the lock to the waiting threads that need no step."""
-        self.acquire(is_done)
-        try:
-            while not is_done():
-                step()
-                self.interrupts.deliver()
-                if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
-                    self.release()
-                    self.acquire(is_done)
-            yield
-        finally:
-            if self.owner == threading.get_ident():  # otherwise Ctrl-C arrived while `acquire` waited
+        while True:
+            self.acquire(is_done)
+            try:
+                while not is_done():
+                    step()
+                    self.interrupts.deliver()
+                    if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
+                        break
+                else:
+                    yield
+                    return
+            finally:
                 self.release()
 
     def defer(self, function: Callable[[], object]) -> None:
         """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This
         method never waits, so the garbage collector may call it at any point, even inside this class."""
         self.deferred.append(function)
-        self._serve()
+        with self.interrupts:
+            self._serve()
 
     def change(self, function: Callable[[], object]) -> None:
         """Call `function` between two steps and wait for it; from within a step, defer it."""

@@ -1,6 +1,7 @@
 """What a server counts, in Prometheus' text format. The names and their meanings are vLLM's, with `nanopaged:`."""
 from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0]  # seconds
@@ -17,9 +18,10 @@ class Histogram:
         self.sum += seconds * count
 
     def values(self) -> dict[str, float]:
-        """By what follows the name."""
-        counts = {f'_bucket{{le="{bucket}"}}': sum(self.counts[:i]) for i, bucket in enumerate([*BUCKETS, "+Inf"], 1)}
-        return {**counts, "_sum": self.sum, "_count": sum(self.counts)}
+        """By what follows the name, and a label."""
+        counts = zip([*BUCKETS, "+Inf"], accumulate(self.counts))
+        return {f'_bucket,le="{bucket}"': count for bucket, count in counts} | {
+            "_sum": self.sum, "_count": sum(self.counts)}
 
 
 class Metrics:
@@ -34,34 +36,35 @@ class Metrics:
         scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
         num_held = pool.num_blocks - pool.num_free_blocks
         num_cached = sum(len(one.scheduler.block_manager.key_of_block) for one in self.llm.engines)
-        finished = {f'{{finished_reason="{reason}"}}': count for reason, count in sorted(self.finish_reasons.items())}
-        states = {'{state="held"}': num_held, '{state="free"}': pool.num_free_blocks, '{state="cached"}': num_cached}
-        values: list[tuple[str, str, Any, str]] = [
-            ("gauge", "num_requests_running", len(scheduler.running), "Samples that have blocks."),
-            ("gauge", "num_requests_waiting", len(scheduler.waiting), "Samples that wait for blocks."),
-            ("gauge", "kv_cache_usage_perc", num_held / pool.num_blocks, "Held blocks of all; 1 is all of them."),
-            ("gauge", "num_blocks", states, "Blocks by state; cached ones are held or free."),
-            ("counter", "prefix_cache_queries_total", pool.num_prompt_tokens, "Prompt tokens looked up in the cache."),
-            ("counter", "prefix_cache_hits_total", pool.num_cached_tokens, "Prompt tokens found there."),
-            ("counter", "prompt_tokens_total", pool.num_prompt_tokens, "Prompt tokens."),
-            ("counter", "generation_tokens_total", scheduler.num_generated_tokens, "Generated tokens."),
-            ("counter", "num_preemptions_total", scheduler.num_preemptions, "Preemptions."),
-            ("counter", "request_success_total", finished, "Ended samples by reason."),
-            ("histogram", "time_to_first_token_seconds", self.first_token.values(), "From arrival to the first token."),
-            ("histogram", "inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),
-            ("histogram", "e2e_request_latency_seconds", self.whole.values(), "From arrival to the last token.")]
+        finished = {f',finished_reason="{reason}"': count for reason, count in sorted(self.finish_reasons.items())}
+        states = {',state="held"': num_held, ',state="free"': pool.num_free_blocks, ',state="cached"': num_cached}
+        values: list[tuple[str, Any, str]] = [
+            ("num_requests_running", len(scheduler.running), "Samples that have blocks."),
+            ("num_requests_waiting", len(scheduler.waiting), "Samples that wait for blocks."),
+            ("kv_cache_usage_perc", num_held / pool.num_blocks, "Held blocks of all; 1 is all of them."),
+            ("num_blocks", states, "Blocks by state; cached ones are held or free."),
+            ("prefix_cache_queries_total", pool.num_prompt_tokens, "Prompt tokens looked up in the cache."),
+            ("prefix_cache_hits_total", pool.num_cached_tokens, "Prompt tokens found there."),
+            ("prompt_tokens_total", pool.num_prompt_tokens, "Prompt tokens."),
+            ("generation_tokens_total", scheduler.num_generated_tokens, "Generated tokens."),
+            ("num_preemptions_total", scheduler.num_preemptions, "Preemptions."),
+            ("request_success_total", finished, "Ended samples by reason."),
+            ("time_to_first_token_seconds", self.first_token.values(), "From arrival to the first token."),
+            ("inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),
+            ("e2e_request_latency_seconds", self.whole.values(), "From arrival to the last token.")]
         if self.llm.drafting:
             drafts = self.llm.drafting.metrics
-            counts = dict(drafts=drafts.num_draft_steps, draft_tokens=drafts.num_draft_tokens,
-                          accepted_tokens=drafts.num_accepted_tokens)
-            values += [("counter", f"spec_decode_num_{name}_total", count, f"Speculative decoding: {name}.")
-                       for name, count in counts.items()]
+            values += [
+                ("spec_decode_num_drafts_total", drafts.num_draft_steps, "Speculative decoding: drafts."),
+                ("spec_decode_num_draft_tokens_total", drafts.num_draft_tokens, "Speculative decoding: draft_tokens."),
+                ("spec_decode_num_accepted_tokens_total", drafts.num_accepted_tokens,
+                 "Speculative decoding: accepted_tokens.")]
         escaped = model.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
         lines = []
-        for kind, name, found, meaning in values:
+        for name, found, meaning in values:
+            kind = {"total": "counter", "seconds": "histogram"}.get(name.rpartition("_")[2], "gauge")
             lines += [f"# HELP nanopaged:{name} {meaning}", f"# TYPE nanopaged:{name} {kind}"]
-            for end, count in (found if isinstance(found, dict) else {"": found}).items():
-                suffix, _, label = end.partition("{")
-                labels = f'model_name="{escaped}"{"," * bool(label)}{label or "}"}'
-                lines.append(f"nanopaged:{name}{suffix}{{{labels} {count}")
+            for key, count in (found if isinstance(found, dict) else {"": found}).items():
+                suffix, comma, label = key.partition(",")
+                lines.append(f'nanopaged:{name}{suffix}{{model_name="{escaped}"{comma}{label}}} {count}')
         return "\n".join(lines) + "\n"

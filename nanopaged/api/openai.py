@@ -110,12 +110,12 @@ class Serving:
         prompts = [self._render(body, tools)] if path == CHAT else [_read_prompt(prompt) for prompt in texts]
         if path == CHAT and self.reasoning_parser and not params.structured_outputs:
             thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
-        reader = partial(Reader, kind, thinks) if kind or thinks is not None else lambda: None
         if length is not None:  # from the left; -1: what goes with max_tokens
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-        return make(self, path, body, [prompt | salt for prompt in prompts], params, reader)
+        return make(self, path, body, [prompt | salt for prompt in prompts], params,
+                    partial(Reader, kind, thinks))
 
     @cached_property
     def max_chars(self) -> int:

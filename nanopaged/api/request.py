@@ -20,13 +20,8 @@ class Request:
         self.request_id, self.sequences = sequences[0].request_id, sequences
         self.is_reported = False  # LLM.step returns outputs of this request
         self.samples = [_Sample(j, seq, params, tokenizer) for j, seq in enumerate(sequences)]
-        if params.logprobs is not None or sequences[0].sampling.grammar is not None:
-            for seq, sample in zip(sequences, self.samples):
-                seq.listener = sample
-        self.running = {seq: j for j, seq in enumerate(sequences)}
-        self.outputs: dict[int, CompletionOutput] = {}  # of each sample, from the last call of `output`
-        self.changed = set(range(len(sequences)))  # samples that got a token or finished since that call
-        self.has_news = False  # likewise, or since the last call of `read_text`
+        self.running = dict(zip(sequences, self.samples))
+        self.has_news = False  # a sample got a token or finished since the last call of `output` or `read_text`
         self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
 
@@ -37,25 +32,23 @@ class Request:
     def take(self, seq: Sequence) -> tuple[str, str] | None:
         """A sequence got a token, or failed to get one. Returns (finish_reason, stop_reason) if its text ends here for
         a reason that the scheduler does not know."""
-        index = self.running.get(seq)
-        if index is None:  # the step was launched before the sequence was known to be finished
+        sample = self.running.get(seq)
+        if sample is None:  # the step was launched before the sequence was known to be finished
             return None
-        self.changed.add(index)
-        self.has_news = True
-        sample = self.samples[index]
+        self.has_news, sample.result = True, None
         if self.params.stop and seq.finish_reason != "error":
             sample.read()
-        end = sample.end
-        if end or seq.finish_reason:
+        if sample.end or seq.finish_reason:
             del self.running[seq]
             seq.listener = None  # the sequence and its sample would keep each other in memory
-        return end
+        return sample.end
 
     def end(self) -> None:
         """The request was aborted, or has failed."""
-        self.changed.update(self.running.values())
-        self.running.clear()
         self.has_news = True
+        for sample in self.running.values():
+            sample.result = None
+        self.running.clear()
 
     def read_text(self) -> str:
         """The first sample's text so far."""
@@ -68,25 +61,18 @@ class Request:
         return sum(len(seq.token_ids) - seq.num_prompt_tokens for seq in self.sequences)
 
     def output(self) -> RequestOutput:
-        """The request's output so far. Only samples that changed since the last call are converted again."""
+        """The request's output so far. Only what has changed since the last call is converted."""
         self.has_news = False
-        for index in self.changed:
-            self.outputs[index] = self.samples[index].output()
-        self.changed.clear()
-        outputs = [self.outputs[index] for index in range(len(self.samples))]
-        of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0, self._convert_prompt_logprobs(),
-                             metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
-
-    def _convert_prompt_logprobs(self) -> list | None:
-        if self.params.prompt_logprobs is None:
-            return None
+        outputs = [sample.result or sample.output() for sample in self.samples]
         for position, found in self.new_prompt_logprobs.items():
             token = self.prompt_token_ids[position]
             self.prompt_logprobs[position] = self.samples[0].logprobs_of(token, found)
         self.new_prompt_logprobs.clear()
-        return list(self.prompt_logprobs)
+        of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
+                             self.sequences[0].num_cached_tokens or 0,
+                             None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
+                             metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
 
 
 class _Sample:
@@ -96,11 +82,12 @@ class _Sample:
         self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
         self.text = ""
         self.num_read = 0  # generated tokens that are in the text
-        self.is_complete = False
         # (finish_reason, stop_reason) if the text ends for a reason that the scheduler does not know
         self.end: tuple[str, str] | None = None
-        self.failure: tuple[str, str] | None = None  # likewise, of a tokenizer or a grammar
-        self.detokenizer: Any = None
+        self.result: CompletionOutput | None = None  # the last one, while it is up to date
+        self.detokenizer: Any = None  # or there is no more to decode
+        if params.logprobs is not None or seq.sampling.grammar is not None:
+            seq.listener = self
         if tokenizer and params.detokenize:
             self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
@@ -112,7 +99,7 @@ class _Sample:
         """A tokenizer or a grammar has failed. It ends this sample and no other. (The panic of a package in Rust is a
         BaseException and no Exception; Ctrl-C is held back where such packages are called.)"""
         self.tokenizer = self.detokenizer = None
-        self.end = self.failure = "error", f"the {what} failed: {error!r}"
+        self.end = "error", f"the {what} failed: {error!r}"
 
     def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
         """Listener's method, for requests with log probabilities or a grammar."""
@@ -132,7 +119,7 @@ class _Sample:
     def output(self) -> CompletionOutput:
         """The sample's output so far."""
         self.read()
-        seq, (finish_reason, stop_reason) = self.seq, self.failure or (self.seq.finish_reason, self.seq.stop_reason)
+        seq, (finish_reason, stop_reason) = self.seq, self.end or (self.seq.finish_reason, self.seq.stop_reason)
         if isinstance(stop_reason, int) and stop_reason not in (self.params.stop_token_ids or ()):
             stop_reason = None  # an end-of-sequence token
         result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], finish_reason,
@@ -143,6 +130,7 @@ class _Sample:
                 self.logprobs.append(self.logprobs_of(token, found))
                 self.cumulative_logprob += found[0]
             result.logprobs, result.cumulative_logprob = list(self.logprobs), self.cumulative_logprob
+        self.result = result
         return result
 
     def logprobs_of(self, token: int, found: tuple) -> dict[int, Logprob]:
@@ -162,7 +150,7 @@ class _Sample:
 
     def _decode(self) -> None:
         seq, start = self.seq, self.num_read
-        if self.detokenizer is None or self.is_complete:
+        if self.detokenizer is None:
             return
         token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
         self.num_read += len(token_ids)
@@ -175,10 +163,9 @@ class _Sample:
             for i, token in enumerate(token_ids, start + 1):
                 self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.params.min_tokens)
                 if self.stop.matched is not None:
-                    self.is_complete, self.end = True, ("stop", self.stop.matched)
+                    self.detokenizer, self.end = None, ("stop", self.stop.matched)
                     seq.truncate(seq.num_prompt_tokens + i)  # a grammar may have forced several at once
                     return
         if seq.finish_reason:
-            self.is_complete = True
-            rest = self.detokenizer.finish()
+            rest, self.detokenizer = self.detokenizer.finish(), None
             self.text += rest if self.stop is None else self.stop.add(rest) + self.stop.finish()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.api.answers import Call, Sent, usage
-from nanopaged.api.tools import Reader
 from nanopaged.inputs import check_kind
 from nanopaged.outputs import RequestOutput
 
@@ -21,8 +20,8 @@ SAME = {"model", "stream", "temperature", "top_p", "top_k", "seed", "stop", "cac
 IGNORED = {"store", "metadata", "user", "service_tier", "include", "truncation", "safety_identifier", "stream_options",
            "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "top_logprobs", "max_tool_calls"}
 ECHOED = {"instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
-ITEMS = {"reasoning_content": ("reasoning", "reasoning_text"), "content": ("message", "output_text"),
-         "tool_calls": ("function_call", "function_call_arguments")}  # a delta's field -> its item, what grows
+ITEMS = {"reasoning": "reasoning_text", "message": "output_text",
+         "function_call": "function_call_arguments"}  # an item of the output -> what grows in it
 
 
 def read_response(body: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +56,9 @@ def _add_message(messages: list[dict], item: Any) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
-        for i, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-                content = [*content[:i], {"type": "text", "text": part.get("text")}, *content[i + 1:]]
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in (
+                "input_text", "output_text") else part for part in content]
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
@@ -103,21 +102,19 @@ class ResponseCall(Call):
     def events(self, number: int, output: RequestOutput) -> str:
         events, sample = [], output.outputs[0]
         if not (sent := self.sent.get(0)):
-            sent = self.sent[0] = Sent(self.make_reader() or Reader(None))
+            sent = self.sent[0] = Sent(self.make_reader())
             events = [self._say(name, response=self._body([])) for name in ("created", "in_progress")]
-        if sent.ended:
-            return ""
-        delta = sent.reader.add(self._write(output, sample, sent)[0], sent.ended)
-        for name in ("reasoning_content", "content"):
-            events += self._add(name, delta[name]) if name in delta else []
+        choice = None if sent.ended else self._choice(number, output, sample, sent)
+        delta = choice["delta"] if choice else {}
+        for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
+            events += self._add(kind, delta[name]) if delta.get(name) else []
         for call in delta.get("tool_calls", ()):
-            events += self._add("tool_calls", call["function"]["arguments"], call)
-        return "".join(events + (self._close() if sent.ended else []))
+            events += self._add("function_call", call["function"]["arguments"], call)
+        return "".join(events + (self._close() if choice and sent.ended else []))
 
-    def _add(self, name: str, text: str, call: dict | None = None) -> list[str]:
+    def _add(self, kind: str, text: str, call: dict | None = None) -> list[str]:
         """Text for the open item, or for a new one."""
-        kind, part = ITEMS[name]
-        events: list[str] = []
+        part, events = ITEMS[kind], []
         if not self.items or self.items[-1]["type"] != kind or call and "id" in call:
             events = self._close()
             content = {"role": "assistant", "summary": [], "content": [
@@ -135,7 +132,7 @@ class ResponseCall(Call):
         if not self.items:
             return []
         item = self.items[-1]
-        item["status"], (_, part) = "completed", next(pair for pair in ITEMS.values() if pair[0] == item["type"])
+        item["status"], part = "completed", ITEMS[item["type"]]
         events = [self._say(f"{part}.done", arguments=item["arguments"], name=item["name"])] if "name" in item else []
         for content in item.get("content", ()):
             events += [self._say(f"{part}.done", text=content["text"], logprobs=[]),

@@ -35,11 +35,12 @@ from nanopaged.api.responses import RESPONSES
 
 try:
     import uvicorn
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
     from starlette.requests import Request as HttpRequest
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-    from starlette.routing import Route, Router
+    from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ValueError(f"the server needs starlette and uvicorn ({error}); pip install starlette uvicorn") from None
@@ -58,32 +59,29 @@ ANY_HOST = ("/health", "/ping", "/metrics")
 
 
 class Guard:
-    """An ASGI application: checks a request's headers, gives the request to the router, and adds an id to the answer.
+    """An ASGI application: checks a request's headers, gives the request to the routes, and adds an id to the answer.
     What goes wrong is an error in OpenAI's form."""
 
-    def __init__(self, router: Router, names: Collection[str], api_key: str | None) -> None:
-        self.router, self.key = router, (api_key or "").encode()
+    def __init__(self, routes: list[Route], names: Collection[str], api_key: str | None) -> None:
+        kinds = ApiError, HTTPException, ClientDisconnect, Exception  # uvicorn logs what is none of the first three
+        self.app: Any = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
+        self.key = (api_key or "").encode()
         self.names = {"localhost", *(name.strip().lower() for name in names)} - {""}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers, has_started = dict(scope["headers"]), False
+        headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:128]
 
         async def send_with_id(message: Any) -> None:
-            nonlocal has_started
             if message["type"] == "http.response.start":
-                has_started, message["headers"] = True, [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        try:
-            problem = self._find_problem(scope, headers)
-            app = error_response(problem, {"Connection": "close"}) if problem else self.router
-            await app(scope | {"app": self}, receive, send_with_id)
-        except Exception as error:
-            if not has_started:
-                await error_response(error)(scope, receive, send_with_id)
-            if not isinstance(error, (ApiError, HTTPException, ClientDisconnect)):
-                raise  # uvicorn logs it
+        app = self.app
+        if problem := self._find_problem(scope, headers):
+            app = await error_response(None, problem)
+            app.headers["Connection"] = "close"
+        await app(scope, receive, send_with_id)
 
     def _find_problem(self, scope: Any, headers: dict[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1")
@@ -127,14 +125,17 @@ def is_address(name: str, is_loopback: bool = False) -> bool:
     return False
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    if isinstance(error, HTTPException):  # the router's, for a method
+async def error_response(request: Any, error: Exception) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):  # the router's
         headers = dict(error.headers or {})
-        error = ApiError(f"the methods of this path are {headers['Allow']}", error.status_code)
+        sentence = f"the methods of this path are {headers['Allow']}" if error.status_code == 405 else (
+            f"there is no such path here, but {', '.join(route.path for route in request.app.routes)}")
+        error = ApiError(sentence, error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server failed; its log has the reason", 500)
-    more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
-    return JSONResponse(error.body, error.status, {**(headers or {}), **more})
+    headers |= {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
+    return JSONResponse(error.body, error.status, headers)
 
 
 def parse(body: bytes) -> Any:
@@ -160,10 +161,8 @@ class Server(uvicorn.Server):
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
             ("/ping", self.health), ("/metrics", self.metrics), ("/version", JSONResponse({"version": __version__})))]
-        no_path = ApiError(f"there is no such path here, but {', '.join(route.path for route in routes)}", 404)
-        router = Router(routes, default=error_response(no_path))
         super().__init__(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
-            Guard(router, {host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="off",
+            Guard(routes, {host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="off",
             log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS + 10))  # then uvicorn prints a traceback for each request
 

@@ -42,8 +42,8 @@ def read_tools(body: dict[str, Any]) -> tuple[list | None, dict | None]:
     if choice in ("none", "auto"):
         return (tools if choice == "auto" else None), None
     try:
-        functions = [tool["function"] for tool in tools or ()]
-        schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS
+                   for tool in tools or ()}
         names = list(schemas) if choice == "required" else [choice["function"]["name"]]
         if not all(NAME.fullmatch(name) and isinstance(schema, dict) for name, schema in schemas.items()):
             raise TypeError
@@ -76,6 +76,8 @@ class Reader:
 
     def add(self, text: str, ended: bool) -> dict[str, Any]:
         """What came with this text. ended: no more will come."""
+        if self.kind is self.thinks is None:
+            return {"content": text}
         self.held += text
         delta: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
         if self.thinks is False:

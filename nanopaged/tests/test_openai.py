@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from functools import partial, reduce
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,7 +19,8 @@ from nanopaged.tests.test_tools import merge
 PATHS = [COMPLETIONS, CHAT]
 MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
            "/tokenize": {}, "/detokenize": {}}
-NEEDS_GRAMMAR = "structured outputs need it; .ci/run installs it for its last part"
+needs_grammar = pytest.mark.skipif(not find_spec("llguidance"), reason="structured outputs need llguidance; .ci/run "
+                                   "installs it for its last part")
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
@@ -27,11 +29,15 @@ def llm():
     return shared(device="cpu")
 
 
+def serving_of(llm, **options) -> Serving:
+    def render(messages, tools=None, variables=None, **more):
+        return llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=variables, tools=tools, **more)
+    return Serving(llm, "bard", render, **options)
+
+
 @pytest.fixture(scope="module")
 def serving(llm):
-    def render(messages, tools=None, variables=None, **options):
-        return llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=variables, tools=tools, **options)
-    return Serving(llm, "bard", render)
+    return serving_of(llm)
 
 
 def read(serving, path=COMPLETIONS, **fields):
@@ -249,9 +255,9 @@ def message_of(events: list[dict], index: int = 0) -> tuple[dict, str]:
     return merge(choice["delta"] for choice in found), found[-1]["finish_reason"]
 
 
+@needs_grammar
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
     named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     fields = dict(tools=TOOLS, tool_choice=named, n=6, seed=2, max_tokens=80, temperature=1.0, stop=["name", "}"])
     found, events = answer(serving, CHAT, **fields)["choices"], stream(serving, CHAT, **fields)
@@ -269,8 +275,8 @@ def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
     assert names == ({"weather", "now"} if choice == "required" else {"weather"})
 
 
+@needs_grammar
 def test_a_call_that_max_tokens_cuts(serving):
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "properties": {"x": {"type": "string", "minLength": 400}}, "required": ["x"]}}}]
     [choice] = answer(serving, CHAT, tools=tools, tool_choice="required", max_tokens=30)["choices"]
@@ -278,12 +284,12 @@ def test_a_call_that_max_tokens_cuts(serving):
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"x":"')
 
 
+@needs_grammar
 @pytest.mark.parametrize("kind, text, content", [
     ("hermes", f"Ay.\n<tool_call>\n{CALL}\n</tool_call>", "Ay."), ("llama3_json", CALL, None),
     ("mistral", f"[TOOL_CALLS][{CALL}]", None), ("hermes", "Ay.", "Ay."), (None, CALL, CALL)])
-def test_calls_that_the_model_writes(llm, serving, kind, text, content):
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
-    serving = Serving(llm, "bard", serving.render, tool_parser=kind)
+def test_calls_that_the_model_writes(llm, kind, text, content):
+    serving = serving_of(llm, tool_parser=kind)
     fields = dict(tools=TOOLS, structured_outputs={"choice": [text]}, max_tokens=99)
     [choice] = answer(serving, CHAT, **fields)["choices"]
     is_call = kind is not None and text != "Ay."
@@ -515,7 +521,11 @@ def test_a_batch_without_an_output_file_is_printed(tmp_path, capsys):
     file.write_text(json.dumps(dict(method="POST", url=COMPLETIONS, body=dict(prompt="ROMEO:", echo=True, **GREEDY))))
     assert run("--prompts", str(file), "--num-blocks", "128") == 0
     assert "=== line 1 [0]\nROMEO:" in capsys.readouterr().out
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
+
+
+@needs_grammar
+def test_a_call_in_a_batch_is_printed(tmp_path, capsys):
+    file = tmp_path / "in.jsonl"
     body = dict(MINIMAL[CHAT], tools=TOOLS[1:], tool_choice="required")
     file.write_text(json.dumps(dict(method="POST", url=CHAT, body=body)))
     (tmp_path / "chat.jinja").write_text(TEMPLATE)

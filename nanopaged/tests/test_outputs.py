@@ -9,7 +9,7 @@ from nanopaged.api.beam import BeamGroup
 from nanopaged.api.request import _Sample
 from nanopaged.outputs import Logprob, token_logprobs
 from nanopaged.sampling_params import BeamSearchParams
-from nanopaged.tests.helpers import load
+from nanopaged.tests.helpers import GREEDY, load
 
 
 def steps(llm, *request):
@@ -67,6 +67,10 @@ def test_samples_that_have_not_changed_are_not_made_again(monkeypatch):
     assert len(made) == 40 + 40 * 5 - 4  # all at first, four of them with a token; then one for each token
     assert [sample.index for sample in output.outputs] == list(range(40))
     assert all(sample.finish_reason for sample in output.outputs)
+    request = llm.requests[llm.add_request("ROMEO:", GREEDY)]
+    assert request.output().outputs[0].finish_reason is None
+    llm.abort_request(request.request_id)
+    assert request.output().outputs[0].finish_reason == "abort"
 
 
 def test_a_request_keeps_the_log_probabilities_that_it_wants():

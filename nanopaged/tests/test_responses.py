@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's client, and what is refused."""
 import json
+from contextlib import closing
 
 import pytest
 
@@ -7,7 +8,7 @@ pytest.importorskip("uvicorn", reason="the server's packages are optional; .ci/r
 openai = pytest.importorskip("openai", reason="a client of the server; .ci/run installs it for its last part")
 
 from nanopaged.tests.test_cli import TEMPLATE  # noqa: E402
-from nanopaged.tests.test_openai import TOOLS  # noqa: E402
+from nanopaged.tests.test_openai import TOOLS, needs_grammar  # noqa: E402
 from nanopaged.tests.test_server import Running, expected  # noqa: E402  it needs these packages
 
 GREEDY = dict(model="bard", temperature=0)
@@ -15,9 +16,8 @@ GREEDY = dict(model="bard", temperature=0)
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running()
-    yield running
-    running.stop()
+    with closing(Running()) as running:
+        yield running
 
 
 def test_text_and_messages(server):
@@ -38,8 +38,8 @@ def test_text_and_messages(server):
             "output_text.done", "content_part.done", "output_item.done", "incomplete")]
 
 
+@needs_grammar
 def test_calls_of_functions(server):
-    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     tools = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
     fields = dict(input="Hi", tools=tools, tool_choice={"type": "function", "name": "weather"}, **GREEDY)
     found = server.client.responses.create(**fields)
@@ -54,8 +54,8 @@ def test_calls_of_functions(server):
     assert server.client.responses.create(input=history, max_output_tokens=3, **GREEDY).output_text
 
 
+@needs_grammar
 def test_a_schema(server):
-    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     form = {"type": "json_schema", "name": "age", "schema": {"enum": [7, 77]}}
     found = server.client.responses.create(input="Hi", text={"format": form}, **GREEDY)
     assert json.loads(found.output_text) in (7, 77)

@@ -25,6 +25,7 @@ from nanopaged.api.openai import Serving
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused
 from nanopaged.tests.test_cli import run as run_cli
+from nanopaged.tests.test_openai import needs_grammar, serving_of
 
 REASON = "the server's packages are optional; .ci/run installs them for its last part"
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
@@ -43,12 +44,7 @@ class Running:
 
     def __init__(self, api_key=None, host="127.0.0.1", allowed_hosts=(), **options):
         self.llm = load(device="cpu", max_model_len=512, num_blocks=256, max_num_seqs=64, **options)
-
-        def render(messages, tools=None, variables=None, **more):
-            return self.llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=variables, tools=tools,
-                                        **more)
-
-        self.server = http.Server(Serving(self.llm, "bard", render), host, api_key, allowed_hosts)
+        self.server = http.Server(serving_of(self.llm), host, api_key, allowed_hosts)
         self.listener = http.bind(host, 0)
         self.listener.listen(512)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # of each connection: soon full
@@ -60,7 +56,7 @@ class Running:
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.address[1]}/v1", api_key=api_key or "none",
                                     max_retries=0, timeout=30)
 
-    def stop(self):
+    def close(self):
         self.client.close()
         self.server.should_exit = True
         self.thread.join(20)
@@ -96,7 +92,7 @@ class Running:
 
     def is_idle(self) -> bool:
         pool = self.llm.scheduler.block_manager
-        return not self.llm.requests and pool.num_free_blocks == pool.num_blocks
+        return not (self.llm.requests or self.engine.opened) and pool.num_free_blocks == pool.num_blocks
 
     def metric(self, name: str) -> float:
         return number(self.get("/metrics")[2].decode(), name)
@@ -154,16 +150,14 @@ def wait_until(condition, seconds=20):
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running()
-    yield running
-    running.stop()
+    with contextlib.closing(Running()) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def locked():
-    running = Running(KEY)
-    yield running
-    running.stop()
+    with contextlib.closing(Running(KEY)) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +170,6 @@ def nothing_is_left(request):
 GREEDY = dict(model="bard", temperature=0, max_tokens=8)
 LONG = dict(prompt="ROMEO:", max_tokens=500, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "Hi"}]
-NEEDS_GRAMMAR = "structured outputs need it; .ci/run installs it for its last part"
 
 
 def expected(server, prompt, **params) -> str:
@@ -218,8 +211,8 @@ def test_chat(server):
     assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == "length"
 
 
+@needs_grammar
 def test_a_grammar(server):
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
     found = server.client.completions.create(prompt="x", model="bard",
                                              extra_body={"structured_outputs": {"choice": ["yes"]}})
     assert found.choices[0].text == "yes" and found.choices[0].finish_reason == "stop"
@@ -227,9 +220,9 @@ def test_a_grammar(server):
         server.client.completions.create(prompt="x", model="bard", extra_body={"structured_outputs": {"regex": "("}})
 
 
+@needs_grammar
 def test_a_call_of_a_tool(server, monkeypatch):
     """Content and a call that the model writes. (test_responses.py has one that must come.)"""
-    pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
     monkeypatch.setattr(server.server.serving, "tool_parser", "hermes")
     text = 'Ay.\n<tool_call>\n{"name": "person", "arguments": {"age": 7}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "person", "parameters": {"type": "object"}}}]
@@ -467,12 +460,11 @@ def usual(server):
     return [max(times) for times in zip(measure_plain(server), measure_plain(server))]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", [pytest.param(attack, marks=[needs_grammar] * (attack in ("compile", "masks")))
+                                    for attack in ATTACKS])
 def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
     """What is plain takes at most three times as long beside an attack. There are 0.5 s (a gap), 1 s (a request) and
     three rounds for other work on the machine; each attack used to take longer in every round."""
-    if attack in ("compile", "masks"):
-        pytest.importorskip("llguidance", reason=NEEDS_GRAMMAR)
     if attack == "unread":
         monkeypatch.setattr(server.server, "most_sequences", 32)
 
@@ -485,8 +477,7 @@ def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
             for body in ATTACKS[attack]:
                 pool.submit(send, stack.enter_context(server.slow()), request(body))
             if attack == "unread":
-                wait_until(lambda: server.engine.opened)
-                wait_until(lambda: not server.llm.requests)
+                wait_until(lambda: server.engine.opened and not server.engine.num_unfinished())
             beside = measure_plain(server)
         if all(seconds < max(3 * alone, spare) for alone, seconds, spare in zip(usual, beside, (0.5, 1))):
             return
@@ -674,6 +665,12 @@ def test_a_failure_ends_the_requests_under_way_and_no_other(server, monkeypatch,
     assert "launch failure" in capsys.readouterr().err
 
 
+def test_a_mistake_of_the_server_is_an_error_without_its_details(server, monkeypatch):
+    monkeypatch.setattr(server.server.serving, "read", lambda *_: {}["secret"])
+    status, found = server.post(dict(GREEDY, prompt="ROMEO:"))
+    assert status == 500 and found["error"]["message"] == "the server failed; its log has the reason"
+
+
 def test_a_step_that_hangs_is_said(server, monkeypatch):
     launch, may_end = server.llm.runner.launch, threading.Event()
     monkeypatch.setattr(server.engine, "hang_seconds", 0.1)
@@ -688,19 +685,15 @@ def test_a_step_that_hangs_is_said(server, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_is_gone_refuses_and_the_server_ends(capsys):
-    running = Running()
-
     def fail(*_):
         raise RuntimeError("worse")
 
-    running.engine._take_turn = running.engine._fail = fail
-    try:
+    with contextlib.closing(Running()) as running:
+        running.engine._take_turn = running.engine._fail = fail
         for _ in range(2):
             status, found = running.post(dict(GREEDY, prompt="ROMEO:"))
             assert status == 503 and "the engine has stopped" in found["error"]["message"]
         assert b"the engine has stopped" in running.get("/health")[2]
-    finally:
-        running.stop()
     assert "worse" in capsys.readouterr().err
 
 
@@ -720,7 +713,7 @@ def test_requests_that_outlast_the_limit_get_an_error(signals, capfd):
         status, _, content = read_response(whole)
         assert status == 503 and b"the server is stopping" in content
         assert b"the server is stopping" in read_response(stream)[2]
-        running.stop()
+        running.close()
     assert running.is_idle() and "Traceback" not in capfd.readouterr().err
 
 
@@ -812,13 +805,10 @@ def test_bench_streams_from_a_server():
 
 
 def test_a_server_of_several_pools():
-    running = Running(data_parallel_size=2)
-    try:
+    with contextlib.closing(Running(data_parallel_size=2)) as running:
         running.assert_works()
         wait_until(running.is_idle)
         assert running.metric('num_blocks{state="free"}') == 512 and running.metric("generation_tokens_total") == 8
-    finally:
-        running.stop()
 
 
 def test_metrics_of_drafts():

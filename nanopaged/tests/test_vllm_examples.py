@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
-from nanopaged.api import llm as api
+from nanopaged.api import core
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
@@ -346,7 +346,7 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": 32768}
     (model / "config.json").write_text(json.dumps(config))
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    monkeypatch.setattr(api, "find_checkpoint", lambda *args, **options: model)
+    monkeypatch.setattr(core, "find_checkpoint", lambda *args, **options: model)
     monkeypatch.setattr(sys, "argv", ["example.py"])
     monkeypatch.chdir(tmp_path)
     files = [file for file in sorted(root.rglob("*.py")) if "offline" in str(file)
