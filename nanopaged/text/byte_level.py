@@ -281,11 +281,10 @@ def _template_ids(post_processor: dict[str, Any] | None) -> tuple[list[int], lis
     after: list[int] = []
     for stage in (post_processor or {}).get("processors", [post_processor] if post_processor else []):
         if stage["type"] == "TemplateProcessing":
-            parts = [part.get("SpecialToken", {}).get("id") for part in stage["single"]]  # None: the text itself
-            middle = parts.index(None)
-            tokens = stage["special_tokens"]
-            before = [i for part in parts[:middle] for i in tokens[part]["ids"]] + before
-            after = after + [i for part in parts[middle + 1:] for i in tokens[part]["ids"]]
+            parts: Any = [stage["special_tokens"][part["SpecialToken"]["id"]]["ids"] if "SpecialToken" in part else None
+                          for part in stage["single"]]
+            middle = parts.index(None)  # the text itself
+            before, after = sum(parts[:middle], []) + before, sum(parts[middle + 1:], after)
         elif stage["type"] != "ByteLevel":  # ByteLevel moves offsets only
             raise NotByteLevel(f"a {stage['type']} post-processor")
     _check_ids(before + after)

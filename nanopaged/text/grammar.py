@@ -20,7 +20,6 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -82,10 +81,8 @@ class GrammarCompiler:
         found = self.compiled.get(source)  # without the lock: another grammar may take long
         if found is None:
             with self.lock:
-                found = self.compiled.get(source) or self._compile(*source)
-                self._keep(source, found)
-        with suppress(KeyError):  # another thread has removed it
-            self.compiled.move_to_end(source)
+                self.compiled[source] = found = self.compiled.get(source) or self._compile(*source)
+        self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
         return Grammar(found.deep_copy(), self)
@@ -131,7 +128,8 @@ class GrammarCompiler:
             raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
 
     def _keep(self, source: tuple[str, str], found: Any) -> None:
-        self.compiled[source] = found
+        self.compiled.pop(source, None)
+        self.compiled[source] = found  # as the last, used most recently
         while len(self.compiled) > self.most_compiled:
             self.compiled.popitem(last=False)
 
