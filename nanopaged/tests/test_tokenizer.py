@@ -349,17 +349,17 @@ def test_panics_and_errors_of_tokenizers_are_sentences(tmp_path, name, parts, wo
         assert re.search(words, complaint(run, is_stream))
 
 
+@needs_tokenizers
 @pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ,
                     reason="set NANOPAGED_GPT2 to a directory with GPT-2's vocab.json and merges.txt")
 def test_real_gpt2_vocabulary():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     folder, rng = Path(os.environ["NANOPAGED_GPT2"]), random.Random(0)
-    tokenizer, reference = load_tokenizer(folder), None
-    if HAS_TOKENIZERS:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        reference = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-        reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        reference.decoder = decoders.ByteLevel()
-        reference.add_special_tokens(["<|endoftext|>"])
+    tokenizer = load_tokenizer(folder)
+    reference = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = decoders.ByteLevel()
+    reference.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (50257, 50256)
     words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
@@ -371,8 +371,6 @@ def test_real_gpt2_vocabulary():
             for script in rng.choices(scripts, k=rng.randrange(1, 7))]
         text = "".join(rng.sample(parts, len(parts)))
         ids, drawn = tokenizer.encode(text), [rng.randrange(50257) for _ in range(8)]
-        assert tokenizer.decode(ids) == text
-        if reference:
-            assert ids == reference.encode(text).ids, text
-            decoded = reference.decode(drawn, skip_special_tokens=False)
-            assert "".join(pieces(tokenizer, drawn, False)) == tokenizer.decode(drawn) == decoded
+        assert tokenizer.decode(ids) == text and ids == reference.encode(text).ids, text
+        decoded = reference.decode(drawn, skip_special_tokens=False)
+        assert "".join(pieces(tokenizer, drawn, False)) == tokenizer.decode(drawn) == decoded
