@@ -202,8 +202,10 @@ def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
         activation=hf.get("activation_function", "gelu_new"),
         transposed=True,
         names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
-               "input_layernorm": "ln_1", "qkv_proj": "attn.c_attn", "o_proj": "attn.c_proj",
-               "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
+               "input_layernorm": "ln_1", "q_proj": "attn.q_proj", "k_proj": "attn.k_proj", "v_proj": "attn.v_proj",
+               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc",
+               "down_proj": "mlp.c_proj"},
+        merged={"c_attn": dict.fromkeys(("q_proj", "k_proj", "v_proj"), hf["n_embd"])})
 
 
 def opt(hf: dict[str, Any]) -> model.ModelConfig:

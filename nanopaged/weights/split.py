@@ -18,6 +18,7 @@ from nanopaged.weights.folding import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
+Cuts = dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]
 
 
 def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
@@ -42,11 +43,11 @@ def padded_part(whole: int, size: int) -> int:
 
 
 def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, size: int,
-              modules: model.Modules = model.PLAIN) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
+              modules: model.Modules = model.PLAIN) -> Cuts:
     """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
     with torch.device("meta"):
         models = model.Transformer(whole, modules), model.Transformer(config, modules)
-    cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
+    cuts: Cuts = {}
     for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
         module, kind = name.split(".")[-2:]
         tensors = model.checkpoint_tensors(name, parameter, whole)
@@ -57,15 +58,14 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
             elif dim is not None and (dim == 0 or kind == "weight" or kind == "scale" and tensor.shape[1] > 1):
-                merged = 3 if module == "qkv_proj" and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
-                length, is_kv = part.shape[dim] // merged, module == "qkv_proj" and i > 0
+                length, is_kv = part.shape[dim], module == "qkv_proj" and i > 0
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
-                cut = partial(cut_out, dim, first, length, merged)
+                cut = partial(cut_out, dim, first, length)
             cuts[theirs] = tensor.shape, cut
     return cuts
 
 
-def own_part(cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]], name: str, tensor: Tensor) -> Tensor:
+def own_part(cuts: Cuts, name: str, tensor: Tensor) -> Tensor:
     """This rank's part of a checkpoint's tensor. ValueError: the tensor has another shape than config.json implies."""
     shape, cut = cuts[name]
     if tensor.shape != shape:
@@ -73,10 +73,8 @@ def own_part(cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]], nam
     return cut(tensor)
 
 
-def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> Tensor:
-    """These rows, or columns (dim 1), padded with zeros. merged: tensors in one, of each of which they are cut out."""
-    if merged > 1:
-        return torch.cat([cut_out(dim, first, length, 1, part) for part in tensor.chunk(merged)])
+def cut_out(dim: int, first: int, length: int, tensor: Tensor) -> Tensor:
+    """These rows, or columns (dim 1), padded with zeros."""
     first = min(first, tensor.shape[dim])
     part = tensor.narrow(dim, first, min(length, tensor.shape[dim] - first))
     missing = length - part.shape[dim]
