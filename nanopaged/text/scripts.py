@@ -19,10 +19,8 @@ PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # options o
 
 def _token_id(name: str) -> Any:
     """The id of the special token in the attribute `name`. Setting the id sets the token."""
-    def put(tokenizer: "ScriptTokenizer", token_id: int | None) -> None:
-        setattr(tokenizer, name, tokenizer._token(token_id))
-
-    return property(lambda tokenizer: tokenizer.get_vocab().get(getattr(tokenizer, name)), put)
+    return property(lambda tokenizer: tokenizer.get_vocab().get(getattr(tokenizer, name)),
+                    lambda tokenizer, token_id: setattr(tokenizer, name, tokenizer._token(token_id)))
 
 
 class ScriptTokenizer:
