@@ -16,7 +16,6 @@ import asyncio
 import ctypes
 import json
 import sys
-import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
@@ -64,7 +63,7 @@ class GrammarCompiler:
         eos = sorted(token for token in eos_token_ids if token < vocab_size)
         if not eos:
             raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
-        self.llguidance, self.eos_token_ids, self.lock = llguidance, eos, threading.Lock()
+        self.llguidance, self.eos_token_ids = llguidance, eos
         self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # or why not; least recently used first
         self.process: Process | None = None  # runs TRIAL
         self.turn = asyncio.Lock()  # to use it
@@ -78,10 +77,7 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
         source = self._source(params)
-        found = self.compiled.get(source)  # without the lock: another grammar may take long
-        if found is None:
-            with self.lock:
-                self.compiled[source] = found = self.compiled.get(source) or self._compile(*source)
+        found = self.compiled.get(source) or self._compile(*source)
         self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
