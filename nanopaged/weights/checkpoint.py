@@ -105,8 +105,8 @@ def eos_token_ids(path: Path) -> set[int]:
     Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
-    for name, config in (("config.json", read_config(path)), ("generation_config.json", read_generation_config(path))):
-        value = config.get("eos_token_id")
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(path / name, {}).get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
             raise ValueError(f"{path}/{name}: eos_token_id is {value!r}, expected an integer, a list of integers or "
