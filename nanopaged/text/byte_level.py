@@ -65,7 +65,7 @@ class Tokenizer:
         self._split, self._add_prefix_space = _split_pattern(spec.get("pre_tokenizer"))
         self._before, self._after = _template_ids(spec.get("post_processor"))
         # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
-        added = spec.get("added_tokens", [])
+        added = spec["added_tokens"]
         normalized = {self._normalize(token["content"]): token for token in added if token["normalized"]}
         self._added_normalized = _AddedTokens(normalized)
         self._added = _AddedTokens({token["content"]: token for token in added if not token["normalized"]})
@@ -79,7 +79,7 @@ class Tokenizer:
         vocab = spec["model"]["vocab"]
         if not isinstance(vocab, dict):
             vocab = {token: i for i, (token, _) in enumerate(vocab)}
-        self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
         _check_ids(self.tokens.values())
         self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
@@ -249,7 +249,7 @@ def _check_byte_level(spec: dict[str, Any]) -> None:
         raise NotByteLevel(f"a {decoder.get('type')} decoder")
     if normalizer and normalizer["type"] != "NFC":
         raise NotByteLevel(f"a {normalizer['type']} normalizer")
-    if any(token["single_word"] for token in spec.get("added_tokens", [])):
+    if any(token["single_word"] for token in spec["added_tokens"]):
         raise NotByteLevel("an added token with single_word")
 
 

@@ -6,7 +6,6 @@ tokenizer. A complete snapshot is used without a request to the Hub. A branch th
 download; to get a newer commit, pass that commit as the revision. A snapshot that lacks only the tokenizer is used if
 the Hub cannot provide a tokenizer.
 """
-import fnmatch
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -80,11 +79,10 @@ def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | Non
     if check is not None:
         check(snapshot)
     tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
-    settings = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SETTINGS)]
-    has_index = not without_weights and first.endswith(".json")
-    fetch([*settings, *tokenizer, *([first] if has_index else ())])
+    index = [first] if first.endswith(".json") and not without_weights else []
+    fetch([*SETTINGS, *tokenizer, *index])
     if not without_weights:
-        files = _weight_files(snapshot) if has_index else [first]
+        files = _weight_files(snapshot) if index else [first]
         fetch(files)
         if missing := [name for name in files if not _has(snapshot, [name])]:
             raise FileNotFoundError(f"model {repo_id!r} lacks {missing[0]}, which its index names; pass a complete "
