@@ -45,6 +45,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 END_OF_TEXT = "<|endoftext|>"
 
 # Llama 3's split (words with the space before them, numbers by three digits, punctuation, line ends) with one change:
@@ -144,6 +145,7 @@ class Decoder(nn.Module):
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * c["num_hidden_layers"]) if last else 0.02)
 
+    @torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda")
     def forward(self, tokens):
         x = self.drop(self.model.embed_tokens(tokens))                          # [B, T, hidden]
         cos, sin = self.cos[:tokens.size(1)], self.sin[:tokens.size(1)]
@@ -181,7 +183,7 @@ def train_tokenizer(text, vocab_size):
     return tokenizer
 
 
-def encode_streams(tokenizer, text, bpe_dropout, device, variants=16):
+def encode_streams(tokenizer, text, bpe_dropout, variants=16):
     """The text as one tensor of ids, followed by `variants` more tensors, in which each merge was skipped at rate
     bpe_dropout."""
     encoded = tokenizer.encode_batch([text])
@@ -189,7 +191,7 @@ def encode_streams(tokenizer, text, bpe_dropout, device, variants=16):
         tokenizer.model.dropout = bpe_dropout
         encoded += tokenizer.encode_batch([text] * variants)
         tokenizer.model.dropout = None
-    return [torch.tensor(e.ids, device=device) for e in encoded]
+    return [torch.tensor(e.ids, device=DEVICE) for e in encoded]
 
 
 def draw_batch(streams, batch_size, context, varied):
@@ -205,30 +207,22 @@ def draw_batch(streams, batch_size, context, varied):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training.
 
-def autocast(device):
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=device == "cuda")
-
-
 @torch.no_grad()
-def evaluate(model, stream, num_bytes, context, device):
+def evaluate(model, stream, num_bytes, context):
     """(nats per token, bits per byte) of a whole token stream, cut into windows of `context` predictions."""
     rows = list(stream[:-1].split(context)), list(stream[1:].split(context))
     inputs, targets = (nn.utils.rnn.pad_sequence(r, batch_first=True, padding_value=p) for r, p in zip(rows, (0, -100)))
     nats = 0.0
     for x, y in zip(inputs.split(16), targets.split(16)):
-        with autocast(device):
-            logits = model(x)
-        nats += F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
+        nats += F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
     return nats / (len(stream) - 1), nats / math.log(2) / num_bytes
 
 
-def train_step(model, average, optimizer, batch, device, lr, ema):
+def train_step(model, average, optimizer, batch, lr, ema):
     """One update of the model and of the running average of its weights; returns the loss, still on the device."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with autocast(device):
-        logits = model(batch[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    loss = F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -238,7 +232,7 @@ def train_step(model, average, optimizer, batch, device, lr, ema):
     return loss.detach()
 
 
-def fit(model, streams, held_out, num_bytes, args, device):
+def fit(model, streams, held_out, num_bytes, args):
     """Train; return the averaged model with the weights of the best held-out loss, and the record of that moment.
 
     Windows are as long as the longest sequence to be generated. Rope sees only distances, so moving shorter windows to
@@ -248,7 +242,7 @@ def fit(model, streams, held_out, num_bytes, args, device):
     # The norms' gains do not decay.
     groups = [dict(params=[p for p in model.parameters() if p.dim() == 2], weight_decay=args.weight_decay),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device == "cuda")
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=DEVICE == "cuda")
     step, started = 0, time.time()
     # Eight evaluations without a better one: by now it only memorises.
     while step < args.steps and step - record["step"] < 8 * args.eval_every:
@@ -256,12 +250,12 @@ def fit(model, streams, held_out, num_bytes, args, device):
         lr = args.lr * (0.02 + 0.98 * (1 + math.cos(math.pi * progress)) / 2) * min(1, (step + 1) / args.warmup)
         # Variants of the text at first, fewer and fewer of them, and at the end only text as prompts are tokenised.
         batch = draw_batch(streams, args.batch_size, args.context, varied=1 - progress)
-        loss = train_step(model, average, optimizer, batch, device, lr, ema=min(args.ema, (1 + step) / (10 + step)))
+        loss = train_step(model, average, optimizer, batch, lr, ema=min(args.ema, (1 + step) / (10 + step)))
         step += 1
         if step % args.eval_every and step < args.steps:
             continue
-        nats, bits = evaluate(average, held_out, num_bytes, args.context, device)
-        seen, _ = evaluate(average, streams[0][:len(held_out)], num_bytes, args.context, device)
+        nats, bits = evaluate(average, held_out, num_bytes, args.context)
+        seen, _ = evaluate(average, streams[0][:len(held_out)], num_bytes, args.context)
         print(f"step {step:5d}  {time.time() - started:5.0f} s  nats per token: batch {loss.item():.3f}, "
               f"training text {seen:.3f}, held out {nats:.4f} ({bits:.4f} bits per byte)", flush=True)
         if nats < record["held_out_nats"]:
@@ -277,25 +271,23 @@ def train(args):
     """Train one model and write it to args.output; returns what training.json says."""
     torch.manual_seed(args.seed)
     random.seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     text = args.data.read_text(encoding="utf-8")
     train_text, held_out_text = text[:len(text) * 9 // 10], text[len(text) * 9 // 10:]
     tokenizer = train_tokenizer(train_text, args.vocab_size)
-    streams = encode_streams(tokenizer, train_text, args.bpe_dropout, device)
-    held_out, = encode_streams(tokenizer, held_out_text, 0, device)
+    streams = encode_streams(tokenizer, train_text, args.bpe_dropout)
+    held_out, = encode_streams(tokenizer, held_out_text, 0)
     first_token = tokenizer.decode(held_out[:1].tolist())  # it is given, not predicted
     num_bytes = len(held_out_text.encode()) - len(first_token.encode())
     config = make_config(args)
-    model = Decoder(config, args.dropout).to(device)
+    model = Decoder(config, args.dropout).to(DEVICE)
     sizes = dict(parameters=sum(p.numel() for p in model.parameters()), training_tokens=len(streams[0]),
                  held_out_tokens=len(held_out))
-    print(*(f"{name} {size:,}" for name, size in sizes.items()), device, flush=True)
-    model, record = fit(model, streams, held_out, num_bytes, args, device)
+    print(*(f"{name} {size:,}" for name, size in sizes.items()), DEVICE, flush=True)
+    model, record = fit(model, streams, held_out, num_bytes, args)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())     # what is kept is bfloat16, so that is what is judged
-    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(
-        model, held_out, num_bytes, args.context, device)
+    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(model, held_out, num_bytes, args.context)
     summary = sizes | record | dict(settings={name: vars(args)[name] for name in SETTINGS})
     save(args.output, model, tokenizer, config, summary)
     return summary
