@@ -144,26 +144,21 @@ def test_damaged_vocab_and_merges(pair, name, content, words):
     ({"tokenizer_class": "PreTrainedTokenizerFast"}, False)])
 def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default):
     """In other classes <|endoftext|> may be a token that ends no text."""
-    shutil.copy(GOLDEN / "qwen" / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(changed(tmp_path, "qwen", config))
     default = tokenizer.encode("<|endoftext|>")[0] if has_default else None
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == default
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>", "bos_token": None}))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(changed(tmp_path, "qwen", config | {"eos_token": "<|im_end|>", "bos_token": None}))
     assert [tokenizer.eos_token_id] == tokenizer.encode("<|im_end|>") and tokenizer.bos_token_id is None
 
 
 @pytest.mark.parametrize("name", ["qwen", pytest.param("llama2", marks=needs_tokenizers)])
 def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
-    shutil.copy(GOLDEN / name / "tokenizer.json", tmp_path)
-    first = load_tokenizer(tmp_path).vocab_size
+    first = load_tokenizer(GOLDEN / name).vocab_size
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     tokens = {first: flags | {"content": "<|new|>", "special": True},
               first + 1: flags | {"content": "<call>", "special": False}}
     config = {"added_tokens_decoder": tokens, "eos_token": "<|new|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(changed(tmp_path, name, config))
     ids = tokenizer.encode("a<|new|>b<call>", add_special_tokens=False)
     assert [i for i in ids if i >= first] == [first, first + 1]
     assert tokenizer.decode(ids).replace(" ", "") == "a<|new|>b<call>"
@@ -174,9 +169,8 @@ def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
 
 def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
     """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
-    shutil.copy(GOLDEN / "gpt2" / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "A"}')
-    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(tmp_path), num_blocks=16, device="cpu")
+    folder = changed(tmp_path, "gpt2", {"eos_token": "A"})
+    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
     end = llm.get_tokenizer().eos_token_id
     assert llm.eos_token_ids == {2, end}
     params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
@@ -232,9 +226,9 @@ TEMPLATE = "post_processor__processors__1__special_tokens"
 NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  # only the package tokenizers can
 
 
-def changed(folder: Path, name: str, **parts) -> Path:
-    """A folder with a copy of a tokenizer.json, parts of it replaced: model__vocab__a=5 sets ["model"]["vocab"]["a"], a
-    number is an index, and ... deletes."""
+def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Path:
+    """A folder with a tokenizer_config.json, if it is given, and a copy of a tokenizer.json, parts of it replaced:
+    model__vocab__a=5 sets ["model"]["vocab"]["a"], a number is an index, and ... deletes."""
     spec = json.loads((GOLDEN / name / "tokenizer.json").read_text(encoding="utf-8"))
     for path, value in parts.items():
         *holders, last = (int(key) if key.isdigit() else key for key in path.split("__"))
@@ -245,6 +239,8 @@ def changed(folder: Path, name: str, **parts) -> Path:
         if value is ...:
             del holder[last]
     (folder / "tokenizer.json").write_text(json.dumps(spec))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
