@@ -18,7 +18,6 @@ from nanopaged.weights.folding import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
-Cuts = dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]
 
 
 def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
@@ -43,11 +42,12 @@ def padded_part(whole: int, size: int) -> int:
 
 
 def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, size: int,
-              modules: model.Modules = model.PLAIN) -> Cuts:
-    """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
+              modules: model.Modules = model.PLAIN) -> Callable[[str, Tensor], Tensor]:
+    """A function of a checkpoint's tensor, and of its name, that cuts out this rank's part. It raises ValueError for a
+    tensor of another shape than config.json implies."""
     with torch.device("meta"):
         models = model.Transformer(whole, modules), model.Transformer(config, modules)
-    cuts: Cuts = {}
+    cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
     for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
         module, kind = name.split(".")[-2:]
         tensors = model.checkpoint_tensors(name, parameter, whole)
@@ -62,15 +62,14 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
                 cut = partial(cut_out, dim, first, length)
             cuts[theirs] = tensor.shape, cut
-    return cuts
 
+    def own_part(name: str, tensor: Tensor) -> Tensor:
+        shape, cut = cuts[name]
+        if tensor.shape != shape:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
+        return cut(tensor)
 
-def own_part(cuts: Cuts, name: str, tensor: Tensor) -> Tensor:
-    """This rank's part of a checkpoint's tensor. ValueError: the tensor has another shape than config.json implies."""
-    shape, cut = cuts[name]
-    if tensor.shape != shape:
-        raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
-    return cut(tensor)
+    return own_part
 
 
 def cut_out(dim: int, first: int, length: int, tensor: Tensor) -> Tensor:
