@@ -13,7 +13,7 @@ This is the one file of the project that needs `transformers` and `safetensors`;
 compare with these packages where they are installed.
 
     python nanopaged/golden/make_models.py [VARIANT ...]
-    python nanopaged/golden/make_models.py --reference DIR --output FILE.safetensors --length 300 --token-ids "1,2;3,4"
+    python nanopaged/golden/make_models.py --reference DIR FILE.safetensors --length 300 --token-ids "[[1, 2], [3, 4]]"
 """
 import argparse
 import itertools
@@ -225,29 +225,20 @@ def make_reference(directory, output, length, prompts):
     save_expectations(output, tensors, gap)
 
 
-def parse_prompts(text):
-    """"1,2,3;4,5,6" -> [[1, 2, 3], [4, 5, 6]]"""
-    return [[int(token) for token in prompt.split(",")] for prompt in text.split(";")]
-
-
 def main():
     variants = sorted(file.parent.name for file in HERE.glob("*/config.json"))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"all unless given: {', '.join(variants)}")
-    parser.add_argument("--reference", type=Path, metavar="DIR", help="a checkpoint to compute expectations for")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where --reference writes them")
+    parser.add_argument("--reference", type=Path, nargs=2, metavar=("DIR", "FILE"),
+                        help="a checkpoint to compute expectations for, and where they are written")
     parser.add_argument("--length", type=int, default=CONTINUATION_LENGTH, help="greedy tokens of --reference")
-    parser.add_argument("--token-ids", type=parse_prompts, metavar='"1,2;3,4"', help="the prompts of --reference")
+    parser.add_argument("--token-ids", type=json.loads, default=[[1, 2, 3]], help="the prompts of --reference, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)    # the same sums in the same order on every machine with as many cores or more
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.reference:
-        if not args.output or not args.token_ids:
-            parser.error("--reference needs --output and --token-ids")
-        return make_reference(args.reference, args.output, args.length, args.token_ids)
-    if unknown := set(args.variants) - set(variants):
-        parser.error(f"unknown variant {', '.join(sorted(unknown))}; there are {', '.join(variants)}")
+        return make_reference(*args.reference, args.length, args.token_ids)
     if not args.variants:
         make_ropes(HERE / "ropes" / "expected.json")
     for variant in args.variants or variants:
