@@ -71,8 +71,7 @@ class Tokenizer:
         self._added = _AddedTokens({token["content"]: token for token in added if not token["normalized"]})
         self._token_bytes = {i: bytes_of(token) for token, i in self.tokens.items()}
         self._token_bytes |= {token["id"]: bytes_of(text) for text, token in normalized.items()}
-        special = {token["id"] for token in added if token["special"]}
-        self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
+        self._special = {token["id"] for token in added if token["special"]}
         self._prepare_bpe(spec["model"])
 
     def _read_tokens(self, spec: dict[str, Any], config: dict[str, Any]) -> None:
@@ -125,7 +124,7 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
         """A stream from ids to text for one sequence. It yields the text that the ids add to the prompt's text."""
-        detokenizer = Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+        detokenizer = Detokenizer(self._token_bytes, self._special if skip_special_tokens else set())
         # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
         detokenizer.add(prompt_token_ids[-3:])
         return detokenizer
@@ -135,7 +134,7 @@ class Tokenizer:
         return [self._token_bytes.get(token, b"") for token in range(self.vocab_size)]
 
     def special_token_ids(self) -> set[int]:
-        return {token for token, shown in self._visible_bytes.items() if not shown}
+        return self._special
 
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
@@ -176,13 +175,13 @@ class Detokenizer:
     """A stream from ids to text. The deltas join to the text that `decode` adds after the prompt; none ends inside a
     character."""
 
-    def __init__(self, token_bytes: dict[int, bytes]):
-        self._token_bytes = token_bytes
+    def __init__(self, token_bytes: dict[int, bytes], skipped: set[int]):
+        self._token_bytes, self._skipped = token_bytes, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete. Bytes of an incomplete character wait for the next call."""
-        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids))
+        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids if i not in self._skipped))
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for bytes of a character that was never completed."""
