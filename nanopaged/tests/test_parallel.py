@@ -163,6 +163,8 @@ def test_a_part_of_a_tensor_is_a_view_of_the_file():
         part = own_part(name.removeprefix("model."), tensor)
         if "mlp" not in name:  # padded: 40 becomes 64
             assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match=r"tensor norm.weight has shape \[3\]; config.json implies \[32\]"):
+        own_part("norm.weight", torch.ones(3))
 
 
 def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(monkeypatch):
