@@ -13,7 +13,7 @@ This is the one file of the project that needs `transformers` and `safetensors`;
 compare with these packages where they are installed.
 
     python nanopaged/golden/make_models.py [VARIANT ...]
-    python nanopaged/golden/make_models.py --reference DIR FILE.safetensors --length 300 --token-ids "[[1, 2], [3, 4]]"
+    python nanopaged/golden/make_models.py --reference DIR FILE.safetensors "[[1, 2], [3, 4]]" --length 300
 """
 import argparse
 import itertools
@@ -229,16 +229,16 @@ def main():
     variants = sorted(file.parent.name for file in HERE.glob("*/config.json"))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"all unless given: {', '.join(variants)}")
-    parser.add_argument("--reference", type=Path, nargs=2, metavar=("DIR", "FILE"),
-                        help="a checkpoint to compute expectations for, and where they are written")
+    parser.add_argument("--reference", nargs=3, metavar=("DIR", "FILE", "PROMPTS"),
+                        help="a checkpoint to compute expectations for, where to write them, and token ids in JSON")
     parser.add_argument("--length", type=int, default=CONTINUATION_LENGTH, help="greedy tokens of --reference")
-    parser.add_argument("--token-ids", type=json.loads, default=[[1, 2, 3]], help="the prompts of --reference, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)    # the same sums in the same order on every machine with as many cores or more
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.reference:
-        return make_reference(*args.reference, args.length, args.token_ids)
+        directory, file, prompts = args.reference
+        return make_reference(directory, file, args.length, json.loads(prompts))
     if not args.variants:
         make_ropes(HERE / "ropes" / "expected.json")
     for variant in args.variants or variants:
