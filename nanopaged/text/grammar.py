@@ -100,10 +100,8 @@ class GrammarCompiler:
             assert process.stdin and process.stdout
             try:
                 process.stdin.write(json.dumps(source).encode() + b"\n")
-                if await process.stdout.readline():
+                if await process.stdout.readline():  # "" if it has ended itself, after compile_seconds
                     self.process = process
-                else:
-                    await process.wait()  # it ends itself after compile_seconds
             finally:
                 if self.process is None and process.returncode is None:
                     process.kill()
