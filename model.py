@@ -104,7 +104,7 @@ class ModelConfig:
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
-    merged: dict[str, dict[str, int]] = field(default_factory=dict)  # Phi-3: a stored matrix -> the rows of its parts
+    merged: dict[str, dict[str, int]] = field(default_factory=dict)  # a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
 
@@ -338,7 +338,7 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dic
     """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
     *path, module, kind = name.split(".")
     rows = {module: parameter}
-    if module == "qkv_proj" and module not in config.names:  # GPT-2 stores q, k and v merged, as we do
+    if module == "qkv_proj":
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
     elif module == "gate_up_proj" and config.gated_mlp:

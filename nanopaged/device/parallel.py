@@ -44,7 +44,7 @@ from nanopaged.outputs import EngineDeadError
 from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import build_model
-from nanopaged.weights.split import find_cuts, own_part, padded_part, split_config
+from nanopaged.weights.split import find_cuts, padded_part, split_config
 
 if TYPE_CHECKING:
     from nanopaged.device.workers import Workers
@@ -134,7 +134,7 @@ class ParallelRunner(Runner):
             embedding=VocabParallelEmbedding,
             residual_linear=partial(SplitLinear if self.fused else RowParallelLinear, fp8=self.fp8),
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
-        part = partial(own_part, find_cuts(whole, config, rank, size, modules))
+        part = find_cuts(whole, config, rank, size, modules)
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
             layer.o_proj.buffer, layer.down_proj.buffer = self.sums

@@ -45,19 +45,26 @@ HARD_TEXTS = [
 ]
 
 
-def train(tokenizer: Tokenizer, text: list[str], vocab_size: int, special: list[str], alphabet: list[str]) -> dict:
-    """The trained tokenizer as the content of its tokenizer.json."""
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(text, trainer)
+def trained(text: list[str], pre_tokenizer, vocab_size: int, special: list[str] = [], alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            normalizer=None, post_processor=processors.ByteLevel(trim_offsets=False)) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = post_processor
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    return tokenizer
+
+
+def spec_of(tokenizer: Tokenizer) -> dict:
+    """The content of its tokenizer.json, with the vocabulary in the order of the ids."""
     return json.loads(tokenizer.to_str())
 
 
-def byte_level(pre_tokenizer) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return tokenizer
+def tokenizer_of(spec: dict) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def split_then_bytes(first, use_regex: bool = False):
@@ -76,78 +83,69 @@ def move_ids(spec: dict, order: list[str]):
 
 
 def gpt2(text: list[str]):
-    tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    spec = train(tokenizer, text, 640, [], pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = trained(text, pre_tokenizers.ByteLevel(add_prefix_space=False), 640)
+    spec = spec_of(tokenizer)
     spec["model"]["vocab"]["<|endoftext|>"] = 640
-    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]        # as tokenizer.json had them until 2024
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer = tokenizer_of(spec)
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", normalized=True, special=True)])
-    spec = json.loads(tokenizer.to_str())
-    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
+    spec = spec_of(tokenizer)
+    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]        # as tokenizer.json had them until 2024
     return spec, {"model_max_length": 1024}
 
 
 def opt(text: list[str]):
     """`</s>` in front, special tokens first, the other ids in no order."""
-    tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     special = ["<s>", "<pad>", "</s>", "<unk>"]
-    spec = train(tokenizer, text, 600, special, pre_tokenizers.ByteLevel.alphabet())
+    spec = spec_of(trained(text, pre_tokenizers.ByteLevel(add_prefix_space=False), 600, special, post_processor=begin("</s>", 2)))
     others = sorted(set(spec["model"]["vocab"]) - set(special))
     random.Random(1).shuffle(others)
     move_ids(spec, special + others)
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
-    tokenizer.post_processor = begin("</s>", 2)
     token = lambda content: {"__type": "AddedToken", "content": content, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
     config = {"add_bos_token": True, "add_prefix_space": False, "bos_token": token("</s>"), "eos_token": token("</s>"), "errors": "replace",
               "pad_token": "<pad>", "unk_token": token("<unk>"), "tokenizer_class": "GPT2Tokenizer"}
-    spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] != "<s>"]     # named in neither file, as in OPT
     return spec, config
 
 
 def llama3(text: list[str]):
     """Merges as its converter lists them, every split of every token; and tokens that no merge reaches, for `ignore_merges`."""
-    tokenizer = byte_level(split_then_bytes(pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")))
-    spec = train(tokenizer, text, 700, [], pre_tokenizers.ByteLevel.alphabet())
-    model = spec["model"]
-    order = sorted(model["vocab"], key=model["vocab"].get) + ["Ġunreachable", "xqzj", "Ġwherefore"]
-    model["vocab"] = vocab = {token: i for i, token in enumerate(order)}
-    model["merges"] = [[t[:i], t[i:]] for t in order for i in range(1, len(t)) if t[:i] in vocab and t[i:] in vocab]
-    model["ignore_merges"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin("<|begin_of_text|>", 703)])
+    spec = spec_of(trained(text, split_then_bytes(pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")), 700, post_processor=post_processor))
+    order = [*spec["model"]["vocab"], "Ġunreachable", "xqzj", "Ġwherefore"]
+    move_ids(spec, order)
+    spec["model"]["merges"] = [[t[:i], t[i:]] for t in order for i in range(1, len(t)) if t[:i] in order and t[i:] in order]
+    spec["model"]["ignore_merges"] = True
+    tokenizer = tokenizer_of(spec)
     names = ["begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id"]
     names += [f"reserved_special_token_{i}" for i in range(3)]
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False, special=True) for name in names])
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin("<|begin_of_text|>", len(order))])
-    return json.loads(tokenizer.to_str()), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    return spec_of(tokenizer), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 
 
 def smollm2(text: list[str]):
     """No byte tokens but those that the training text had, so that rare characters vanish."""
-    tokenizer = byte_level(split_then_bytes(pre_tokenizers.Digits(individual_digits=True), use_regex=True))
-    spec = train(tokenizer, text, 640, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [])
-    return spec, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "GPT2Tokenizer"}
+    digits = split_then_bytes(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
+    tokenizer = trained(text, digits, 640, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], alphabet=[])
+    return spec_of(tokenizer), {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "GPT2Tokenizer"}
 
 
 def qwen(text: list[str]):
-    tokenizer = byte_level(split_then_bytes(pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated")))
-    tokenizer.normalizer = normalizers.NFC()
-    train(tokenizer, text, 640, [], pre_tokenizers.ByteLevel.alphabet())
+    pre_tokenizer = split_then_bytes(pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"))
+    tokenizer = trained(text, pre_tokenizer, 640, normalizer=normalizers.NFC())
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in ("<think>", "</think>")])
-    return json.loads(tokenizer.to_str()), {"bos_token": None, "eos_token": "<|im_end|>"}
+    return spec_of(tokenizer), {"bos_token": None, "eos_token": "<|im_end|>"}
 
 
 def flags(text: list[str]):
     """What single families have: a space in front, lstrip and rstrip, tokens that begin alike, tokens of spaces, normalized ones."""
-    tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
-    tokenizer.normalizer = normalizers.NFC()
-    train(tokenizer, text, 560, ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet())
+    around = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = trained(text, pre_tokenizers.ByteLevel(add_prefix_space=True), 560, ["<s>", "</s>"], normalizer=normalizers.NFC(),
+                        post_processor=around)
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True, normalized=False), AddedToken("<pad>", rstrip=True, special=True)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<a>", "<a>b", "<a>bc", "né")])
     tokenizer.add_tokens([AddedToken(t, normalized=True) for t in ("  ", "    ", "<e\u0301>", "世界", "b<a")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    return json.loads(tokenizer.to_str()), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    return spec_of(tokenizer), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
 
 
 def llama2(text: list[str]):
@@ -155,16 +153,15 @@ def llama2(text: list[str]):
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = begin("<s>", 1)
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False, max_token_length=8)
     text = SENTENCES[:3] * 40 + text[-400:]              # few scripts: what else the hard texts have becomes bytes
     tokenizer.train_from_iterator([word for line in text for word in line.split(" ")], trainer)
-    spec = json.loads(tokenizer.to_str())
-    learned = [t for t in sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get) if t not in special]
+    spec = spec_of(tokenizer)
+    learned = [token for token in spec["model"]["vocab"] if token not in special]
     move_ids(spec, special + [f"<0x{b:02X}>" for b in range(256)] + learned)
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
-    tokenizer.post_processor = begin("<s>", 1)
-    return json.loads(tokenizer.to_str()), {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+    return spec, {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
 
 
 def expected(tokenizer: Tokenizer) -> dict:
@@ -191,7 +188,7 @@ def main(training_text: str, output: str):
         folder.mkdir(parents=True, exist_ok=True)
         spec, config = family(text)
         write(folder / "tokenizer_config.json", config)
-        write(folder / "expected.json", expected(Tokenizer.from_str(json.dumps(spec))))
+        write(folder / "expected.json", expected(tokenizer_of(spec)))
         if family is not opt:
             write(folder / "tokenizer.json", spec)
         if family in (gpt2, opt):

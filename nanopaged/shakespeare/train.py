@@ -1,12 +1,11 @@
 """Train the model that nanopaged bundles: a Qwen3-shaped decoder of at most 4M parameters on tinyshakespeare.
 
-    python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR            # one model
-    python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR --sweep    # the best of CANDIDATES
-    python engine.py --model DIR --prompt "ROMEO:"                                           # what it writes
+    python nanopaged/shakespeare/train.py --data tinyshakespeare.txt --output DIR
+    python engine.py --model DIR --prompt "ROMEO:"                                   # what it writes
 
 It needs `torch`, `tokenizers` and `safetensors`, and leaves a directory in Hugging Face layout, which anything that
-reads Qwen3 can load. It knows nothing about paging, and the engine knows nothing about it: it is here so that the
-bundled weights have no secret.
+reads Qwen3 can load (nanopaged/golden/make_models.py --reference makes transformers compute its logits). It knows
+nothing about paging, and the engine knows nothing about it: it is here so that the bundled weights have no secret.
 
 The text is one megabyte, so the trouble is memorising, not learning: a model of this size can recite the training text
 after a few hundred passes. Against that stand dropout, weight decay, an average of the weights over the last few
@@ -15,16 +14,17 @@ so that there is more than one token sequence to recite), and keeping the weight
 tenth of the text is held out, from the tokenizer too. Losses are printed in nats per token, and in bits per byte, which
 can be compared between vocabularies.
 
-How the size was chosen: `--sweep` on one H200 (2026-11-21, six at a time). 8 MB allow 4M parameters, and at that size
-the learning rate, the shape and the vocabulary matter little; half the parameters cost 0.05 bits per byte. Bundled is
-the first row. It has begun to recite (training text 2.49 nats per token), which is where it was stopped.
+How the size was chosen: by runs on one H200 (2026-11-21). What a repository can carry without Git LFS, 8 MB, allows 4M
+parameters in bfloat16, and at that size the learning rate, the shape and the vocabulary matter little; half the
+parameters cost 0.05 bits per byte. Bundled is the first row, which SETTINGS has. It has begun to recite (training text
+2.49 nats per token), which is where it was stopped.
 
-    bits/byte  nats/token  training nats  parameters  best step   what differs from SETTINGS
-       2.006      3.200          2.493       3.90M         700    lr 0.002
+    bits/byte  nats/token  training nats  parameters  best step   what differs from the bundled model
+       2.006      3.200          2.493       3.90M         700    nothing
+       2.030      3.239          2.545       3.90M         800    lr 0.001, and so in all rows below
        2.013      3.480          2.696       3.74M         800    vocabulary 1536, intermediate 512
        2.020      3.222          2.562       3.90M        1390    dropout 0.3, weight decay 1.0
        2.025      3.231          2.516       3.84M        1100    8 layers, hidden 192
-       2.030      3.239          2.545       3.90M         800    nothing
        2.032      3.689          2.918       3.87M         700    vocabulary 2048, intermediate 512
        2.048      3.266          2.618       3.90M         600    no BPE-dropout
        2.055      3.278          2.599       3.85M         700    4 layers, hidden 320, intermediate 704
@@ -35,26 +35,17 @@ import argparse
 import copy
 import json
 import math
-import os
 import random
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-
-STARTED = time.perf_counter()   # before the slow imports: --max-seconds counts from here
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-MAX_PARAMETERS = 4_000_000      # 8 MB in bfloat16: what a repository can carry without Git LFS
-FINISH_SECONDS = 15             # of a sweep's process: its last evaluation, writing the result
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 END_OF_TEXT = "<|endoftext|>"
 
 # Llama 3's split (words with the space before them, numbers by three digits, punctuation, line ends) with one change:
@@ -68,28 +59,12 @@ SETTINGS = dict(
     layers=6, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=576,
     context=1024,           # tokens in a training window, at most 1024
     batch_size=16,          # windows in a step
-    steps=2500, warmup=100, lr=1e-3, weight_decay=0.3,
+    steps=2500, warmup=100, lr=2e-3, weight_decay=0.3,
     dropout=0.2,            # on embeddings, attention and residual branches
     bpe_dropout=0.05,       # rate of skipped merges in the training text's variants
     ema=0.995,              # decay of the average of the weights, per step
     eval_every=100,         # steps
     seed=0)
-
-# What --sweep tries: each is SETTINGS but for these. All stay under 4M parameters.
-CANDIDATES = [
-    dict(),
-    dict(bpe_dropout=0.0),
-    dict(dropout=0.3),
-    dict(weight_decay=1.0),
-    dict(dropout=0.3, weight_decay=1.0),
-    dict(dropout=0.3, bpe_dropout=0.1),
-    dict(lr=2e-3),
-    dict(vocab_size=1536, intermediate=512),
-    dict(vocab_size=2048, intermediate=512),
-    dict(layers=8, hidden=192, intermediate=576),
-    dict(layers=4, hidden=320, intermediate=704),
-    dict(layers=4, hidden=192, intermediate=512, dropout=0.1),
-]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,6 +145,7 @@ class Decoder(nn.Module):
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * c["num_hidden_layers"]) if last else 0.02)
 
+    @torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda")
     def forward(self, tokens):
         x = self.drop(self.model.embed_tokens(tokens))                          # [B, T, hidden]
         cos, sin = self.cos[:tokens.size(1)], self.sin[:tokens.size(1)]
@@ -192,13 +168,6 @@ def make_config(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # The data.
 
-def split_text(path):
-    """The training text and the held-out text, the last tenth."""
-    text = Path(path).read_text(encoding="utf-8")
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
-
-
 def train_tokenizer(text, vocab_size):
     """Byte-level BPE. The ids are the 256 bytes, then the merges in their order, then <|endoftext|>: an id is its
     merge's rank."""
@@ -214,7 +183,7 @@ def train_tokenizer(text, vocab_size):
     return tokenizer
 
 
-def encode_streams(tokenizer, text, bpe_dropout, device, variants=16):
+def encode_streams(tokenizer, text, bpe_dropout, variants=16):
     """The text as one tensor of ids, followed by `variants` more tensors, in which each merge was skipped at rate
     bpe_dropout."""
     encoded = tokenizer.encode_batch([text])
@@ -222,7 +191,7 @@ def encode_streams(tokenizer, text, bpe_dropout, device, variants=16):
         tokenizer.model.dropout = bpe_dropout
         encoded += tokenizer.encode_batch([text] * variants)
         tokenizer.model.dropout = None
-    return [torch.tensor(e.ids, device=device) for e in encoded]
+    return [torch.tensor(e.ids, device=DEVICE) for e in encoded]
 
 
 def draw_batch(streams, batch_size, context, varied):
@@ -238,37 +207,22 @@ def draw_batch(streams, batch_size, context, varied):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training.
 
-def autocast(device):
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=device == "cuda")
-
-
 @torch.no_grad()
-def evaluate(model, stream, num_bytes, context, device):
+def evaluate(model, stream, num_bytes, context):
     """(nats per token, bits per byte) of a whole token stream, cut into windows of `context` predictions."""
     rows = list(stream[:-1].split(context)), list(stream[1:].split(context))
     inputs, targets = (nn.utils.rnn.pad_sequence(r, batch_first=True, padding_value=p) for r, p in zip(rows, (0, -100)))
     nats = 0.0
     for x, y in zip(inputs.split(16), targets.split(16)):
-        with autocast(device):
-            logits = model(x)
-        nats += F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
+        nats += F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
     return nats / (len(stream) - 1), nats / math.log(2) / num_bytes
 
 
-def make_optimizer(model, args, device):
-    """AdamW that decays matrices, and leaves the norms' gains alone."""
-    groups = [dict(params=[p for p in model.parameters() if p.dim() == 2], weight_decay=args.weight_decay),
-              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device == "cuda")
-
-
-def train_step(model, average, optimizer, batch, device, lr, ema):
+def train_step(model, average, optimizer, batch, lr, ema):
     """One update of the model and of the running average of its weights; returns the loss, still on the device."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with autocast(device):
-        logits = model(batch[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    loss = F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -278,31 +232,31 @@ def train_step(model, average, optimizer, batch, device, lr, ema):
     return loss.detach()
 
 
-def fit(model, streams, held_out, num_bytes, args, device):
+def fit(model, streams, held_out, num_bytes, args):
     """Train; return the averaged model with the weights of the best held-out loss, and the record of that moment.
 
     Windows are as long as the longest sequence to be generated. Rope sees only distances, so moving shorter windows to
     random positions would teach nothing about far ones.
     """
     average, best, record = copy.deepcopy(model).eval(), None, dict(held_out_nats=math.inf, step=0)
-    optimizer = make_optimizer(model, args, device)
-    step, progress = 0, 0.0
+    # The norms' gains do not decay.
+    groups = [dict(params=[p for p in model.parameters() if p.dim() == 2], weight_decay=args.weight_decay),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=DEVICE == "cuda")
+    step, started = 0, time.time()
     # Eight evaluations without a better one: by now it only memorises.
-    while progress < 1 and step - record["step"] < 8 * args.eval_every:
-        # Time counts as steps do, so a run that is cut short by the clock still ends with its learning rate decayed.
-        progress = max((step + 1) / args.steps, (time.perf_counter() - STARTED) / args.max_seconds)
-        decay = 0.02 + 0.98 * (1 + math.cos(math.pi * min(progress, 1))) / 2
+    while step < args.steps and step - record["step"] < 8 * args.eval_every:
+        progress = (step + 1) / args.steps
+        lr = args.lr * (0.02 + 0.98 * (1 + math.cos(math.pi * progress)) / 2) * min(1, (step + 1) / args.warmup)
         # Variants of the text at first, fewer and fewer of them, and at the end only text as prompts are tokenised.
         batch = draw_batch(streams, args.batch_size, args.context, varied=1 - progress)
-        lr = args.lr * decay * min(1, (step + 1) / args.warmup)
-        loss = train_step(model, average, optimizer, batch, device, lr,
-                          ema=min(args.ema, (1 + step) / (10 + step)))
+        loss = train_step(model, average, optimizer, batch, lr, ema=min(args.ema, (1 + step) / (10 + step)))
         step += 1
-        if step % args.eval_every and progress < 1:
+        if step % args.eval_every and step < args.steps:
             continue
-        nats, bits = evaluate(average, held_out, num_bytes, args.context, device)
-        seen, _ = evaluate(average, streams[0][:len(held_out)], num_bytes, args.context, device)
-        print(f"step {step:5d}  {time.perf_counter() - STARTED:5.0f} s  nats per token: batch {loss.item():.3f}, "
+        nats, bits = evaluate(average, held_out, num_bytes, args.context)
+        seen, _ = evaluate(average, streams[0][:len(held_out)], num_bytes, args.context)
+        print(f"step {step:5d}  {time.time() - started:5.0f} s  nats per token: batch {loss.item():.3f}, "
               f"training text {seen:.3f}, held out {nats:.4f} ({bits:.4f} bits per byte)", flush=True)
         if nats < record["held_out_nats"]:
             best = copy.deepcopy(average.state_dict())
@@ -310,36 +264,31 @@ def fit(model, streams, held_out, num_bytes, args, device):
     if best is None:
         raise SystemExit(f"the loss is not a number: --lr {args.lr} is too high for this size")
     average.load_state_dict(best)
-    return average, record | dict(steps_run=step, seconds=round(time.perf_counter() - STARTED, 1))
+    return average, record | dict(steps_run=step, seconds=round(time.time() - started, 1))
 
 
 def train(args):
     """Train one model and write it to args.output; returns what training.json says."""
     torch.manual_seed(args.seed)
     random.seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    train_text, held_out_text = split_text(args.data)
+    text = args.data.read_text(encoding="utf-8")
+    train_text, held_out_text = text[:len(text) * 9 // 10], text[len(text) * 9 // 10:]
     tokenizer = train_tokenizer(train_text, args.vocab_size)
-    streams = encode_streams(tokenizer, train_text, args.bpe_dropout, device)
-    held_out, = encode_streams(tokenizer, held_out_text, 0, device)
+    streams = encode_streams(tokenizer, train_text, args.bpe_dropout)
+    held_out, = encode_streams(tokenizer, held_out_text, 0)
     first_token = tokenizer.decode(held_out[:1].tolist())  # it is given, not predicted
     num_bytes = len(held_out_text.encode()) - len(first_token.encode())
     config = make_config(args)
-    model = Decoder(config, args.dropout).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters:,} parameters, {len(streams[0]):,} training tokens, {len(held_out):,} held out, on {device}",
-          flush=True)
-    if parameters > MAX_PARAMETERS:
-        raise SystemExit(f"{parameters:,} parameters are more than {MAX_PARAMETERS:,}: "
-                         "take fewer layers or a smaller --intermediate")
-    model, record = fit(model, streams, held_out, num_bytes, args, device)
+    model = Decoder(config, args.dropout).to(DEVICE)
+    sizes = dict(parameters=sum(p.numel() for p in model.parameters()), training_tokens=len(streams[0]),
+                 held_out_tokens=len(held_out))
+    print(*(f"{name} {size:,}" for name, size in sizes.items()), DEVICE, flush=True)
+    model, record = fit(model, streams, held_out, num_bytes, args)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())     # what is kept is bfloat16, so that is what is judged
-    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(
-        model, held_out, num_bytes, args.context, device)
-    summary = dict(parameters=parameters, training_tokens=len(streams[0]), held_out_tokens=len(held_out), **record,
-                   settings={name: vars(args)[name] for name in SETTINGS})
+    record["held_out_nats"], record["held_out_bits_per_byte"] = evaluate(model, held_out, num_bytes, args.context)
+    summary = sizes | record | dict(settings={name: vars(args)[name] for name in SETTINGS})
     save(args.output, model, tokenizer, config, summary)
     return summary
 
@@ -366,107 +315,14 @@ def save(output, model, tokenizer, config, summary):
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
 
 
-@torch.no_grad()
-def check_against_transformers(output, data):
-    """What was written must mean the same to Hugging Face: tokens equal, logits equal to 1e-3 in float32."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        return print("transformers is not installed: logits not compared")
-    model = Decoder(json.loads((output / "config.json").read_text(encoding="utf-8"))).eval()
-    model.load_state_dict({name: w.float() for name, w in load_file(output / "model.safetensors").items()})
-    text = split_text(data)[1][:2000]
-    ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode(text).ids
-    if ids != AutoTokenizer.from_pretrained(output)(text).input_ids:
-        raise SystemExit("transformers reads another tokenizer out of the files than the one written")
-    batch = torch.tensor([ids])
-    theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()(batch).logits
-    error = ((model(batch) - theirs).abs().max() / theirs.abs().max()).item()
-    print(f"logits against transformers: relative error {error:.1e}")
-    if error > 1e-3:
-        raise SystemExit("the checkpoint means something else to transformers than to this script")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The sweep: a process a candidate, some at once, because one model this small leaves a large GPU idle.
-
-def run_candidate(args, changes, output, seconds):
-    """Train one candidate in a process of its own and return its training.json. Raise RuntimeError with the last words
-    of a process that fails."""
-    common = dict(data=args.data, output=output, steps=args.steps, seed=args.seed, max_seconds=seconds)
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**common, **changes}.items()]
-    try:
-        subprocess.run([sys.executable, __file__, "--brief", *options], stdout=subprocess.PIPE,
-                       stderr=subprocess.STDOUT, check=True, timeout=seconds + FINISH_SECONDS,
-                       env=os.environ | {"OMP_NUM_THREADS": "2"})
-    except subprocess.SubprocessError as error:
-        words = (error.stdout or b"").decode(errors="replace").splitlines()[-3:]
-        raise RuntimeError(f"{type(error).__name__}: {' | '.join(words)}") from error
-    return json.loads((output / "training.json").read_text(encoding="utf-8"))
-
-
-def sweep(args):
-    """Train all CANDIDATES within args.max_seconds, keep the best in args.output, print a table."""
-    seconds = args.max_seconds / math.ceil(len(CANDIDATES) / args.jobs) - FINISH_SECONDS
-    if seconds <= 0:
-        raise SystemExit(f"--max-seconds {args.max_seconds:g} leaves no time to train: take more, or more --jobs")
-    results = []
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {}
-        for i, changes in enumerate(CANDIDATES):
-            output = Path(scratch) / str(i)
-            jobs[pool.submit(run_candidate, args, changes, output, seconds)] = changes, output
-        for job in as_completed(jobs):
-            changes, output = jobs[job]
-            try:
-                result = job.result()
-            except RuntimeError as error:
-                print(f"failed: {changes}: {error}", flush=True)
-                continue
-            print(f"{result['held_out_bits_per_byte']:.4f} bits per byte: {changes}", flush=True)
-            results.append((result, changes))
-            results.sort(key=lambda r: r[0]["held_out_bits_per_byte"])
-            if results[0][0] is result:
-                shutil.copytree(output, args.output, dirs_exist_ok=True)    # at once: an interrupted sweep has its best
-    if not results:
-        raise SystemExit("no candidate of the sweep finished")
-    print_table(results)
-
-
-def print_table(results):
-    print("bits/byte  nats/token  training nats  parameters  best step / run  seconds  settings")
-    for r, changes in results:
-        settings = ", ".join(f"{name} {value}" for name, value in changes.items()) or "the defaults"
-        print(f"{r['held_out_bits_per_byte']:9.4f}  {r['held_out_nats']:10.4f}  {r['training_nats']:13.4f}"
-              f"  {r['parameters']:10,}  {r['step']:9} / {r['steps_run']:<4}{r['seconds']:8.0f}  {settings}")
-
-
-def parse_arguments():
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", required=True, help="tinyshakespeare as one text file")
+    parser.add_argument("--data", required=True, type=Path, help="tinyshakespeare as one text file")
     parser.add_argument("--output", required=True, type=Path, help="directory for the checkpoint")
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="see SETTINGS")
-    parser.add_argument("--brief", action="store_true", help="leave out the check against transformers")
-    parser.add_argument("--sweep", action="store_true",
-                        help="train CANDIDATES; of the settings above only --steps and --seed count")
-    parser.add_argument("--jobs", type=int, default=6, help="processes of the sweep at a time")
-    parser.add_argument("--max-seconds", type=float,
-                        help="end the training, or the whole sweep (360), within this time")
-    args = parser.parse_args()
-    args.max_seconds = args.max_seconds or (360.0 if args.sweep else math.inf)
-    return args
-
-
-def main():
-    args = parse_arguments()
-    if args.sweep:
-        sweep(args)
-    else:
-        print(json.dumps(train(args), indent=2), flush=True)
-    if not args.brief:
-        check_against_transformers(args.output, args.data)
+    print(json.dumps(train(parser.parse_args()), indent=2), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,16 @@ def test_finds_a_directory(tmp_path, monkeypatch):
     assert find_on_disk(str(tmp_path)) == find_on_disk(tmp_path) == tmp_path
     assert find_on_disk("shakespeare") == BUNDLED
     monkeypatch.chdir(tmp_path.parent)
-    tmp_path.rename("llama3:8b")  # as ollama writes names
-    assert find_on_disk("llama3:8b") == Path("llama3:8b")
+    for name in ("llama3:8b", "model"):  # as ollama and the Hub write names
+        tmp_path = tmp_path.rename(name)
+        assert find_on_disk(name) == Path(name)
+    for model, path in (("shakespeare", BUNDLED), (str(BUNDLED), BUNDLED), ("model", "model")):
+        assert re.search(f"'main' was .* {path}, .* leave it out", complaint(find_on_disk, model, "main"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/model", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
+def test_names_on_the_hub(name):
+    assert find_on_disk(name) is find_on_disk(name, "v1") is None
 
 
 @pytest.mark.parametrize("names, words", [
@@ -98,15 +106,18 @@ def test_a_directory_in_another_format(tmp_path, names, words, has_config):
     ("MODEL.GGUF", ValueError, r"is in GGUF format \(MODEL.GGUF\)"),
     ("model.safetensors", FileNotFoundError, "is a file; pass the directory"),
     ("empty", FileNotFoundError, "holds no config.json"),
-    *((name, FileNotFoundError, "is neither a directory nor bundled")
-      for name in ("n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800"))], ids=lambda name: ascii(name)[:50])
+    *((name, FileNotFoundError, "is neither a directory nor bundled.*Qwen/Qwen3-0.6B")
+      for name in ("n" * 300, "n/" * 3000, "org/" + "n" * 10_000, "\0", "\ud800", "./x", "../x", "/x", "~/x", "x/",
+                   "a/b/c", "a--b/c", "a..b", ".x", "x.", "a b", "C:\\x", "x" * 97, Path("org/model")))],
+    ids=lambda name: ascii(name)[:50])
 def test_names_of_no_checkpoint(tmp_path, monkeypatch, name, kind, words):
     monkeypatch.chdir(tmp_path)
     for file in ("model.gguf", "MODEL.GGUF", "model.safetensors"):
         Path(file).write_bytes(b"GGUF")
     Path("empty").mkdir()
     message = complaint(find_on_disk, name, kind=kind)
-    assert re.search(words, message) and len(message) < 500 and (name == "empty" or message.startswith("model '"))
+    assert re.search(words, message) and len(message) < 500 and (
+        name == "empty" or message.startswith(f"model {name!r:.200}"))
 
 
 @pytest.mark.parametrize("text, problem", [

@@ -7,7 +7,6 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -15,8 +14,6 @@ import pytest
 from nanopaged import LLM
 from nanopaged.api.assemble import find_checkpoint
 from nanopaged.tests.helpers import GOLDEN, complaint
-from nanopaged.weights import hub
-from nanopaged.weights.checkpoint import BUNDLED
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 WEIGHTS = bytes(range(256)) * 1200    # several chunks of a download
@@ -302,30 +299,3 @@ def test_a_cache_that_cannot_be_written(fake, tmp_path):
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refusal(ValueError, "'org/model'", "pip install huggingface_hub")
-
-
-# What is a name on the Hub
-
-@pytest.mark.parametrize("model, is_on_hub", [
-    *((name, True) for name in ("gpt2", "org/model", "Qwen/Qwen3-0.6B", "a_b/c.d-e")),
-    *((name, False) for name in ("./x", "../x", "/x", "~/x", "x/", "a/b/c", "a--b/c", "a..b", ".x", "x.", "a b",
-                                 "C:\\x", "x" * 97, Path("org/model")))])
-def test_names_of_the_hub_and_other_names(monkeypatch, model, is_on_hub):
-    monkeypatch.setattr(hub, "download", lambda *arguments: arguments)
-    if is_on_hub:
-        assert find_checkpoint(model)[:2] == (model, None) and find_checkpoint(model, "v1")[:2] == (model, "v1")
-    else:
-        refusal(FileNotFoundError, repr(model), "neither a directory nor bundled", "Qwen/Qwen3-0.6B", model=model)
-
-
-def test_a_directory_goes_before_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "download", None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    (tmp_path / "org" / "model" / "config.json").write_text("{}")
-    assert find_checkpoint("org/model") == Path("org/model")
-
-
-@pytest.mark.parametrize("model", ["shakespeare", str(BUNDLED["shakespeare"])])
-def test_a_directory_has_no_revisions(model):
-    refusal(ValueError, "'main'", str(BUNDLED["shakespeare"]), "leave it out", model=model, revision="main")

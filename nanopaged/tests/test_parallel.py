@@ -158,13 +158,13 @@ def test_a_part_of_a_tensor_is_a_view_of_the_file():
     whole = config_of("qwen2-window")
     own = replace(split_config(whole, 2), vocab_size=padded_part(whole.vocab_size, 2))
     path = GOLDEN / "qwen2-window"
-    cuts = find_cuts(whole, own, rank=0, size=2)
+    own_part = find_cuts(whole, own, rank=0, size=2)
     for name, tensor in read_tensors(path):
-        shape, cut = cuts[name.removeprefix("model.")]
-        part = cut(tensor)
-        assert tensor.shape == shape
+        part = own_part(name.removeprefix("model."), tensor)
         if "mlp" not in name:  # padded: 40 becomes 64
             assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match=r"tensor norm.weight has shape \[3\]; config.json implies \[32\]"):
+        own_part("norm.weight", torch.ones(3))
 
 
 def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(monkeypatch):

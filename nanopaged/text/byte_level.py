@@ -65,21 +65,20 @@ class Tokenizer:
         self._split, self._add_prefix_space = _split_pattern(spec.get("pre_tokenizer"))
         self._before, self._after = _template_ids(spec.get("post_processor"))
         # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
-        added = spec.get("added_tokens", [])
+        added = spec["added_tokens"]
         normalized = {self._normalize(token["content"]): token for token in added if token["normalized"]}
         self._added_normalized = _AddedTokens(normalized)
         self._added = _AddedTokens({token["content"]: token for token in added if not token["normalized"]})
         self._token_bytes = {i: bytes_of(token) for token, i in self.tokens.items()}
         self._token_bytes |= {token["id"]: bytes_of(text) for text, token in normalized.items()}
-        special = {token["id"] for token in added if token["special"]}
-        self._visible_bytes = {i: b"" if i in special else b for i, b in self._token_bytes.items()}
+        self._special = {token["id"] for token in added if token["special"]}
         self._prepare_bpe(spec["model"])
 
     def _read_tokens(self, spec: dict[str, Any], config: dict[str, Any]) -> None:
         vocab = spec["model"]["vocab"]
         if not isinstance(vocab, dict):
             vocab = {token: i for i, (token, _) in enumerate(vocab)}
-        self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        self.tokens: dict[str, int] = vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
         _check_ids(self.tokens.values())
         self.vocab_size = max(self.tokens.values(), default=-1) + 1
         # GPT-2's files name neither these tokens nor their class. "<|endoftext|>" is the default of that class alone.
@@ -125,7 +124,7 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
         """A stream from ids to text for one sequence. It yields the text that the ids add to the prompt's text."""
-        detokenizer = Detokenizer(self._visible_bytes if skip_special_tokens else self._token_bytes)
+        detokenizer = Detokenizer(self._token_bytes, self._special if skip_special_tokens else set())
         # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
         detokenizer.add(prompt_token_ids[-3:])
         return detokenizer
@@ -135,7 +134,7 @@ class Tokenizer:
         return [self._token_bytes.get(token, b"") for token in range(self.vocab_size)]
 
     def special_token_ids(self) -> set[int]:
-        return {token for token, shown in self._visible_bytes.items() if not shown}
+        return self._special
 
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._nfc else text
@@ -176,13 +175,13 @@ class Detokenizer:
     """A stream from ids to text. The deltas join to the text that `decode` adds after the prompt; none ends inside a
     character."""
 
-    def __init__(self, token_bytes: dict[int, bytes]):
-        self._token_bytes = token_bytes
+    def __init__(self, token_bytes: dict[int, bytes], skipped: set[int]):
+        self._token_bytes, self._skipped = token_bytes, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete. Bytes of an incomplete character wait for the next call."""
-        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids))
+        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids if i not in self._skipped))
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for bytes of a character that was never completed."""
@@ -249,7 +248,7 @@ def _check_byte_level(spec: dict[str, Any]) -> None:
         raise NotByteLevel(f"a {decoder.get('type')} decoder")
     if normalizer and normalizer["type"] != "NFC":
         raise NotByteLevel(f"a {normalizer['type']} normalizer")
-    if any(token["single_word"] for token in spec.get("added_tokens", [])):
+    if any(token["single_word"] for token in spec["added_tokens"]):
         raise NotByteLevel("an added token with single_word")
 
 
@@ -281,11 +280,10 @@ def _template_ids(post_processor: dict[str, Any] | None) -> tuple[list[int], lis
     after: list[int] = []
     for stage in (post_processor or {}).get("processors", [post_processor] if post_processor else []):
         if stage["type"] == "TemplateProcessing":
-            parts = [part.get("SpecialToken", {}).get("id") for part in stage["single"]]  # None: the text itself
-            middle = parts.index(None)
-            tokens = stage["special_tokens"]
-            before = [i for part in parts[:middle] for i in tokens[part]["ids"]] + before
-            after = after + [i for part in parts[middle + 1:] for i in tokens[part]["ids"]]
+            parts: Any = [stage["special_tokens"][part["SpecialToken"]["id"]]["ids"] if "SpecialToken" in part else None
+                          for part in stage["single"]]
+            middle = parts.index(None)  # the text itself
+            before, after = sum(parts[:middle], []) + before, sum(parts[middle + 1:], after)
         elif stage["type"] != "ByteLevel":  # ByteLevel moves offsets only
             raise NotByteLevel(f"a {stage['type']} post-processor")
     _check_ids(before + after)

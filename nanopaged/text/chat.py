@@ -28,7 +28,7 @@ from types import NoneType
 from typing import Any
 
 from nanopaged.inputs import check_kind, check_number, read_json
-from nanopaged.text.tokenizer import read_tokenizer_config
+from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
 # The error of a chat request if load_chat_template returns None.
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its conversations is unknown; pass a "
@@ -53,7 +53,7 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     for found in (source, {name: file.read_text("utf-8") for name, file in files.items()} or None,
                   config.get("chat_template"), read_json(path / "chat_template.json", {}).get("chat_template")):
         if found is not None:
-            return ChatTemplate(found, read_special_tokens(path))
+            return ChatTemplate(found, special_tokens(read_tokenizer_config(path)))
     return None
 
 
@@ -209,9 +209,3 @@ def _sandbox() -> Any:
         return sandbox
     except ImportError:
         raise ValueError("chat templates need the package jinja2, which is missing; `pip install jinja2`") from None
-
-
-def read_special_tokens(path: Path) -> dict[str, str]:
-    """Name of a special token -> its text."""
-    return {name: token for name, token in read_tokenizer_config(path).items()
-            if name.endswith("_token") and isinstance(token, str)}

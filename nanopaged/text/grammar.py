@@ -16,11 +16,9 @@ import asyncio
 import ctypes
 import json
 import sys
-import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -65,7 +63,7 @@ class GrammarCompiler:
         eos = sorted(token for token in eos_token_ids if token < vocab_size)
         if not eos:
             raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
-        self.llguidance, self.eos_token_ids, self.lock = llguidance, eos, threading.Lock()
+        self.llguidance, self.eos_token_ids = llguidance, eos
         self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # or why not; least recently used first
         self.process: Process | None = None  # runs TRIAL
         self.turn = asyncio.Lock()  # to use it
@@ -79,13 +77,8 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
         source = self._source(params)
-        found = self.compiled.get(source)  # without the lock: another grammar may take long
-        if found is None:
-            with self.lock:
-                found = self.compiled.get(source) or self._compile(*source)
-                self._keep(source, found)
-        with suppress(KeyError):  # another thread has removed it
-            self.compiled.move_to_end(source)
+        found = self.compiled.get(source) or self._compile(*source)
+        self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
         return Grammar(found.deep_copy(), self)
@@ -107,10 +100,8 @@ class GrammarCompiler:
             assert process.stdin and process.stdout
             try:
                 process.stdin.write(json.dumps(source).encode() + b"\n")
-                if await process.stdout.readline():
+                if await process.stdout.readline():  # "" if it has ended itself, after compile_seconds
                     self.process = process
-                else:
-                    await process.wait()  # it ends itself after compile_seconds
             finally:
                 if self.process is None and process.returncode is None:
                     process.kill()
@@ -131,7 +122,8 @@ class GrammarCompiler:
             raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
 
     def _keep(self, source: tuple[str, str], found: Any) -> None:
-        self.compiled[source] = found
+        self.compiled.pop(source, None)
+        self.compiled[source] = found  # as the last, used most recently
         while len(self.compiled) > self.most_compiled:
             self.compiled.popitem(last=False)
 

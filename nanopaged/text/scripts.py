@@ -10,7 +10,8 @@ from typing import Any
 
 from nanopaged.inputs import as_python
 from nanopaged.text.byte_level import Tokenizer
-from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template, read_special_tokens
+from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template
+from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # options of transformers
@@ -18,10 +19,8 @@ PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # options o
 
 def _token_id(name: str) -> Any:
     """The id of the special token in the attribute `name`. Setting the id sets the token."""
-    def put(tokenizer: "ScriptTokenizer", token_id: int | None) -> None:
-        setattr(tokenizer, name, tokenizer._token(token_id))
-
-    return property(lambda tokenizer: tokenizer.get_vocab().get(getattr(tokenizer, name)), put)
+    return property(lambda tokenizer: tokenizer.get_vocab().get(getattr(tokenizer, name)),
+                    lambda tokenizer, token_id: setattr(tokenizer, name, tokenizer._token(token_id)))
 
 
 class ScriptTokenizer:
@@ -33,7 +32,7 @@ class ScriptTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, path: Path):
         self.tokenizer, self._path = tokenizer, path
-        special = read_special_tokens(path)
+        special = special_tokens(read_tokenizer_config(path))
         self.bos_token = self._token(tokenizer.bos_token_id)  # GPT-2's has a default
         self.eos_token = self._token(tokenizer.eos_token_id)
         self.unk_token, self.pad_token = special.get("unk_token"), special.get("pad_token")

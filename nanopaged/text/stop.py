@@ -30,11 +30,11 @@ class StopChecker:
         text, old = self._begun + delta, len(self._begun)
         shown = old if self.include else 0
         # A stop string that ends in the delta begins at most its length - 1 before the delta.
-        places = [text.find(string, max(0, old - len(string) + 1)) if may_stop else -1 for string in self.stop]
-        ends = [(place + len(string), string) for place, string in zip(places, self.stop) if place >= 0]
+        ends = [(place + len(string), i) for i, string in enumerate(self.stop)
+                if may_stop and (place := text.find(string, max(0, old - len(string) + 1))) >= 0]
         if ends:
-            end, self.matched = min(ends, key=lambda pair: pair[0])  # the first of those that end there
-            self._begun = ""
+            end, i = min(ends)  # the first of those that end there
+            self.matched, self._begun = self.stop[i], ""
             return text[shown:end if self.include else end - len(self.matched)]
         held = len(text) - max((_num_begun(text, string) for string in self.stop), default=0)
         self._begun = text[held:]
@@ -48,9 +48,4 @@ class StopChecker:
 
 def _num_begun(text: str, stop: str) -> int:
     """The length of the longest end of the text that the stop string begins with, and does not end with."""
-    start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -49,6 +49,11 @@ def read_tokenizer_config(path: Path) -> dict[str, Any]:
                      if name.endswith("_token") and isinstance(token, dict) and "content" in token}
 
 
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Name of a special token -> its text."""
+    return {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
+
+
 def _load(path: Path) -> Tokenizer:
     config = _read(read_tokenizer_config, path)
     for key in ("bos_token", "eos_token"):
@@ -101,8 +106,7 @@ def _spec_of_vocab_and_merges(path: Path, config: dict[str, Any]) -> dict[str, A
     vocab = _read(read_json, path / "vocab.json")
     lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
-    special = {token for key, token in config.items() if key.endswith("_token") and isinstance(token, str)}
-    special.add("<|endoftext|>")
+    special = {*special_tokens(config).values(), "<|endoftext|>"}
     ids = {token: vocab[token] for token in special & vocab.keys()} | _read(read_json, path / "added_tokens.json", {})
     added: dict[str, dict[str, Any]] = {
         token: ADDED_TOKEN | {"id": i, "content": token, "special": token in special} for token, i in ids.items()}

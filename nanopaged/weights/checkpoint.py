@@ -105,8 +105,8 @@ def eos_token_ids(path: Path) -> set[int]:
     Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
-    for name, config in (("config.json", read_config(path)), ("generation_config.json", read_generation_config(path))):
-        value = config.get("eos_token_id")
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(path / name, {}).get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
             raise ValueError(f"{path}/{name}: eos_token_id is {value!r}, expected an integer, a list of integers or "
@@ -120,15 +120,21 @@ def read_generation_config(path: Path) -> dict:
     return read_json(path / "generation_config.json", {})
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The index's map from a tensor's name to the file name of its shard. ValueError if the index lacks that map, or if
-    it names a file outside of its directory."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index}: expected a \"weight_map\" of tensor names to file names")
-    if outside := [shard for shard in weight_map.values() if not stays_inside(shard)]:
-        raise ValueError(f"{index} names a shard outside of its directory, {outside[0]!r:.80}; do not use this model")
-    return weight_map
+def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:
+    """The name of the file in the directory that has the weights, or "". If it is an index, also its shards: a file's
+    name -> the names of the tensors in it. ValueError if the index has no map of them, or names a file elsewhere."""
+    first = next((name for name in WEIGHT_FILES if (path / name).is_file()), "")
+    shards: dict[str, set[str]] = {}
+    if first.endswith(".json"):
+        weight_map = read_json(path / first).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError(f"{path / first}: expected a \"weight_map\" of tensor names to file names")
+        for name, shard in weight_map.items():
+            if not stays_inside(shard):
+                raise ValueError(f"{path / first} names a shard outside of its directory, {shard!r:.80}; do not use "
+                                 "this model")
+            shards.setdefault(shard, set()).add(name)
+    return first, shards
 
 
 def stays_inside(name: str) -> bool:
@@ -146,14 +152,26 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Iterating raises FileNotFoundError for missing weights or a missing shard, and ValueError for a damaged file.
     """
     path = Path(path)
-    file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
-    if file is None:
+    first, shards = find_weights(path)
+    if not first:
         names = sorted(file.name for file in path.glob("*"))
         refuse_other_formats(str(path), names)
         other = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
         found = f" (not read: {', '.join(other[:5])})" if other else ""
         raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{found}")
-    yield from _read_shards(file) if file.suffix == ".json" else _read_weights(file)
+    if not first.endswith(".json"):
+        yield from _read_weights(path / first)
+    if missing := [shard for shard in shards if not (path / shard).is_file()]:  # before the first tensor
+        raise FileNotFoundError(f"{path}: {len(missing)} of {len(shards)} shards named by {first} are missing, the "
+                                f"first is {missing[0]}; fetch the checkpoint again")
+    for shard, absent in shards.items():
+        for name, tensor in _read_weights(path / shard):
+            if name in absent:
+                absent.remove(name)
+                yield name, tensor
+        if absent:
+            raise ValueError(f"{path / shard} lacks {min(absent)!r}, which {first} places there ({len(absent)} missing "
+                             "in all); fetch the checkpoint again")
 
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -171,24 +189,6 @@ def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         if raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()  # torch views bytes as wider numbers only if aligned; the format promises no alignment
         yield name, raw.view(dtype).reshape(shape)
-
-
-def _read_shards(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an index file lists, shard after shard. Every shard must exist before the first is read."""
-    shards: dict[Path, set[str]] = {}
-    for name, shard in read_weight_map(index).items():
-        shards.setdefault(index.parent / shard, set()).add(name)
-    if missing := [shard.name for shard in shards if not shard.is_file()]:
-        raise FileNotFoundError(f"{index.parent}: {len(missing)} of {len(shards)} shards named by {index.name} are "
-                                f"missing, the first is {missing[0]}; fetch the checkpoint again")
-    for file, names in shards.items():
-        for name, tensor in _read_weights(file):
-            if name in names:
-                names.remove(name)
-                yield name, tensor
-        if names:
-            raise ValueError(f"{file} lacks {min(names)!r}, which {index.name} places there ({len(names)} missing in "
-                             "all); fetch the checkpoint again")
 
 
 def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

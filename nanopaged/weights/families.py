@@ -155,10 +155,16 @@ def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int]:
 # The families
 # --------------------------------------------------------------------------------------------------
 
-def decoder(hf: dict[str, Any], **settings: Any) -> model.ModelConfig:
-    """The settings that all families have, under Llama's keys, with those of one family."""
-    heads = hf["num_attention_heads"]
-    return model.ModelConfig(
+ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+NAMES = ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+
+def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
+    """The settings under Llama's keys, which most families have. switches: those of one family, in place of Llama's"""
+    if "ropes" not in switches:
+        switches["ropes"] = [rope_settings(hf)]
+    heads, attention_bias = hf["num_attention_heads"], hf.get("attention_bias", False)
+    return model.ModelConfig(**dict(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -168,12 +174,15 @@ def decoder(hf: dict[str, Any], **settings: Any) -> model.ModelConfig:
         intermediate_size=hf["intermediate_size"],
         max_position_embeddings=hf["max_position_embeddings"],
         tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        **settings)
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        activation=hf.get("hidden_act", "silu"),
+        names=NAMES,
+        qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches)
 
 
-ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 # GPT-2 and OPT have layer norms, biases everywhere, an MLP without a gate, and positions from a table.
-OLDER = dict(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, learned_positions=True)
+OLDER: dict[str, Any] = dict(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True,
+                             learned_positions=True, ropes=[])
 
 
 def require(family: str, hf: dict[str, Any], supported: dict[str, Any], advice: str = "") -> None:
@@ -187,21 +196,23 @@ def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
     require("GPT-2", hf, dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False))
     sizes = dict(hidden_size=hf["n_embd"], num_hidden_layers=hf["n_layer"], num_attention_heads=hf["n_head"],
                  intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"], max_position_embeddings=hf["n_positions"])
-    return decoder(
+    return llama(
         {"tie_word_embeddings": True} | hf | sizes, **OLDER,
         norm_eps=hf.get("layer_norm_epsilon", 1e-5),
         activation=hf.get("activation_function", "gelu_new"),
         transposed=True,
         names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
-               "input_layernorm": "ln_1", "qkv_proj": "attn.c_attn", "o_proj": "attn.c_proj",
-               "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"})
+               "input_layernorm": "ln_1", "q_proj": "attn.q_proj", "k_proj": "attn.k_proj", "v_proj": "attn.v_proj",
+               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc",
+               "down_proj": "mlp.c_proj"},
+        merged={"c_attn": dict.fromkeys(("q_proj", "k_proj", "v_proj"), hf["n_embd"])})
 
 
 def opt(hf: dict[str, Any]) -> model.ModelConfig:
     require("OPT", hf, dict(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True,
                             layer_norm_elementwise_affine=True, word_embed_proj_dim=hf["hidden_size"]),
             " (facebook/opt-350m is the only OPT with it)")
-    return decoder(
+    return llama(
         {"tie_word_embeddings": True} | hf | {"intermediate_size": hf["ffn_dim"]}, **OLDER,
         norm_eps=1e-5,
         activation=hf.get("activation_function", "relu"),
@@ -209,16 +220,6 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
         names=ATTENTION | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
                            "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
                            "gate_up_proj": "fc1", "down_proj": "fc2"})
-
-
-def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
-    attention_bias = hf.get("attention_bias", False)
-    return decoder(hf, **dict(
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        activation=hf.get("hidden_act", "silu"),
-        ropes=switches.get("ropes") or [rope_settings(hf)],
-        names=ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-        qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches)
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
@@ -270,14 +271,12 @@ def phi3(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 # OLMo and Gemma 3 have norms behind the sublayers.
-POST: dict[str, Any] = dict(post_norm=True, float32_norms=True)
-POST_NAMES = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+POST: dict[str, Any] = dict(post_norm=True, float32_norms=True, names=NAMES | {
+    "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"})
 
 
 def olmo2(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
-    config = llama({"rms_norm_eps": 1e-5} | hf, mlp_bias=False, pre_norm=False, all_heads_norm=True, **POST | switches)
-    config.names |= POST_NAMES
-    return config
+    return llama({"rms_norm_eps": 1e-5} | hf, mlp_bias=False, pre_norm=False, all_heads_norm=True, **POST | switches)
 
 
 def olmo3(hf: dict[str, Any]) -> model.ModelConfig:
@@ -289,14 +288,13 @@ def gemma3(hf: dict[str, Any]) -> model.ModelConfig:
     hf = GEMMA3 | {key: value for key, value in hf.items() if value is not None or key == "sliding_window"}
     require("Gemma 3", hf, dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
             | dict(use_bidirectional_attention=False))
-    config = llama(
-        hf, mlp_bias=False, qk_norm=True, norm_offset=1.0, **POST,
+    return llama(
+        hf, mlp_bias=False, qk_norm=True, norm_offset=1.0,
+        **POST | dict(names=POST["names"] | {"post_attention_layernorm": "pre_feedforward_layernorm"}),
         activation=hf["hidden_activation"],
         embedding_multiplier=hf["hidden_size"] ** 0.5,
         attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
         **local_layers(hf, hf["sliding_window_pattern"], hf["rope_local_base_freq"]))
-    config.names |= POST_NAMES | {"post_attention_layernorm": "pre_feedforward_layernorm"}
-    return config
 
 
 def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[str, Any]:

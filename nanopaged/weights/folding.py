@@ -1,6 +1,6 @@
-"""Loading changes some families' tensors, and each change saves the decoder a branch. Phi-3 stores q, k and v as one
-matrix, gate and up as another: they are split. Gemma 3 stores a norm's weight minus 1, which is added. Granite divides
-the logits: here the last norm's weight is divided.
+"""Loading changes some families' tensors, and each change saves the decoder a branch. GPT-2 and Phi-3 store q, k and v
+as one matrix, Phi-3 gate and up as another: they are split. Gemma 3 stores a norm's weight minus 1, which is added.
+Granite divides the logits: here the last norm's weight is divided.
 
 **Partial rope** (Phi-4-mini): the first numbers of a head rotate, and a pair is number i of their first half and number
 i of their second half. The kernels pair the halves of the whole head. Here the rows of q and k change places, which
@@ -22,9 +22,10 @@ def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) ->
     """The tensors with their names, and the parts of config.merged in place of a merged one."""
     for name, tensor in tensors:
         module = name.split(".")[-2:][0]
-        rows = config.merged.get(module, {})
-        if rows and tensor.shape[:1] == (sum(rows.values()),):
-            yield from ((name.replace(module, part), one) for part, one in zip(rows, tensor.split([*rows.values()])))
+        rows, dim = config.merged.get(module, {}), int(config.transposed and tensor.dim() == 2)
+        if rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
+            parts = tensor.split([*rows.values()], dim)
+            yield from ((name.replace(module, part), one) for part, one in zip(rows, parts))
         else:
             yield name, tensor
 

@@ -6,14 +6,13 @@ tokenizer. A complete snapshot is used without a request to the Hub. A branch th
 download; to get a newer commit, pass that commit as the revision. A snapshot that lacks only the tokenizer is used if
 the Hub cannot provide a tokenizer.
 """
-import fnmatch
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanopaged.weights.checkpoint import WEIGHT_FILES, read_weight_map, refuse_other_formats, stays_inside
+from nanopaged.weights.checkpoint import WEIGHT_FILES, find_weights, refuse_other_formats, stays_inside
 
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
@@ -47,8 +46,7 @@ def download(repo_id: str, revision: str | None = None, check: Callable[[Path], 
     cache = None if cache is None else Path(cache).expanduser()
     config = try_to_load_from_cache(repo_id, "config.json", cache_dir=cache, revision=revision)
     cached = Path(config).parent if isinstance(config, str) else None
-    weights = [] if cached is None or without_weights else _weight_files(cached)
-    if cached is None or not (without_weights or weights) or not _has(cached, weights):
+    if cached is None or not (without_weights or _has(cached, _weight_files(cached))):
         return _complete(repo_id, revision, check, without_weights, token, cache)
     if any(_has(cached, files) for files in TOKENIZERS):
         return cached
@@ -81,11 +79,10 @@ def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | Non
     if check is not None:
         check(snapshot)
     tokenizer = next((files for files in TOKENIZERS if names.issuperset(files)), ())
-    settings = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SETTINGS)]
-    has_index = not without_weights and first.endswith(".json")
-    fetch([*settings, *tokenizer, *([first] if has_index else ())])
+    index = [first] if first.endswith(".json") and not without_weights else []
+    fetch([*SETTINGS, *tokenizer, *index])
     if not without_weights:
-        files = _weight_files(snapshot) if has_index else [first]
+        files = _weight_files(snapshot) if index else [first]
         fetch(files)
         if missing := [name for name in files if not _has(snapshot, [name])]:
             raise FileNotFoundError(f"model {repo_id!r} lacks {missing[0]}, which its index names; pass a complete "
@@ -95,14 +92,12 @@ def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | Non
 
 def _weight_files(directory: Path) -> list[str]:
     """The files that `read_tensors` reads in the directory: one file, or an index and its shards."""
-    first = next((name for name in WEIGHT_FILES if (directory / name).is_file()), None)
-    if first is None or not first.endswith(".json"):
-        return [first] if first else []
-    return [first, *sorted(set(read_weight_map(directory / first).values()))]
+    first, shards = find_weights(directory)
+    return [first, *shards]
 
 
 def _has(directory: Path, names: Iterable[str]) -> bool:
-    return all((directory / name).is_file() for name in names)
+    return all((directory / name).is_file() for name in names)  # which "" is not
 
 
 @contextmanager

@@ -42,8 +42,9 @@ def padded_part(whole: int, size: int) -> int:
 
 
 def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, size: int,
-              modules: model.Modules = model.PLAIN) -> dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]]:
-    """For each of a checkpoint's tensors its shape, and a function that cuts out this rank's part."""
+              modules: model.Modules = model.PLAIN) -> Callable[[str, Tensor], Tensor]:
+    """A function of a checkpoint's tensor, and of its name, that cuts out this rank's part. It raises ValueError for a
+    tensor of another shape than config.json implies."""
     with torch.device("meta"):
         models = model.Transformer(whole, modules), model.Transformer(config, modules)
     cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
@@ -57,26 +58,22 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
             elif dim is not None and (dim == 0 or kind == "weight" or kind == "scale" and tensor.shape[1] > 1):
-                merged = 3 if module == "qkv_proj" and len(tensors) == 1 else 1  # GPT-2's q, k and v in one matrix
-                length, is_kv = part.shape[dim] // merged, module == "qkv_proj" and i > 0
+                length, is_kv = part.shape[dim], module == "qkv_proj" and i > 0
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
-                cut = partial(cut_out, dim, first, length, merged)
+                cut = partial(cut_out, dim, first, length)
             cuts[theirs] = tensor.shape, cut
-    return cuts
+
+    def own_part(name: str, tensor: Tensor) -> Tensor:
+        shape, cut = cuts[name]
+        if tensor.shape != shape:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
+        return cut(tensor)
+
+    return own_part
 
 
-def own_part(cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]], name: str, tensor: Tensor) -> Tensor:
-    """This rank's part of a checkpoint's tensor. ValueError: the tensor has another shape than config.json implies."""
-    shape, cut = cuts[name]
-    if tensor.shape != shape:
-        raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
-    return cut(tensor)
-
-
-def cut_out(dim: int, first: int, length: int, merged: int, tensor: Tensor) -> Tensor:
-    """These rows, or columns (dim 1), padded with zeros. merged: tensors in one, of each of which they are cut out."""
-    if merged > 1:
-        return torch.cat([cut_out(dim, first, length, 1, part) for part in tensor.chunk(merged)])
+def cut_out(dim: int, first: int, length: int, tensor: Tensor) -> Tensor:
+    """These rows, or columns (dim 1), padded with zeros."""
     first = min(first, tensor.shape[dim])
     part = tensor.narrow(dim, first, min(length, tensor.shape[dim] - first))
     missing = length - part.shape[dim]
