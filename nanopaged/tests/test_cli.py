@@ -146,7 +146,8 @@ def received_by_llm(*argv: str) -> dict:
 
 
 RIGHT = {int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"), list: ("two words", ["two words"]),
-         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5})}
+         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
+         cli._file: (str(ROOT / "requirements.txt"), (ROOT / "requirements.txt").read_text())}
 WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
          cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
 
@@ -154,7 +155,7 @@ WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
 def given(name: str) -> tuple[list[str], object]:
     """An option on the command line, and its value."""
     kind = cli.KINDS[name]
-    text, value = (None, kind) if isinstance(kind, bool) else RIGHT[kind]
+    text, value = (None, kind) if isinstance(kind, bool) else (kind[0],) * 2 if isinstance(kind, tuple) else RIGHT[kind]
     return [cli._option(name)] + [text] * (text is not None), value
 
 
