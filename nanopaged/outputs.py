@@ -93,11 +93,9 @@ def token_logprobs(token: int, found: tuple[float, int, list[int], list[float]],
             texts[token] = tokenizer.decode([token], skip_special_tokens=False)
         return texts.get(token)
 
-    result = {token: Logprob(own, rank, text(token))}
-    for place, (best, logprob) in enumerate(zip(ids, logprobs), 1):
-        if best not in result:
-            result[best] = Logprob(logprob, place, text(best))
-    return result
+    return {token: Logprob(own, rank, text(token))} | {
+        best: Logprob(logprob, place, text(best))
+        for place, (best, logprob) in enumerate(zip(ids, logprobs), 1) if best != token}
 
 
 # Tokenizer -> the texts of its tokens. With the log probabilities of all tokens, each is needed at every position.

@@ -40,12 +40,11 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, STRUCTURES)
+        check_fields(self, STRUCTURES | {"disable_additional_properties": FLAG})
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
-        check_fields(self, {"disable_additional_properties": FLAG})
 
     @property
     def source(self) -> tuple[str, str]:
@@ -163,9 +162,7 @@ class SamplingParams:
                          f"at most max_tokens {self.max_tokens}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (tokens := getattr(self, name)) is not None:
-                expected = SETTINGS[name][2]
-                tokens = [check_number(name, token, Integral, lambda x: x >= 0, expected) for token in tokens]
-                setattr(self, name, tokens)
+                setattr(self, name, [_read_token(name, token) for token in tokens])
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.stop and not self.detokenize:
@@ -229,11 +226,11 @@ class SamplingParams:
 
 def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
-    keys = (*GENERATION_KEYS, "do_sample")
-    if unknown := [key for key in config or () if key not in keys]:
+    config, keys = config or {}, (*GENERATION_KEYS, "do_sample")
+    if unknown := [key for key in config if key not in keys]:
         raise ValueError(f"override_generation_config takes {', '.join(keys)}, not {unknown[0]!r:.80}")
-    SamplingParams(**_read_generation_config(config or {}))
-    return config or {}
+    SamplingParams(**_read_generation_config(config))
+    return config
 
 
 def _read_generation_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -251,14 +248,17 @@ def _are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
+def _read_token(name: str, token: Any) -> int:
+    return check_number(name, token, Integral, lambda x: x >= 0, SETTINGS[name][2])
+
+
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
     result: dict[int, float] = {}
     for token, value in bias.items():
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        token = check_number("logit_bias", token, Integral, lambda x: x >= 0, BIAS)
-        value = check_number("logit_bias", value, Real, lambda x: x == x, BIAS)
-        result[token] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
+        value = check_number("logit_bias", value, Real, lambda x: x == x, SETTINGS["logit_bias"][2])
+        result[_read_token("logit_bias", token)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
     return result
 
 
@@ -267,7 +267,6 @@ FLAG: Check = bool, always, "True or False"
 PENALTY: Check = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
 COUNT: Check = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
 TOKENS = list, tuple, set, frozenset
-BIAS = "a dict from token ids to numbers"
 SETTINGS: dict[str, Check] = dict(
     n=(Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"),
     presence_penalty=PENALTY, frequency_penalty=PENALTY,
@@ -286,7 +285,7 @@ SETTINGS: dict[str, Check] = dict(
     bad_words=((list, tuple), _are_texts, "a list of strings that are not empty"),
     stop_token_ids=(TOKENS, always, "a list of token ids"),
     allowed_token_ids=(TOKENS, lambda x: len(x) > 0, "a list of at least one token id"),
-    logit_bias=(dict, always, BIAS),
+    logit_bias=(dict, always, "a dict from token ids to numbers"),
     structured_outputs=(StructuredOutputsParams, always, "StructuredOutputsParams, or a dict of its fields"),
     logits_processors=((list, tuple), lambda x: all(map(callable, x)),
                        "a list of functions (token_ids, logits) -> logits"))
