@@ -32,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -606,12 +605,11 @@ def draft_ms(llm: LLM, drafting: Any, p: float, batch: int, context: int = 512, 
         drafting.metrics = RequestMetrics()
 
     def accept(step: additions.SchedulerOutput, sampled: engine.Sampled) -> None:
-        tokens, num_rows = [], Counter[additions.Sequence]()
-        for seq, token in zip(step.sampled, sampled.tokens):
-            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
-            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
-            num_rows[seq] += 1
-        update(step, engine.Sampled(tokens))
+        for i, (seq, position) in enumerate(zip(step.sampled, step.positions)):
+            place = position - len(seq.token_ids)  # among the drafts; behind the last one the sample is the model's own
+            if place < len(seq.drafts) and rng.random() < p:
+                sampled.tokens[i] = seq.drafts[place]
+        update(step, sampled)
 
     llm.scheduler.update = accept
     ms = decode_ms(llm, batch, context, steps)
@@ -718,13 +716,12 @@ def main(argv: list[str] | None = None, anywhere: Sequence[Callable] = ANYWHERE,
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args(argv)
     words = args.only.split(",")
-    runnable = [section for section in [*anywhere, *on_cuda] if section in anywhere or torch.cuda.is_available()
-                if section.__name__ in QUICK or not args.quick]
-    sections = [section for section in runnable if any(word in section.__name__ for word in words)]
-    unknown = [word for word in words if not any(word in section.__name__ for section in [*anywhere, *on_cuda])]
-    if unknown or not sections:
+    runnable = {section.__name__: section for section in [*anywhere, *on_cuda]
+                if section in anywhere or torch.cuda.is_available() if section.__name__ in QUICK or not args.quick}
+    sections = [section for name, section in runnable.items() if any(word in name for word in words)]
+    if not all(any(word in name for name in runnable) for word in words):
         parser.error(f"--only {args.only!r} names a section that does not exist or that cannot run here; the sections "
-                     f"that can run are {', '.join(section.__name__ for section in runnable)}")
+                     f"that can run are {', '.join(runnable)}")
     if args.json:
         try:
             open_file("--json", args.json, "a").close()
