@@ -49,9 +49,6 @@ class RequestMetrics:
     def __add__(self, other: "RequestMetrics") -> "RequestMetrics":
         return RequestMetrics(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
-    def __sub__(self, other: "RequestMetrics") -> "RequestMetrics":
-        return RequestMetrics(*(a - b for a, b in zip(astuple(self), astuple(other))))
-
 
 @dataclass
 class RequestOutput:

@@ -39,7 +39,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral
@@ -175,7 +175,8 @@ class PromptFile:
         num_earlier = self.num_done
         self.progress = Progress(llm, ProgressBar(self.num_lines, show_progress, "line", num_earlier), self._done)
         try:
-            with closing(self.progress.run(self._requests(params, serving), self._finish)) as finished:
+            with self.results or nullcontext(), closing(
+                    self.progress.run(self._requests(params, serving), self._finish)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
@@ -183,9 +184,6 @@ class PromptFile:
                 raise
             raise KeyboardInterrupt(f"{self.target} has results for {counted(self.num_done, 'line')}, and the same "
                                     "command goes on from there") from None
-        finally:
-            if self.results:
-                self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
         say(self.progress.report(f"{counted(self.num_done, 'line')}{earlier}{bad}"))
@@ -291,8 +289,8 @@ class Line:
         for sample in output.outputs:
             if sample.finish_reason == "error":
                 raise ValueError(sample.stop_reason)
-        samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
-        samples = [{key: value for key, value in sample.items() if value is not None} for sample in samples]
+        samples = [{key: value for key, value in vars(sample).items() if value is not None}
+                   | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
         result = self.given | {"num_prompt_tokens": len(output.prompt_token_ids),
                                "num_cached_tokens": output.num_cached_tokens, "outputs": samples}
         return result | ({} if output.prompt_logprobs is None else {"prompt_logprobs": output.prompt_logprobs})

@@ -161,9 +161,9 @@ def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile
         return prompt_file.run(llm, params, _serving(llm, args, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        from nanopaged.cli.chat import Conversation, Keyboard, history_file
+        from nanopaged.cli.chat import Keyboard, converse, history_file
         keyboard = Keyboard(None if args.history is False else history_file())
-        return Conversation(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard).run()
+        return converse(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard)
     prompts = args.prompt
     if args.chat:
         prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
@@ -275,7 +275,7 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
             print(f"=== {title!r}{number}{score}\n{sample.text}\n")
             samples.append((f"{title!r:.80}{number}", sample))
     code = _report_errors(samples)
-    say(progress.report(counted(len(titles), "prompt"), sum(len(sample.token_ids) for _, sample in samples)))
+    say(progress.report(counted(len(titles), "prompt")))
     return code
 
 

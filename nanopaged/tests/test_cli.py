@@ -266,14 +266,12 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(call):
     assert third[0] == 2 * num_prompt and third[2] == 8
 
 
-@pytest.mark.parametrize("drafting", [None, SimpleNamespace(metrics=RequestMetrics(10**9, 10**9, 10**9))],
-                         ids=["plain", "with drafts"])
-def test_the_status_lines_fit_100_columns(monkeypatch, drafting):
+@pytest.mark.parametrize("drafts", [None, RequestMetrics(10**9, 10**9, 10**9)], ids=["plain", "with drafts"])
+def test_the_status_lines_fit_100_columns(drafts):
     progress = Progress(shared_llm(**SMALL))
-    progress.llm = SimpleNamespace(**vars(progress.llm) | dict(drafting=drafting, limited_by="pool"))
-    progress.drafts_before = RequestMetrics()
+    progress.llm = SimpleNamespace(**vars(progress.llm) | dict(limited_by="pool"))
     progress.before, progress.started = (-10**9, -10**9, -10**9), progress.started - 12.3
-    progress.first, progress.num_cut = time.perf_counter(), 1
+    progress.first, progress.num_cut, progress.num_new, progress.drafts = time.perf_counter(), 1, 10**9, drafts
     for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
         lines = progress.report(**how).splitlines()
         assert all(len(line) <= 100 for line in lines) and len(lines) == 3  # the last one is about the model's limit
