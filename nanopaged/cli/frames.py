@@ -22,6 +22,7 @@ from nanopaged.scheduling.window import widest_window
 VERSION = 1  # of the frames in a file
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
 MOST_WORDS = 100  # tokens of a text that a frame repeats
+events = partial(field, default_factory=list)  # of one kind
 
 
 @dataclass
@@ -34,39 +35,39 @@ class Frame:
     late: bool = False  # of "tokens": other steps were scheduled before they were read
     num_tokens: int = 0  # that the step computes
     budget: int = 0  # of tokens that it may compute
-    arrived: list = field(default_factory=list)  # [names, priority, number of prompt tokens, Words]
+    arrived: list = events()  # [names, priority, number of prompt tokens, Words]
     # [name, kind, start, end, whether it samples, drafts] of each that runs; kind: "prompt", "decode", "again" (for its
     # logits, nothing is written), "recompute", "forced", or why it waits (end 0)
-    work: list = field(default_factory=list)
-    waits: list = field(default_factory=list)  # [name, why]
-    placed: list = field(default_factory=list)  # [name, pool, [[pool, tokens of its next step], ..], samples there]
+    work: list = events()
+    waits: list = events()  # [name, why]
+    placed: list = events()  # [name, pool, [[pool, tokens of its next step], ..], samples there]
     # [name, tokens, shared blocks, with those that held them at that moment, blocks that were free]
-    found: list = field(default_factory=list)
-    swapped_in: list = field(default_factory=list)  # [name, host blocks, blocks]
-    slid_out: list = field(default_factory=list)  # [name, block]
-    taken: list = field(default_factory=list)  # [name, blocks]
-    evicted: list = field(default_factory=list)  # block
-    copied: list = field(default_factory=list)  # [block, copy, holders of the copy, holders of the block]
-    registered: list = field(default_factory=list)  # block
-    preempted: list = field(default_factory=list)  # [name, blocks, host blocks that they go to]
+    found: list = events()
+    swapped_in: list = events()  # [name, host blocks, blocks]
+    slid_out: list = events()  # [name, block]
+    taken: list = events()  # [name, blocks]
+    evicted: list = events()  # block
+    copied: list = events()  # [block, copy, holders of the copy, holders of the block]
+    registered: list = events()  # block
+    preempted: list = events()  # [name, blocks, host blocks that they go to]
     # [name, Words, the position where they stood before or None, the text of each draft as in `texts`]
-    drafted: list = field(default_factory=list)
-    attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
+    drafted: list = events()
+    attention: list = events()  # [name, tokens, splits, tokens of a split, side by side]: if changed
     together: list | None = None  # if changed: [names, start, end], tokens that these read once
     # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
-    sampled: list = field(default_factory=list)
+    sampled: list = events()
     # [name, "finished", "retired" or "beam ends", finish reason, stop reason, freed blocks, those of them that are not
     # cached, blocks that others hold]
-    ended: list = field(default_factory=list)
-    beams: list = field(default_factory=list)  # [name, Words, parent or None, shared blocks]
-    undone: list = field(default_factory=list)  # name
+    ended: list = events()
+    beams: list = events()  # [name, Words, parent or None, shared blocks]
+    undone: list = events()  # name
     # The difference of the states
     # name -> [pool, block table, host blocks], -1 in a table: out of the window; None: it has none any more
     tables: dict = field(default_factory=dict)
     lens: dict = field(default_factory=dict)  # name -> tokens whose K and V are in its blocks; None: as above
     # name -> [tokens told before, the texts of those after, or the bytes of a token that ends within a character]
     texts: dict = field(default_factory=dict)
-    cached: list = field(default_factory=list)  # [pool, block, whether the prefix cache has it now]
+    cached: list = events()  # [pool, block, whether the prefix cache has it now]
     seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
 
 
