@@ -189,7 +189,7 @@ class SamplingParams:
         As in vLLM, the keys of GENERATION_KEYS are read. As in transformers, "do_sample": false means greedy decoding
         unless a temperature is given. A missing do_sample means true, as in vLLM.
         """
-        read = _read_generation_config(config)
+        read = read_settings(config)
         try:
             cls(**read)
         except ValueError as error:
@@ -229,11 +229,11 @@ def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     config, keys = config or {}, (*GENERATION_KEYS, "do_sample")
     if unknown := [key for key in config if key not in keys]:
         raise ValueError(f"override_generation_config takes {', '.join(keys)}, not {unknown[0]!r:.80}")
-    SamplingParams(**_read_generation_config(config))
+    SamplingParams(**read_settings(config))
     return config
 
 
-def _read_generation_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings in a generation_config.json, unchecked."""
     read = {setting: config[key] for key, setting in GENERATION_KEYS.items() if config.get(key) is not None}
     return read | ({"temperature": 0.0} if config.get("do_sample") is False else {})

@@ -32,7 +32,7 @@ from nanopaged.cli.status import Progress, fold, say
 from nanopaged.inputs import OPTIONS
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
@@ -197,15 +197,11 @@ def _sampling_params(args, llm=None) -> SamplingParams:
     given = _given(args, SAMPLING)
     if structured := _given(args, STRUCTURED):
         given["structured_outputs"] = {name.removesuffix("_schema"): value for name, value in structured.items()}
-    if args.generation_config == "vllm" and not args.override_generation_config:
-        return SamplingParams(**ours | given)
     if llm is None:
-        return SamplingParams(**dict(max_tokens=None) | given)
-    if llm.default_params.get("max_new_tokens") is not None:
-        del ours["max_tokens"]
-    if llm.default_params.get("temperature") is not None or llm.default_params.get("do_sample") is False:
-        del ours["temperature"]
-    return llm.get_default_sampling_params(**ours | given)
+        is_known = args.generation_config == "vllm" and not args.override_generation_config
+        return SamplingParams(**(ours if is_known else dict(max_tokens=None)) | given)
+    theirs = read_settings(llm.default_params)
+    return llm.get_default_sampling_params(**{name: ours[name] for name in ours if name not in theirs} | given)
 
 
 def _load(args, llm_class):
@@ -261,8 +257,7 @@ def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str
         print(flush=True)
     progress.note_end(output)
     sample = output.outputs[0]
-    say(progress.report(after_first=True, end=sample.finish_reason))
-    return _report_errors([("the text", sample)])
+    return _conclude(progress, [("the text", sample)], after_first=True, end=sample.finish_reason)
 
 
 def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
@@ -274,16 +269,13 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
             score = "" if sample.score is None else f" score {sample.score:.4f}"
             print(f"=== {title!r}{number}{score}\n{sample.text}\n")
             samples.append((f"{title!r:.80}{number}", sample))
-    code = _report_errors(samples)
-    say(progress.report(counted(len(titles), "prompt")))
-    return code
+    return _conclude(progress, samples, start=counted(len(titles), "prompt"))
 
 
-def _report_errors(samples: list[tuple[str, CompletionOutput]]) -> int:
-    """Say which of the named texts went wrong; the exit code."""
-    wrong = [(name, sample) for name, sample in samples if sample.finish_reason == "error"]
-    for name, sample in wrong:
-        say(f"{name} went wrong: {sample.stop_reason}")
+def _conclude(progress: Progress, samples: list[tuple[str, CompletionOutput]], **status: Any) -> int:
+    """Say which of the named texts went wrong, and the status line; the exit code."""
+    wrong = [f"{name} went wrong: {sample.stop_reason}" for name, sample in samples if sample.finish_reason == "error"]
+    say("\n".join([*wrong, progress.report(**status)]))
     return int(bool(wrong))
 
 
