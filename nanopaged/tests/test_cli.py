@@ -544,14 +544,6 @@ def test_an_interrupt_inside_a_step_ends_cleanly(call, options, when):
     call(prompt=ROMEO, **GREEDY)  # with the same engine
 
 
-def test_an_interrupt_while_the_model_loads(call):
-    def engine(*args, **options):
-        raise KeyboardInterrupt
-
-    captured = call(prompt="x", llm_class=engine, code=130)
-    assert captured.out == "" and "Traceback" not in captured.err
-
-
 # ---- Chat
 
 TEMPLATE = """{% for message in messages %}{{ message.role | upper }}:
