@@ -197,7 +197,7 @@ class PromptFile:
                 try:
                     requests = line.read(raw, self.is_json, params, serving)
                 except ValueError as error:
-                    self._refuse(line, error)
+                    self._finish((line, 0), error)
                 else:
                     for index, request in enumerate(requests):
                         yield (line, index), *request
@@ -209,31 +209,26 @@ class PromptFile:
         line.outputs[index] = output
         if len(line.outputs) < line.num_requests:
             return
+        self.num_done += 1
         try:
             result = line.result()
         except ValueError as error:
-            return self._refuse(line, ApiError.of(error) if line.call else error)
-        self.num_done += 1
+            self.num_bad += 1
+            self.progress.bar.clear()
+            say(f"line {line.number}: {error}")
+            if self.results and self.errors.get(line.number) != line.digest:  # else the file has it already
+                bad = ApiError.of(error) if line.call else error
+                self._write(line, batch_result(bad.body, bad.status) if isinstance(bad, ApiError) else
+                            {"error": str(bad)})
+            return
         if self.results:
             return self._write(line, result)
         self.progress.bar.clear()
         for title, text in line.texts(result):
             print(f"=== line {line.number}{title}\n{text}\n", flush=True)
 
-    def _refuse(self, line: "Line", error: ValueError) -> None:
-        """Report a bad line."""
-        self.num_done += 1
-        self.num_bad += 1
-        self.progress.bar.clear()
-        say(f"line {line.number}: {error}")
-        if self.errors.get(line.number) != line.digest:  # an unchanged line has its error already
-            self._write(line, batch_result(error.body, error.status) if isinstance(error, ApiError) else
-                        {"error": str(error)})
-
     def _write(self, line: "Line", result: dict[str, Any]) -> None:
-        """Append a result to the output file, if the run has one."""
-        if self.results is None:
-            return
+        """Append a result to the output file."""
         result = {"line": line.number, "hash": f"{line.digest:016x}"} | line.labels | result
         text = json.dumps(result, ensure_ascii=False, default=asdict)
         raw = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -284,7 +279,7 @@ class Line:
             if isinstance(output, ValueError):
                 raise output
         if self.call:
-            return batch_result(self.call.response([self.outputs[index] for index in range(self.num_requests)]))
+            return batch_result(self.call.response([self.outputs[index] for index in range(len(self.outputs))]))
         output = self.outputs[0]
         for sample in output.outputs:
             if sample.finish_reason == "error":

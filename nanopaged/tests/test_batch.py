@@ -97,8 +97,8 @@ def texts(path="out.jsonl") -> dict[int, list[str]]:
 
 def test_a_text_file(work):
     captured = work("in.txt")
-    assert captured.out == "" and "3 lines" in captured.err and "15 new at" in captured.err
-    assert "bad" not in captured.err and "\r" not in captured.err  # no terminal, no bar
+    assert captured.out == "" and "3 lines, " in captured.err and "15 new at" in captured.err
+    assert "\r" not in captured.err  # no terminal, no bar
     for line, prompt in enumerate((ROMEO, JULIET, "DUKE: So"), 1):
         expected, found = generate(prompt), results()[line]
         assert found.pop("num_cached_tokens") <= len(expected.prompt_token_ids)
@@ -403,10 +403,7 @@ def test_two_runs_do_not_write_to_one_file(work):
 
 
 def test_a_file_system_without_locks(work, monkeypatch):
-    def flock(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", flock)
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", lambda *_: os.stat("nowhere"))  # an OSError
     work("in.txt")
     assert len(results()) == 3
 
