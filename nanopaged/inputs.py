@@ -3,6 +3,7 @@ given value and the expected one."""
 import difflib
 import json
 from contextlib import suppress
+from dataclasses import field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -151,12 +152,17 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
     return value
 
 
-def check_fields(settings: Any, checks: Mapping[str, Check]) -> None:
+def checked(default: Any, *check: Any) -> Any:
+    """A dataclass's field that `check_fields` checks. check: the arguments of check_number after the value"""
+    return field(default=default, metadata={"check": check})
+
+
+def check_fields(settings: Any) -> None:
     """`check_number` of a dataclass's fields, whose numbers become Python's own. None is accepted as a default only."""
-    for name, check in checks.items():
-        value = getattr(settings, name)
-        if value is not None or getattr(type(settings), name, ...) is not None:
-            setattr(settings, name, check_number(name, value, *check))
+    for each in fields(settings):
+        value, check = getattr(settings, each.name), each.metadata.get("check")
+        if check and (value is not None or each.default is not None):
+            setattr(settings, each.name, check_number(each.name, value, *check))
 
 
 def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:

@@ -95,7 +95,7 @@ class PromptFile:
         self.lines: IO[bytes] = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
         if target is not None and source != "-" and os.path.exists(target) and os.path.samefile(source, target):
             raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
-        self.results = None if target is None else self._open_results(target)
+        self.results: Any = None if target is None else self._open_results(target)
         if self.lines.seekable():  # count the lines, and compare them with the hashes of the results
             start = self.lines.tell()
             self.num_lines = sum(1 for _ in self._read_lines())
