@@ -1,9 +1,6 @@
 """Measure the engine on this machine; on a GPU, print each figure beside the limit of the hardware.
 
-    python bench.py                 all sections that this machine can run
-    python bench.py --quick         a selection, about a minute on an idle machine
-    python bench.py --only decode   sections whose names contain the word (a,b: one of the words)
-    python bench.py --json FILE     also write the figures to a file
+`python bench.py` runs all sections that this machine can run, `python bench.py --only decode` one of them.
 
 The model is Qwen3's shape with random weights on a GPU, and the bundled model on a CPU. **Workload 256** is that of
 nano-vllm's benchmark: 256 requests at once, each with a random prompt of 100 to 1,024 tokens and 100 to 1,024 output

@@ -69,16 +69,14 @@ class Trace:
     # ---- a step
 
     def _step(self, frame: Frame) -> None:
+        """An idle step has no more than arrivals and placements."""
         where = f" on GPU {frame.pool}" * (self.run["pools"] > 1)
         self.write("")
         self._lines([("arrives", _names(names) + f", priority {priority}" * (priority != 0)
                       + f", {count} prompt tokens: {_text(words)}") for names, priority, count, words in frame.arrived])
-        if frame.kind == "idle":
-            self.write(f"no step{where}: nothing can be computed now")
-            self._placements(frame)
-            return
         num_computing = sum(end > 0 for _, _, _, end, *_ in frame.work)
-        self.write(f"step {frame.step}{where}: {frame.num_tokens} of at most {frame.budget} tokens, "
+        self.write(f"no step{where}: nothing can be computed now" if frame.kind == "idle" else
+                   f"step {frame.step}{where}: {frame.num_tokens} of at most {frame.budget} tokens, "
                    f"for {num_computing} of {len(frame.work)} running sequences")
         work = [self._work(*row) for row in frame.work]
         column = max(map(len, work[:MOST]), default=0)
@@ -88,7 +86,7 @@ class Trace:
             self._say(*frame.waits[0])
             self._items("", [name for name, _ in frame.waits[1:]], "behind it: ", " ")
         self._placements(frame)
-        for pool in range(self.run["pools"]):
+        for pool in range(self.run["pools"] if frame.kind == "step" else 0):
             self._pool(pool)
         self._moves(frame)
         self._items("draft", [f"{name} {_text(words)}" + ("" if where is None else f" from token {where}")
