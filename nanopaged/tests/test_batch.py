@@ -22,6 +22,7 @@ from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     assert_refused,
     call,
     interrupted_at,
+    let_go_wrong,
     no_llm,
     nothing_left,
     shared_llm,
@@ -258,16 +259,7 @@ def test_a_file_in_utf_16_is_refused_as_such(work, folder, stdin, source, encodi
 
 
 def test_an_output_that_went_wrong_is_a_bad_line(work, monkeypatch):
-    step = LLM.step
-
-    def broken(llm):
-        outputs = step(llm)
-        for output in outputs:
-            if output.finished and output.prompt == JULIET:
-                output.outputs[0].finish_reason, output.outputs[0].stop_reason = "error", "it is not a number"
-        return outputs
-
-    monkeypatch.setattr(LLM, "step", broken)
+    let_go_wrong(monkeypatch, JULIET)
     assert "line 2: it is not a number" in work("in.txt", code=1).err
     assert results()[2] == {"error": "it is not a number"} and texts().keys() == {1, 3}
 

@@ -259,11 +259,10 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(call):
     pattern = (r"(\d+) (?:prompt )?tokens \((\d+) cached\), first token \d+\.\d\d s, "
                r"(\d+) new at \d+/s, (\d+)/128 blocks")
     assert statuses[2].startswith("1 prompt, ")
-    first, second, third = (tuple(map(int, re.search(pattern, status).groups())) for status in statuses)
-    num_prompt = first[0]
-    assert first[1:3] == (0, 4) and first[3] >= num_prompt // 16
-    assert second[1] == num_prompt // 16 * 16
-    assert third[0] == 2 * num_prompt and third[2] == 8
+    first, second, third = ([*map(int, re.search(pattern, status).groups())] for status in statuses)
+    blocks, rest = divmod(first[0], 16)  # of the prompt
+    assert first[1:3] == [0, 4] and first[3] >= blocks and second[1] == first[0] - rest
+    assert third[0] == 2 * first[0] and third[2] == 8
 
 
 @pytest.mark.parametrize("drafts", [None, RequestMetrics(10**9, 10**9, 10**9)], ids=["plain", "with drafts"])
@@ -277,18 +276,20 @@ def test_the_status_lines_fit_100_columns(drafts):
         assert all(len(line) <= 100 for line in lines) and len(lines) == 3  # the last one is about the model's limit
 
 
-@pytest.mark.parametrize("more", [{}, dict(n=2)], ids=["streaming", "n = 2"])
-def test_a_text_that_went_wrong_says_so(call, monkeypatch, more):
-    make_output = Request.output
-
-    def broken(request):
+def let_go_wrong(monkeypatch, prompt: str) -> None:
+    """From now on the texts after this prompt end with an error."""
+    def broken(request, make_output=Request.output):
         output = make_output(request)
-        for sample in output.outputs:
-            if output.finished:
-                sample.finish_reason, sample.stop_reason = "error", "it is not a number"
+        for sample in output.outputs if output.finished and output.prompt == prompt else ():
+            sample.finish_reason, sample.stop_reason = "error", "it is not a number"
         return output
 
     monkeypatch.setattr(Request, "output", broken)
+
+
+@pytest.mark.parametrize("more", [{}, dict(n=2)], ids=["streaming", "n = 2"])
+def test_a_text_that_went_wrong_says_so(call, monkeypatch, more):
+    let_go_wrong(monkeypatch, ROMEO)
     captured = call(prompt=ROMEO, max_tokens=3, code=1, **more)
     assert captured.err.count("went wrong: it is not a number") == (2 if more else 1)
 
