@@ -38,7 +38,6 @@ VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
 
 
 Kind = type | tuple[type, ...]
-Check = tuple[Kind, Callable[[Any], object], str]  # arguments of check_number: type, range (None is in it), the words
 
 
 def always(value: Any) -> bool:
@@ -153,7 +152,8 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
 
 
 def checked(default: Any, *check: Any) -> Any:
-    """A dataclass's field that `check_fields` checks. check: the arguments of check_number after the value"""
+    """A dataclass's field that `check_fields` checks. check: what check_number takes: type, range (None is in it), the
+    words for both"""
     return field(default=default, metadata={"check": check})
 
 

@@ -129,10 +129,12 @@ class Frames:
                     attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        seqs = itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting)
-        return Picture({seq: Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
-                                  seq.sampling.grammar.num_allowed() if seq.block_table and seq.sampling.grammar else
-                                  None) for seq in seqs}, [dict(manager.key_of_block) for manager in self.managers])
+        picture = Picture({}, [dict(manager.key_of_block) for manager in self.managers])
+        for seq in itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting):
+            grammar = seq.sampling.grammar if seq.block_table else None
+            picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
+                                     grammar and grammar.num_allowed())
+        return picture
 
     def _observe(self, pool: int, change: str, of: Any) -> None:
         before, self.picture = self.picture, self._take_picture()
