@@ -422,16 +422,6 @@ def test_unknown_and_missing_options_and_those_that_do_not_go_together(capsys, t
     assert not (tmp_path / "OUT.jsonl").exists()
 
 
-def test_a_damaged_tokenizer_is_no_matter_for_token_ids(tmp_path):
-    model = checkpoint(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    llm = LLM(model, enforce_eager=True, **SMALL)
-    assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
-    with pytest.raises(ValueError, match="tokenizer.json that cannot be read"):
-        llm.generate(ROMEO)
-
-
 def test_options_that_need_others_or_exclude_them(capsys, monkeypatch):
     """They are refused before anything is loaded, with both names."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -599,13 +589,6 @@ def test_defaults_of_a_chat(asked_params, chat):
     assert first.max_tokens is None and first.seed != second.seed and None not in (first.seed, second.seed)
     given = asked_params(**chat, prompt="Hi", max_tokens=3, seed=5)
     assert given.max_tokens == 3 and given.seed == 5
-
-
-def test_a_template_that_refuses(call, chat):
-    for template, word in (("{{ raise_exception('no') }}", "error: the chat template refuses"), ("", "empty")):
-        chat["chat_template"].write_text(template)
-        captured = call(**chat, prompt="Hi", code=2)
-        assert captured.out == "" and word in captured.err.splitlines()[-1]
 
 
 @pytest.fixture(autouse=True)
