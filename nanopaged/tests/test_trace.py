@@ -16,7 +16,7 @@ import kernel
 from engine import Sampled
 from kernel import cdiv
 from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
-from nanopaged.cli.frames import Frame, Frames, letters, splits_of
+from nanopaged.cli.frames import NULL, Frame, Frames, letters, splits_of
 from nanopaged.cli.trace import Trace, _blocks, _fit, _listing
 from nanopaged.scheduling.cascade import Cascade
 from nanopaged.tests.helpers import load
@@ -114,6 +114,9 @@ class Witness:
         assert sorted(frame.evicted) == sorted(evicted) and frame.registered == step.cached
         assert [(block, copy) for block, copy, *_ in frame.copied] == step.copies
         assert {pair for _, *hosts in frame.swapped_in for pair in zip(*hosts)} == set(step.swaps_in)
+        earlier = self.states[-2][0] if len(self.states) > 1 else {}
+        assert frame.slid_out == [[name, block] for name, seq in zip(names, scheduler.running) if name in earlier
+                                  for block, now in zip(earlier[name][1], seq.block_table) if now == NULL != block]
         assert [name for name, *_ in frame.preempted] == self.names(step.preempted)
         assert [pair for _, blocks, hosts in frame.preempted for pair in zip(blocks, hosts)] == step.swaps_out
         assert bool(frame.waits) >= bool(scheduler.waiting)
