@@ -135,6 +135,7 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
 
 
 def check_kind(name: str, value: Any, kind: Kind, expected: str) -> None:
+    """`check_number` of a value that only has to be of its type."""
     check_number(name, value, kind, always, expected)
 
 

@@ -129,11 +129,11 @@ class Trace:
                      for name, hosts, blocks in frame.swapped_in])
         self._items("slid out", [f"{name} {block}" for name, block in frame.slid_out], "of the window: ")
         self._items("taken", [f"{name} {_blocks(blocks)}" for name, blocks in frame.taken])
-        self._items("evicted", list(map(str, frame.evicted)), "reused, and no longer cached: ", " ")
+        self._items("evicted", frame.evicted, "reused, and no longer cached: ", " ")
         self._lines([("copied", f"{block} to {copy}, for {_names(writers)} to write in; "
                       f"{block} is kept by {_names(others) or 'nobody'} (copy-on-write)")
                      for block, copy, writers, others in frame.copied])
-        self._items("registered", list(map(str, frame.registered)), "can be shared now: ", " ")
+        self._items("registered", frame.registered, "can be shared now: ", " ")
         for name, blocks, hosts in frame.preempted[:MOST]:
             self._say("preempted", f"{name}: swapped out, {_blocks(blocks)} to host {_blocks(hosts)}" if hosts else
                       f"{name}: gives back {_blocks(blocks)}, its tokens will be computed again")
@@ -212,7 +212,7 @@ class Trace:
     def _say(self, label: str, text: str) -> None:
         self.write(_fit(f"  {label:<{LABEL - 3}} {text}".rstrip(), WIDTH))
 
-    def _items(self, label: str, items: list[str], before: str = "", separator: str = ", ") -> None:
+    def _items(self, label: str, items: list, before: str = "", separator: str = ", ") -> None:
         if items:
             self._say(label, before + _listing(items, separator, WIDTH - LABEL - len(before)))
 
@@ -244,16 +244,17 @@ def _tens(cells: str) -> str:
 
 
 def _blocks(blocks: list[int]) -> str:
-    return _listing(list(map(str, blocks)), " ", 30)
+    return _listing(blocks, " ", 30)
 
 
-def _listing(items: list[str], separator: str, columns: int) -> str:
+def _listing(items: list, separator: str, columns: int) -> str:
     """The items that fit, at least one of them, and the number of the others."""
-    ends = list(itertools.accumulate(_columns(item) + len(separator) for item in items))
-    if len(items) <= 1 or ends[-1] <= columns + len(separator):
-        return separator.join(items)
-    count = max(1, sum(end <= columns - len(f" and {len(items)} more") + len(separator) for end in ends))
-    return f"{separator.join(items[:count])} and {len(items) - count} more"
+    words = list(map(str, items))
+    ends = list(itertools.accumulate(_columns(word) + len(separator) for word in words))
+    if len(words) <= 1 or ends[-1] <= columns + len(separator):
+        return separator.join(words)
+    count = max(1, sum(end <= columns - len(f" and {len(words)} more") + len(separator) for end in ends))
+    return f"{separator.join(words[:count])} and {len(words) - count} more"
 
 
 def _columns(text: str) -> int:
