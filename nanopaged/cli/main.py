@@ -351,11 +351,10 @@ OTHERS = dict(
     reasoning_parser=THINKERS)
 KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
-NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
-             chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
-             allowed_hosts=["serve"], served_model_name=["serve", "prompts"], tool_call_parser=["serve", "prompts"],
-             reasoning_parser=["serve", "prompts"])
+NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
+    "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system history",
+    "chat prompts serve": "chat_template chat_template_kwargs", "serve": "host port api_key allowed_hosts",
+    "serve prompts": "served_model_name tool_call_parser reasoning_parser"}.items() for name in names.split()}
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
                        *(name for name in SAMPLING | STRUCTURED if name != "seed")],
