@@ -1,9 +1,6 @@
 """Measure the engine on this machine; on a GPU, print each figure beside the limit of the hardware.
 
-    python bench.py                 all sections that this machine can run
-    python bench.py --quick         a selection, about a minute on an idle machine
-    python bench.py --only decode   sections whose names contain the word (a,b: one of the words)
-    python bench.py --json FILE     also write the figures to a file
+`python bench.py` runs all sections that this machine can run, `python bench.py --only decode` one of them.
 
 The model is Qwen3's shape with random weights on a GPU, and the bundled model on a CPU. **Workload 256** is that of
 nano-vllm's benchmark: 256 requests at once, each with a random prompt of 100 to 1,024 tokens and 100 to 1,024 output
@@ -22,7 +19,6 @@ import argparse
 import gc
 import itertools
 import json
-import math
 import os
 import platform
 import random
@@ -32,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -63,11 +58,10 @@ VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
     "0.6B decode, 64 x (8,000 common, 200 own)": "10.2", "0.6B decode, 256 x (2,000 common, 200 own)": "12.8",
     "0.6B decode, n = 16 of a prompt of 4,000": "2.53", "0.6B decode, batch 32, context 8,000": "8.57",
-    "0.6B prefill, 32 x 8,000": "280,337",
-    "0.6B workload 256": "23,617", "0.6B 1,024 x (128 in, 128 out)": "34,244",
+    "0.6B prefill, 32 x 8,000": "280,337", "0.6B workload 256": "23,617", "0.6B 1,024 x (128 in, 128 out)": "34,244",
     "8B decode, batch 1, context 512": "5.25", "8B decode, batch 256, context 512": "14.6",
     "8B decode, batch 32, context 8,000": "14.3", "8B prefill, 32 x 8,000": "37,698", "8B workload 256": "9,118",
-    "0.6B process start to first token, caches cold": "78.0"}
+    "0.6B process start to first token, caches cold": "78.0", "8B on two GPUs, cold start to first token": "68"}
 # Attention: (sequences, query tokens, context, what FlashAttention-3 reached on an H200 that copies 4,270 GB/s).
 ATTENTION = {
     "decode 1 x 1k": (1, 1, 1024, "255"), "decode 1 x 8k": (1, 1, 8192, "1,705"),
@@ -131,23 +125,21 @@ def batching(quick: bool) -> None:
 
 
 def scheduler(quick: bool) -> None:
-    """The host's work without a model: the median ms of a decode step, its update and the planning of the next one.
-    Few or many sequences run, few or many requests wait, and the pool is small or large."""
-    cases = itertools.product((256, 1024), ((0, 20_000), (10_000, 20_000), (0, 1_000_000)))
-    best = {(num_running, *queue): math.inf for num_running, queue in cases}
-    for case in list(best) * 3:  # in turns, and the best of each: the machine may be busy now and then
-        num_running, num_waiting, num_blocks = case
+    """The host's work without a model: ms of a decode step, its update and the planning of the next one. Few or many
+    sequences run, few or many requests wait, and the pool is small or large. One step in ten is faster: a median would
+    tell how busy the machine is with something else."""
+    queues = (0, 20_000), (10_000, 20_000), (0, 1_000_000)
+    for num_running, (num_waiting, num_blocks) in itertools.product((256, 1024), queues):
         prompts = [[i % 1000] * 8 for i in range(num_running + num_waiting)]
         times, started = [], 0.0
         for plan, step in planned(prompts, [1000] * len(prompts), additions.BlockManager(num_blocks, 64), num_running):
             is_decode = sum(step.num_tokens) == len(plan.running) == num_running
             times += [time.perf_counter() - started] * is_decode
-            if len(times) > (20 if quick else 100):
+            if len(times) > (20 if quick else 300):
                 break
             started = time.perf_counter()
-        best[case] = min(best[case], statistics.median(times[1:]) * 1000)
-    for (running, waiting, blocks), ms in best.items():
-        row(f"scheduler, {running} run, {waiting} wait, {blocks} blocks", ms, "ms/step")
+        row(f"scheduler, {num_running} run, {num_waiting} wait, {num_blocks} blocks",
+            statistics.quantiles(times[1:], n=10)[0] * 1000, "ms/step")
 
 
 def planned(prompts: list[list[int]], lengths: list[int], manager: additions.BlockManager,
@@ -351,40 +343,35 @@ def prefill_rate(llm: LLM, batch: int, context: int) -> float:
     return rate(lambda: llm.generate(prompts, exactly(1)), batch * context)
 
 
-@contextmanager
-def decoding(llm: LLM, prompts: list[list[int]], num_tokens: int, **settings: Any) -> Iterator[None]:
-    """Requests that decode: their prompts have been computed. At the end they are aborted, and the steps that were
-    launched ahead are read."""
+def step_times(llm: LLM, prompts: list[list[int]], steps: int, arriving: Iterable[list[int]] = (),
+               **settings: Any) -> list[float]:
+    """ms of each decode step after these prompts. Every 30 steps another prompt of `arriving` arrives. A call that
+    launches a step ahead waits for the step before, so the calls together take as long as the steps."""
+    prefill_steps = sum(engine.cdiv(len(prompt), BUDGET) for prompt in prompts)
     for prompt in prompts:
-        llm.add_request(prompt, exactly(num_tokens, **settings))
+        llm.add_request(prompt, exactly(prefill_steps + 6 * steps + 60, **settings))  # 6: with drafts
     while llm.scheduler.waiting or any(seq.num_computed_tokens < seq.num_prompt_tokens
                                        for seq in llm.scheduler.running):
         llm.advance()
     gc.collect()  # or Python does so in the middle of the steps that are timed, for 20 ms
     for _ in range(5):
         llm.advance()
-    yield
-    for request_id in list(llm.requests):
-        llm.abort_request(request_id)
-    while not llm.engine.is_idle:
+    arrivals, times = iter(arriving), []
+    for step in range(steps):
+        started = time.perf_counter()
+        if step % 30 == 10 and (prompt := next(arrivals, None)):
+            llm.add_request(prompt, exactly(1))
         llm.advance()
+        times.append((time.perf_counter() - started) * 1000)
+    llm.abort(*llm.requests)
+    while not llm.engine.is_idle:  # steps that were launched ahead
+        llm.advance()
+    return times
 
 
 def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
     """ms per decode step."""
-    return ms_per_step(llm, random_prompts(1, [context] * batch), steps)
-
-
-def ms_per_step(llm: LLM, prompts: list[list[int]], steps: int, **settings: Any) -> float:
-    """ms per decode step after these prompts."""
-    prefill_steps = sum(engine.cdiv(len(prompt), BUDGET) for prompt in prompts)
-    with decoding(llm, prompts, prefill_steps + 6 * steps + 60, **settings):  # 6: with drafts
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(steps):
-            llm.advance()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - started) / steps * 1000
+    return statistics.mean(step_times(llm, random_prompts(1, [context] * batch), steps))
 
 
 def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
@@ -392,11 +379,10 @@ def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[i
     """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
     sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000, **options)
     label = " ".join([shape, *options.values()])
-    for batch in batches:
-        limit = limits.step_seconds(sizes, [1] * batch, [540] * batch, batch) * 1000  # 540: half-way through
-        row(f"{label} decode, batch {batch}, context 512", decode_ms(llm, batch, 512), "ms/step", limit)
-    limit = limits.step_seconds(sizes, [1] * 32, [8030] * 32, 32) * 1000
-    row(f"{label} decode, batch 32, context 8,000", decode_ms(llm, 32, 8000, 20), "ms/step", limit)
+    for batch, context, steps in (*((batch, 512, 50) for batch in batches), (32, 8000, 20)):
+        limit = limits.step_seconds(sizes, [1] * batch, [context + 28] * batch, batch) * 1000  # 28: half-way through
+        row(f"{label} decode, batch {batch}, context {context:,}", decode_ms(llm, batch, context, steps), "ms/step",
+            limit)
     prefill_rate(llm, 4, 8000)  # warm up
     limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
     row(f"{label} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
@@ -416,16 +402,16 @@ def shared(limits: Limits, quick: bool) -> None:
         prompts = [starts[i % groups] + end for i, end in enumerate(ends)]
         times = []
         for llm.runner.cascade in (cascade, None):
-            ms_per_step(llm, prompts, 5, n=n)  # warm up
-            times.append(min(ms_per_step(llm, prompts, 50, n=n) for _ in range(3)))
+            step_times(llm, prompts, 5, n=n)  # warm up
+            times.append(min(statistics.mean(step_times(llm, prompts, 50, n=n)) for _ in range(3)))
         row(f"0.6B decode, {name}", times[0], "ms/step",
             note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 
 def workload(limits: Limits, shape: str, **options: Any) -> None:
-    llm, limit = random_llm(SHAPES[shape], max_model_len=4096, **options), limits.tokens_per_second(
-        SHAPES[shape], *workload_256())
-    row(" ".join([shape, *options.values(), "workload 256"]), generate_rate(llm, *workload_256()), "tokens/s", limit)
+    llm = random_llm(SHAPES[shape], max_model_len=4096, **options)
+    row(" ".join([shape, *options.values(), "workload 256"]), generate_rate(llm, *workload_256()), "tokens/s",
+        limits.tokens_per_second(SHAPES[shape], *workload_256()))
 
 
 def throughput(limits: Limits, quick: bool) -> None:
@@ -450,24 +436,11 @@ def latency(limits: Limits, quick: bool) -> None:
     between the sequences' tokens."""
     llm = random_llm(SHAPES["0.6B"], max_model_len=8192)
     prefill_rate(llm, 4, 8000)  # warm up
-    gaps = gaps_under_load(llm, 64, 512, random_prompts(2, [4000] * 12), steps=400)
+    gaps = step_times(llm, random_prompts(1, [512] * 64), 400, arriving=random_prompts(2, [4000] * 12))
     alone = [100_000 / prefill_rate(llm, 1, 100) for _ in range(11)]
     row("time to first token of a 100-token prompt, alone", statistics.median(alone), "ms")
     row("gap between tokens under load, median", statistics.median(gaps), "ms")
     row("gap between tokens under load, 99th percentile", statistics.quantiles(gaps, n=100)[98], "ms")
-
-
-def gaps_under_load(llm: LLM, batch: int, context: int, prompts: list[list[int]], steps: int) -> list[float]:
-    """Sequences decode, and every 30 steps another prompt arrives: the ms of each step."""
-    gaps, arrivals = [], iter(prompts)
-    with decoding(llm, random_prompts(1, [context] * batch), 10 * steps):
-        for step in range(steps):
-            started = time.perf_counter()
-            if step % 30 == 10 and (prompt := next(arrivals, None)):
-                llm.add_request(prompt, exactly(1))
-            llm.advance()
-            gaps.append((time.perf_counter() - started) * 1000)
-    return gaps
 
 
 def start(limits: Limits, quick: bool) -> None:
@@ -483,16 +456,14 @@ def start(limits: Limits, quick: bool) -> None:
 
 def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
     """Seconds to the first token of a new process that keeps what Triton compiles under this name."""
-    environment = os.environ | dict(
-        PYTHONPYCACHEPREFIX=f"{folder}/python", TRITON_CACHE_DIR=f"{folder}/{caches}/triton")
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment = os.environ | dict(PYTHONPYCACHEPREFIX=f"{folder}/python", PYTHONDONTWRITEBYTECODE="",
+                                    TRITON_CACHE_DIR=f"{folder}/{caches}/triton")
     program = (f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench\n"
                f"llm = bench.random_llm(bench.SHAPES[{shape!r}], max_model_len=4096, warm_up=False, {options})\n"
                "llm.generate([[1, 2, 3]], bench.exactly(1))\nprint(time.time())")
     started = time.time()
-    argv = [sys.executable, "-c", program]
-    done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.split()[-1]) - started
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    return float(printed.split()[-1]) - started
 
 
 def data_parallel(limits: Limits, quick: bool) -> None:
@@ -534,8 +505,7 @@ def tensor_parallel(limits: Limits, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _, two, one = (first_token_after(folder, caches, "8B", f"tensor_parallel_size={size}")
                        for caches, size in (("first", 2), ("second", 2), ("third", 1)))
-    row("8B on two GPUs, cold start to first token", two, "s", note=f"one GPU {one:.3g}, ratio {two / one:.2f}",
-        peer="vLLM 68")
+    row("8B on two GPUs, cold start to first token", two, "s", note=f"one GPU {one:.3g}, ratio {two / one:.2f}")
 
 
 def parallel_sizes(limits: Limits, quick: bool) -> None:
@@ -606,12 +576,11 @@ def draft_ms(llm: LLM, drafting: Any, p: float, batch: int, context: int = 512, 
         drafting.metrics = RequestMetrics()
 
     def accept(step: additions.SchedulerOutput, sampled: engine.Sampled) -> None:
-        tokens, num_rows = [], Counter[additions.Sequence]()
-        for seq, token in zip(step.sampled, sampled.tokens):
-            is_right = num_rows[seq] < len(seq.drafts) and rng.random() < p
-            tokens.append(seq.drafts[num_rows[seq]] if is_right else token)
-            num_rows[seq] += 1
-        update(step, engine.Sampled(tokens))
+        for i, (seq, position) in enumerate(zip(step.sampled, step.positions)):
+            place = position - len(seq.token_ids)  # among the drafts; behind the last one the sample is the model's own
+            if place < len(seq.drafts) and rng.random() < p:
+                sampled.tokens[i] = seq.drafts[place]
+        update(step, sampled)
 
     llm.scheduler.update = accept
     ms = decode_ms(llm, batch, context, steps)
@@ -687,9 +656,7 @@ def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> t
     each of its events."""
     settings = dict(temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=True, stream=True)
     bodies = "\n".join(json.dumps(settings | dict(prompt=prompt)) for prompt in prompts)
-    argv = [sys.executable, "-c", CLIENT, str(port)]
-    done = subprocess.run(argv, input=bodies, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+    return json.loads(subprocess.check_output([sys.executable, "-c", CLIENT, str(port)], input=bodies, text=True))
 
 
 def machine() -> str:
@@ -718,13 +685,12 @@ def main(argv: list[str] | None = None, anywhere: Sequence[Callable] = ANYWHERE,
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args(argv)
     words = args.only.split(",")
-    runnable = [section for section in [*anywhere, *on_cuda] if section in anywhere or torch.cuda.is_available()
-                if section.__name__ in QUICK or not args.quick]
-    sections = [section for section in runnable if any(word in section.__name__ for word in words)]
-    unknown = [word for word in words if not any(word in section.__name__ for section in [*anywhere, *on_cuda])]
-    if unknown or not sections:
+    runnable = {section.__name__: section for section in [*anywhere, *on_cuda]
+                if section in anywhere or torch.cuda.is_available() if section.__name__ in QUICK or not args.quick}
+    sections = [section for name, section in runnable.items() if any(word in name for word in words)]
+    if not all(any(word in name for name in runnable) for word in words):
         parser.error(f"--only {args.only!r} names a section that does not exist or that cannot run here; the sections "
-                     f"that can run are {', '.join(section.__name__ for section in runnable)}")
+                     f"that can run are {', '.join(runnable)}")
     if args.json:
         try:
             open_file("--json", args.json, "a").close()

@@ -3,6 +3,7 @@ given value and the expected one."""
 import difflib
 import json
 from contextlib import suppress
+from dataclasses import field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -37,7 +38,6 @@ VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
 
 
 Kind = type | tuple[type, ...]
-Check = tuple[Kind, Callable[[Any], object], str]  # arguments of check_number: type, range (None is in it), the words
 
 
 def always(value: Any) -> bool:
@@ -68,6 +68,7 @@ def _may_be_path(path: str | Path) -> bool:
             and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
 
 
+FLAG, COUNT = Option(bool, False, "True or False"), _integer(None, MOST_TOKENS)
 ACCEPTED: dict[type, Kind] = {bool: bool, int: int, float: (int, float), str: (str, Path), dict: dict}  # by LLM
 # LLM's docstring says what they are for, and the signature of LLM.__init__ repeats the defaults.
 OPTIONS = dict(
@@ -75,14 +76,14 @@ OPTIONS = dict(
     revision=Option(str, None),
     tokenizer=Option(str, None, "a directory or a name on the Hub"),
     tokenizer_revision=Option(str, None),
-    skip_tokenizer_init=Option(bool, False, "True or False"),
+    skip_tokenizer_init=FLAG,
     hf_token=Option(str, None, "a token of the Hugging Face Hub, or None for the stored one",
                     lambda x: isinstance(x, str) and x.isascii() and x.isprintable()),
     download_dir=Option(str, None, "a directory that can be made", _may_be_path),
     hf_overrides=Option(dict, None, "a dict of entries of config.json"),
     generation_config=_choice("auto", "vllm"),
     override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
-    warm_up=Option(bool, False, "True or False"),
+    warm_up=FLAG,
     max_logprobs=Option(int, 20, "an integer of at least 0, or -1 for any number", lambda x: x >= -1),
     load_format=_choice("auto", "dummy"),
     dtype=Option(str, "auto"),
@@ -90,20 +91,20 @@ OPTIONS = dict(
     attention=Option(str, "auto"),
     kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
     quantization=Option(str, None, "'fp8', or None for weights as they are stored", lambda x: x == "fp8"),
-    block_size=_integer(None, MOST_TOKENS),
-    num_blocks=_integer(None, MOST_TOKENS),
-    num_gpu_blocks_override=_integer(None, MOST_TOKENS),
+    block_size=COUNT,
+    num_blocks=COUNT,
+    num_gpu_blocks_override=COUNT,
     gpu_memory_utilization=Option(float, 0.9, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     swap_space=Option(float, 0, "a number of GiB, 0 for none", lambda x: 0 <= x < 2**20),
-    enable_prefix_caching=Option(bool, True, "True or False"),
-    max_model_len=_integer(None, MOST_TOKENS),
+    enable_prefix_caching=FLAG._replace(default=True),
+    max_model_len=COUNT,
     max_num_seqs=_integer(256, MOST_SEQS),
     max_num_batched_tokens=_integer(8192, MOST_TOKENS),
     scheduling_policy=_choice("fcfs", "priority"),
     data_parallel_size=_integer(1, MOST_GPUS),
     tensor_parallel_size=_integer(1, MOST_GPUS),
     speculative_config=Option(dict, None),
-    enforce_eager=Option(bool, False, "True or False"),
+    enforce_eager=FLAG,
     seed=Option(int, 0, "an integer of at most 64 bits", lambda x: -2**63 <= x < 2**63))
 
 
@@ -142,30 +143,35 @@ def shown(value: Any) -> str:
 
 
 def check_kind(name: str, value: Any, kind: Kind, expected: str) -> None:
-    """Raise ValueError unless the value is of this type, or of one of these types. A bool is not a number."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be {expected}, not {shown(value)}")
+    """`check_number` of a value that only has to be of its type."""
+    check_number(name, value, kind, always, expected)
 
 
 def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], object], expected: str) -> Any:
-    """`check_kind`, and raise ValueError unless the value is None or in range. NaN fails every comparison and so this
-    check. Returns the value, a number as one of Python's: numpy's numbers overflow in comparisons and sums, where
-    uint8(200) + 57 is 1."""
-    check_kind(name, value, kind, expected)
-    if isinstance(value, Real) and not isinstance(value, bool):
+    """Raise ValueError unless the value is of this type, or of one of these types, and None or in range. A bool is not
+    a number, and NaN fails every comparison. Returns the value, a number as one of Python's: numpy's numbers overflow
+    in comparisons and sums, where uint8(200) + 57 is 1."""
+    is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if is_right and isinstance(value, Real) and kind is not bool:
         with suppress(OverflowError):  # a huge fraction, which is outside of every range
             value = int(value) if isinstance(value, Integral) else float(value)
-    if value is not None and not in_range(value):
+    if not is_right or value is not None and not in_range(value):
         raise ValueError(f"{name} must be {expected}, not {shown(value)}")
     return value
 
 
-def check_fields(settings: Any, checks: Mapping[str, Check]) -> None:
+def checked(default: Any, *check: Any) -> Any:
+    """A dataclass's field that `check_fields` checks. check: what check_number takes: type, range (None is in it), the
+    words for both"""
+    return field(default=default, metadata={"check": check})
+
+
+def check_fields(settings: Any) -> None:
     """`check_number` of a dataclass's fields, whose numbers become Python's own. None is accepted as a default only."""
-    for name, check in checks.items():
-        value = getattr(settings, name)
-        if value is not None or getattr(type(settings), name, ...) is not None:
-            setattr(settings, name, check_number(name, value, *check))
+    for each in fields(settings):
+        value, check = getattr(settings, each.name), each.metadata.get("check")
+        if check and (value is not None or each.default is not None):
+            setattr(settings, each.name, check_number(each.name, value, *check))
 
 
 def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
@@ -201,27 +207,24 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
     Raises ValueError for a prompt that can never run: an empty one, one that is too long, or one with ids outside of
     the vocabulary.
     """
-    if isinstance(prompt, dict):
-        keys = {"prompt", "prompt_token_ids"}
-        if not prompt.keys() & keys:
-            raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-        if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
-            raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
-                             f"leave {unknown[0]!r} out")
-        text, token_ids = prompt.get("prompt"), as_python(prompt.get("prompt_token_ids"))
-        check_kind("the key 'prompt'", text, (str, NoneType), "a string")
-        check_kind("the key 'prompt_token_ids'", token_ids, (list, tuple, NoneType), "a list of token ids")
-        prompt = text if token_ids is None else token_ids
-    else:
+    if not isinstance(prompt, dict):
         prompt = as_python(prompt)
-        text = prompt if isinstance(prompt, str) else None
-    if isinstance(prompt, str):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    keys = {"prompt", "prompt_token_ids"}
+    if not prompt.keys() & keys:
+        raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
+    if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
+        raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
+                         f"leave {unknown[0]!r} out")
+    text, token_ids = prompt.get("prompt"), as_python(prompt.get("prompt_token_ids"))
+    check_kind("the key 'prompt'", text, (str, NoneType), "a string")
+    if token_ids is None and text is not None:
         token_ids = get_tokenizer().encode(text)
-    elif isinstance(prompt, (list, tuple)) and all(
-            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))):
-        token_ids = list(map(int, prompt))  # numpy's integers become Python's
+    elif isinstance(token_ids, (list, tuple)) and all(
+            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, token_ids))):
+        token_ids = list(map(int, token_ids))  # numpy's integers become Python's
     else:
-        raise ValueError(f"a prompt is a string or a list of token ids, not {shown(prompt)}")
+        raise ValueError(f"a prompt is a string or a list of token ids, not {shown(token_ids)}")
     if not token_ids:
         raise ValueError("the prompt is empty; give at least one token")
     if len(token_ids) >= max_model_len:
@@ -237,9 +240,7 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
 def read_cache_salt(prompt: Any) -> str | None:
     """The cache_salt of a prompt given as a dict: only prompts with the same one share blocks of the prefix cache."""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-    if salt is not None:
-        check_number("cache_salt", salt, str, lambda x: x, "a string that is not empty")
-    return salt
+    return check_number("cache_salt", salt, (str, NoneType), bool, "a string that is not empty")
 
 
 def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:

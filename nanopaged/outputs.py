@@ -49,9 +49,6 @@ class RequestMetrics:
     def __add__(self, other: "RequestMetrics") -> "RequestMetrics":
         return RequestMetrics(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
-    def __sub__(self, other: "RequestMetrics") -> "RequestMetrics":
-        return RequestMetrics(*(a - b for a, b in zip(astuple(self), astuple(other))))
-
 
 @dataclass
 class RequestOutput:
@@ -93,11 +90,9 @@ def token_logprobs(token: int, found: tuple[float, int, list[int], list[float]],
             texts[token] = tokenizer.decode([token], skip_special_tokens=False)
         return texts.get(token)
 
-    result = {token: Logprob(own, rank, text(token))}
-    for place, (best, logprob) in enumerate(zip(ids, logprobs), 1):
-        if best not in result:
-            result[best] = Logprob(logprob, place, text(best))
-    return result
+    return {token: Logprob(own, rank, text(token))} | {
+        best: Logprob(logprob, place, text(best))
+        for place, (best, logprob) in enumerate(zip(ids, logprobs), 1) if best != token}
 
 
 # Tokenizer -> the texts of its tokens. With the log probabilities of all tokens, each is needed at every position.

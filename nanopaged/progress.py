@@ -48,10 +48,10 @@ class ProgressBar:
             if num_done > self.num_before:
                 left = _clock(elapsed * (self.total - num_done) / (num_done - self.num_before)) + " left"
         rate = f"{num_tokens / max(elapsed, 1e-9):.0f} tokens/s"
-        line = ", ".join(filter(None, [done, _clock(elapsed), left, rate, more]))
         columns = shutil.get_terminal_size().columns - 1  # some terminals begin a new line at the last column
-        self._print(f"\r{line[:columns]:{self.width}}")
-        self.width = len(line[:columns])
+        line = ", ".join(filter(None, [done, _clock(elapsed), left, rate, more]))[:columns]
+        self._print(f"\r{line:{self.width}}")
+        self.width = len(line)
 
     def clear(self) -> None:
         if self.drawn:

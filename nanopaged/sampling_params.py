@@ -2,19 +2,30 @@
 import copy
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import MOST_TOKENS, Check, always, check_fields, check_kind, check_number, is_one_of
+from nanopaged.inputs import MOST_TOKENS, always, check_fields, check_kind, check_number, checked, is_one_of
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
+# What several settings must be: the type, the range of a value of this type, and the words for both
+FLAG = bool, always, "True or False"
+PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
+COUNT = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
+SEQUENCES = Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"
+TOKENS = list, tuple, set, frozenset
+BIAS = "a dict from token ids to numbers"
 # The entries of a generation_config.json that are read, and the settings that they give.
 GENERATION_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
     "max_new_tokens": "max_tokens"}
+
+
+def _are_texts(texts: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) and text for text in texts)
 
 
 @dataclass
@@ -32,20 +43,21 @@ class StructuredOutputsParams:
 
     Raises ValueError, one sentence, for anything else.
     """
-    json: str | dict | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_additional_properties: bool = True
+    json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
+    regex: str | None = checked(None, str, always, "a string")
+    choice: list[str] | None = checked(None, (list, tuple), lambda x: x and _are_texts(x),
+                                       "a list of strings that are not empty")
+    grammar: str | None = checked(None, str, always, "a string")
+    json_object: bool | None = checked(None, bool, always, "True")
+    disable_additional_properties: bool = checked(True, *FLAG)
 
     def __post_init__(self) -> None:
-        check_fields(self, STRUCTURES)
-        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        check_fields(self)
+        *structures, _ = fields(self)
+        given = [each.name for each in structures if getattr(self, each.name) not in (None, False)]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
-        check_fields(self, {"disable_additional_properties": FLAG})
 
     @property
     def source(self) -> tuple[str, str]:
@@ -122,30 +134,34 @@ class SamplingParams:
 
     Raises ValueError, one sentence, for a value out of range.
     """
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logits_processors: list[Callable] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    n: int = checked(1, *SEQUENCES)
+    presence_penalty: float = checked(0.0, *PENALTY)
+    frequency_penalty: float = checked(0.0, *PENALTY)
+    repetition_penalty: float = checked(1.0, Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
+    temperature: float = checked(1.0, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
+    top_p: float = checked(1.0, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+    top_k: int = checked(0, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
+    min_p: float = checked(0.0, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    seed: int | None = checked(None, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
+    stop: str | list[str] | None = checked(
+        None, (str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
+        "a string that is not empty, or a list of them")
+    stop_token_ids: list[int] | None = checked(None, TOKENS, always, "a list of token ids")
+    ignore_eos: bool = checked(False, *FLAG)
+    max_tokens: int | None = checked(16, (Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None")
+    min_tokens: int = checked(0, Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}")
+    logprobs: int | None = checked(None, *COUNT)
+    prompt_logprobs: int | None = checked(None, *COUNT)
+    detokenize: bool = checked(True, *FLAG)
+    skip_special_tokens: bool = checked(True, *FLAG)
+    include_stop_str_in_output: bool = checked(False, *FLAG)
+    logit_bias: dict[int, float] | None = checked(None, dict, always, BIAS)
+    allowed_token_ids: list[int] | None = checked(None, TOKENS, len, "a list of at least one token id")
+    bad_words: list[str] | None = checked(None, (list, tuple), _are_texts, "a list of strings that are not empty")
+    logits_processors: list[Callable] | None = checked(None, (list, tuple), lambda x: all(map(callable, x)),
+                                                       "a list of functions (token_ids, logits) -> logits")
+    structured_outputs: StructuredOutputsParams | None = checked(None, StructuredOutputsParams, always,
+                                                                 "StructuredOutputsParams, or a dict of its fields")
     guided_decoding: None = None  # vLLM's old name; any value is refused
 
     def __post_init__(self) -> None:
@@ -157,15 +173,13 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs has no field {min(unknown, key=str)!r}; it has json, regex, "
                                  "choice, grammar and json_object")
             self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
-        check_fields(self, SETTINGS)
+        check_fields(self)
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (tokens := getattr(self, name)) is not None:
-                expected = SETTINGS[name][2]
-                tokens = [check_number(name, token, Integral, lambda x: x >= 0, expected) for token in tokens]
-                setattr(self, name, tokens)
+                setattr(self, name, [_read_token(name, token, "a list of token ids") for token in tokens])
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.stop and not self.detokenize:
@@ -192,7 +206,7 @@ class SamplingParams:
         As in vLLM, the keys of GENERATION_KEYS are read. As in transformers, "do_sample": false means greedy decoding
         unless a temperature is given. A missing do_sample means true, as in vLLM.
         """
-        read = _read_generation_config(config)
+        read = read_settings(config)
         try:
             cls(**read)
         except ValueError as error:
@@ -229,14 +243,14 @@ class SamplingParams:
 
 def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
-    keys = (*GENERATION_KEYS, "do_sample")
-    if unknown := [key for key in config or () if key not in keys]:
+    config, keys = config or {}, (*GENERATION_KEYS, "do_sample")
+    if unknown := [key for key in config if key not in keys]:
         raise ValueError(f"override_generation_config takes {', '.join(keys)}, not {unknown[0]!r:.80}")
-    SamplingParams(**_read_generation_config(config or {}))
-    return config or {}
+    SamplingParams(**read_settings(config))
+    return config
 
 
-def _read_generation_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings in a generation_config.json, unchecked."""
     read = {setting: config[key] for key, setting in GENERATION_KEYS.items() if config.get(key) is not None}
     return read | ({"temperature": 0.0} if config.get("do_sample") is False else {})
@@ -247,8 +261,8 @@ def wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _are_texts(texts: Iterable[Any]) -> bool:
-    return all(isinstance(text, str) and text for text in texts)
+def _read_token(name: str, token: Any, expected: str) -> int:
+    return check_number(name, token, Integral, lambda x: x >= 0, expected)
 
 
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
@@ -256,48 +270,9 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     result: dict[int, float] = {}
     for token, value in bias.items():
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        token = check_number("logit_bias", token, Integral, lambda x: x >= 0, BIAS)
         value = check_number("logit_bias", value, Real, lambda x: x == x, BIAS)
-        result[token] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
+        result[_read_token("logit_bias", token, BIAS)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
     return result
-
-
-# What each setting must be: its type, the range of a value of this type, and the words for both.
-FLAG: Check = bool, always, "True or False"
-PENALTY: Check = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
-COUNT: Check = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
-TOKENS = list, tuple, set, frozenset
-BIAS = "a dict from token ids to numbers"
-SETTINGS: dict[str, Check] = dict(
-    n=(Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"),
-    presence_penalty=PENALTY, frequency_penalty=PENALTY,
-    repetition_penalty=(Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6"),
-    temperature=(Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6"),
-    top_p=(Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
-    top_k=(Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens"),
-    min_p=(Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    seed=(Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"),
-    max_tokens=((Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None"),
-    min_tokens=(Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}"),
-    logprobs=COUNT, prompt_logprobs=COUNT,
-    ignore_eos=FLAG, detokenize=FLAG, skip_special_tokens=FLAG, include_stop_str_in_output=FLAG,
-    stop=((str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
-          "a string that is not empty, or a list of them"),
-    bad_words=((list, tuple), _are_texts, "a list of strings that are not empty"),
-    stop_token_ids=(TOKENS, always, "a list of token ids"),
-    allowed_token_ids=(TOKENS, lambda x: len(x) > 0, "a list of at least one token id"),
-    logit_bias=(dict, always, BIAS),
-    structured_outputs=(StructuredOutputsParams, always, "StructuredOutputsParams, or a dict of its fields"),
-    logits_processors=((list, tuple), lambda x: all(map(callable, x)),
-                       "a list of functions (token_ids, logits) -> logits"))
-BEAM_SETTINGS: dict[str, Check] = dict(
-    beam_width=SETTINGS["n"], max_tokens=(Integral, lambda x: x >= 1, "an integer of at least 1"),
-    length_penalty=(Real, lambda x: -30 <= x <= 30, "a number from -30 to 30"), ignore_eos=FLAG,
-    temperature=(Real, lambda x: x == 0, "0 in a beam search, which does not sample"))
-STRUCTURES: dict[str, Check] = dict(
-    json=((str, dict), always, "a JSON schema, as a dict or as text"), regex=(str, always, "a string"),
-    choice=((list, tuple), lambda x: x and _are_texts(x), "a list of strings that are not empty"),
-    grammar=(str, always, "a string"), json_object=(bool, always, "True"))
 
 
 @dataclass
@@ -317,15 +292,15 @@ class BeamSearchParams:
 
     Raises ValueError, one sentence, for a value out of range.
     """
-    beam_width: int
-    max_tokens: int = 16
-    length_penalty: float = 1.0
-    ignore_eos: bool = False
+    beam_width: int = checked(MISSING, *SEQUENCES)
+    max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
+    length_penalty: float = checked(1.0, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
+    ignore_eos: bool = checked(False, *FLAG)
     early_stopping: bool | str = False
-    temperature: float = 0.0
+    temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
 
     def __post_init__(self) -> None:
-        check_fields(self, BEAM_SETTINGS)
+        check_fields(self)
         if not is_one_of(self.early_stopping, ("never",)):
             check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 

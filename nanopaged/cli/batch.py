@@ -39,7 +39,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral
@@ -95,7 +95,7 @@ class PromptFile:
         self.lines: IO[bytes] = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
         if target is not None and source != "-" and os.path.exists(target) and os.path.samefile(source, target):
             raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
-        self.results = None if target is None else self._open_results(target)
+        self.results: Any = None if target is None else self._open_results(target)
         if self.lines.seekable():  # count the lines, and compare them with the hashes of the results
             start = self.lines.tell()
             self.num_lines = sum(1 for _ in self._read_lines())
@@ -175,7 +175,8 @@ class PromptFile:
         num_earlier = self.num_done
         self.progress = Progress(llm, ProgressBar(self.num_lines, show_progress, "line", num_earlier), self._done)
         try:
-            with closing(self.progress.run(self._requests(params, serving), self._finish)) as finished:
+            with self.results or nullcontext(), closing(
+                    self.progress.run(self._requests(params, serving), self._finish)) as finished:
                 for key, output in finished:
                     self._finish(key, output)
         except KeyboardInterrupt:
@@ -183,9 +184,6 @@ class PromptFile:
                 raise
             raise KeyboardInterrupt(f"{self.target} has results for {counted(self.num_done, 'line')}, and the same "
                                     "command goes on from there") from None
-        finally:
-            if self.results:
-                self.results.close()
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
         say(self.progress.report(f"{counted(self.num_done, 'line')}{earlier}{bad}"))
@@ -199,7 +197,7 @@ class PromptFile:
                 try:
                     requests = line.read(raw, self.is_json, params, serving)
                 except ValueError as error:
-                    self._refuse(line, error)
+                    self._finish((line, 0), error)
                 else:
                     for index, request in enumerate(requests):
                         yield (line, index), *request
@@ -211,31 +209,26 @@ class PromptFile:
         line.outputs[index] = output
         if len(line.outputs) < line.num_requests:
             return
+        self.num_done += 1
         try:
             result = line.result()
         except ValueError as error:
-            return self._refuse(line, ApiError.of(error) if line.call else error)
-        self.num_done += 1
+            self.num_bad += 1
+            self.progress.bar.clear()
+            say(f"line {line.number}: {error}")
+            if self.results and self.errors.get(line.number) != line.digest:  # else the file has it already
+                bad = ApiError.of(error) if line.call else error
+                self._write(line, batch_result(bad.body, bad.status) if isinstance(bad, ApiError) else
+                            {"error": str(bad)})
+            return
         if self.results:
             return self._write(line, result)
         self.progress.bar.clear()
         for title, text in line.texts(result):
             print(f"=== line {line.number}{title}\n{text}\n", flush=True)
 
-    def _refuse(self, line: "Line", error: ValueError) -> None:
-        """Report a bad line."""
-        self.num_done += 1
-        self.num_bad += 1
-        self.progress.bar.clear()
-        say(f"line {line.number}: {error}")
-        if self.errors.get(line.number) != line.digest:  # an unchanged line has its error already
-            self._write(line, batch_result(error.body, error.status) if isinstance(error, ApiError) else
-                        {"error": str(error)})
-
     def _write(self, line: "Line", result: dict[str, Any]) -> None:
-        """Append a result to the output file, if the run has one."""
-        if self.results is None:
-            return
+        """Append a result to the output file."""
         result = {"line": line.number, "hash": f"{line.digest:016x}"} | line.labels | result
         text = json.dumps(result, ensure_ascii=False, default=asdict)
         raw = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -286,13 +279,13 @@ class Line:
             if isinstance(output, ValueError):
                 raise output
         if self.call:
-            return batch_result(self.call.response([self.outputs[index] for index in range(self.num_requests)]))
+            return batch_result(self.call.response([self.outputs[index] for index in range(len(self.outputs))]))
         output = self.outputs[0]
         for sample in output.outputs:
             if sample.finish_reason == "error":
                 raise ValueError(sample.stop_reason)
-        samples = [asdict(sample) | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
-        samples = [{key: value for key, value in sample.items() if value is not None} for sample in samples]
+        samples = [{key: value for key, value in vars(sample).items() if value is not None}
+                   | {"num_tokens": len(sample.token_ids)} for sample in output.outputs]
         result = self.given | {"num_prompt_tokens": len(output.prompt_token_ids),
                                "num_cached_tokens": output.num_cached_tokens, "outputs": samples}
         return result | ({} if output.prompt_logprobs is None else {"prompt_logprobs": output.prompt_logprobs})

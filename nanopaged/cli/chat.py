@@ -34,70 +34,57 @@ COMMAND = re.compile(r"/(\?|[a-z]+)")
 MOST_ENTRIES = 1000  # of the history file
 
 
-class Conversation:
-    """Asks for questions and prints answers until the user leaves.
+def converse(messages: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],
+             max_model_len: int, keyboard: "Keyboard") -> int:
+    """Ask for questions and print answers until the user leaves; the exit code.
 
     messages: those that are always kept, a system message
     render: makes a prompt of messages
     answer: prints the answer to a prompt, and appends its pieces to a list as they come
     """
-
-    def __init__(self, messages: list[dict], render: Callable[[list[dict]], dict],
-                 answer: Callable[[dict, list[str]], object], max_model_len: int, keyboard: "Keyboard"):
-        self.messages, self.num_fixed = messages, len(messages)
-        self.render, self.answer, self.max_model_len, self.keyboard = render, answer, max_model_len, keyboard
-        render(messages + [_user("Hello")])  # without a chat template say so now
-
-    def run(self) -> int:
-        say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
-        while True:
-            try:
-                text = self.keyboard.read_message()
-            except EOFError:
-                say("")
-                return 0
-            except KeyboardInterrupt:
-                say("\nCtrl-D leaves")
-                continue
-            if text.strip() == "/bye":
-                return 0
-            if COMMAND.fullmatch(text.strip()):
-                self._obey(text.strip())
-            elif text.strip():
-                self._converse(text)
-
-    def _obey(self, command: str) -> None:
-        if command == "/clear":
-            del self.messages[self.num_fixed:]
-            say("the conversation is forgotten" + ", but not the system message" * (self.num_fixed > 0))
-        else:
-            say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
-
-    def _converse(self, text: str) -> None:
-        said: list[str] = []
-        asked = self.messages + [_user(text)]
+    num_fixed = len(messages)
+    render(messages + [_user("Hello")])  # without a chat template say so now
+    say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
+    while True:
         try:
-            with self.keyboard.silent():
-                self.answer(self._fit(asked), said)
-        except ValueError as error:
-            say(f"error: {error}")
+            text = keyboard.read_message()
+        except EOFError:
+            say("")
+            return 0
         except KeyboardInterrupt:
-            say("stopped")
-        if any(said):
-            self.messages = asked + [{"role": "assistant", "content": "".join(said)}]
+            say("\nCtrl-D leaves")
+            continue
+        if (command := text.strip()) == "/bye":
+            return 0
+        if command == "/clear":
+            messages = messages[:num_fixed]
+            say("the conversation is forgotten" + ", but not the system message" * (num_fixed > 0))
+        elif COMMAND.fullmatch(command):
+            say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
+        elif command:
+            asked, said = messages + [_user(text)], list[str]()
+            try:
+                with keyboard.silent():
+                    answer(_fit(asked, num_fixed, render, max_model_len), said)
+            except ValueError as error:
+                say(f"error: {error}")
+            except KeyboardInterrupt:
+                say("stopped")
+            if any(said):
+                messages = asked + [{"role": "assistant", "content": "".join(said)}]
 
-    def _fit(self, asked: list[dict]) -> dict:
-        """The prompt of the conversation, whose oldest part is removed where it would leave no room for an answer."""
-        num_before = len(asked)
-        room = self.max_model_len // 4  # at least, for the answer
-        prompt = self.render(asked)
-        while len(prompt["prompt_token_ids"]) > self.max_model_len - room and len(asked) > self.num_fixed + 1:
-            del asked[self.num_fixed:self.num_fixed + 2]
-            prompt = self.render(asked)
-        if len(asked) < num_before and len(prompt["prompt_token_ids"]) < self.max_model_len:
-            say("the conversation is too long, its oldest questions and answers are forgotten")
-            self.messages = asked[:-1]
-        return prompt
+
+def _fit(asked: list[dict], num_fixed: int, render: Callable[[list[dict]], dict], max_model_len: int) -> dict:
+    """The prompt of the conversation, whose oldest part is removed where it would leave no room for an answer."""
+    num_before = len(asked)
+    room = max_model_len // 4  # at least, for the answer
+    prompt = render(asked)
+    while len(prompt["prompt_token_ids"]) > max_model_len - room and len(asked) > num_fixed + 1:
+        del asked[num_fixed:num_fixed + 2]
+        prompt = render(asked)
+    if len(asked) < num_before and len(prompt["prompt_token_ids"]) < max_model_len:
+        say("the conversation is too long, its oldest questions and answers are forgotten")
+    return prompt
 
 
 class Keyboard:
@@ -110,7 +97,7 @@ class Keyboard:
                 readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one message
             readline.set_auto_history(False)  # a message of several lines is one entry
             readline.clear_history()
-            for entry in self._load():
+            for entry in filter(None, map(_read_entry, self._load())):
                 readline.add_history(entry)
 
     def read_message(self) -> str:
@@ -156,7 +143,7 @@ class Keyboard:
                 if len(lines) > 2 * MOST_ENTRIES:
                     lines = lines[-MOST_ENTRIES:]
                     self._write(self.history, lines, "w")
-        return [entry for entry in map(_read_entry, lines) if entry]
+        return lines
 
     def _remember(self, text: str) -> None:
         if readline:

@@ -22,6 +22,7 @@ from nanopaged.scheduling.window import widest_window
 VERSION = 1  # of the frames in a file
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
 MOST_WORDS = 100  # tokens of a text that a frame repeats
+events = partial(field, default_factory=list)  # of one kind
 
 
 @dataclass
@@ -34,55 +35,49 @@ class Frame:
     late: bool = False  # of "tokens": other steps were scheduled before they were read
     num_tokens: int = 0  # that the step computes
     budget: int = 0  # of tokens that it may compute
-    arrived: list = field(default_factory=list)  # [names, priority, number of prompt tokens, Words]
+    arrived: list = events()  # [names, priority, number of prompt tokens, Words]
     # [name, kind, start, end, whether it samples, drafts] of each that runs; kind: "prompt", "decode", "again" (for its
     # logits, nothing is written), "recompute", "forced", or why it waits (end 0)
-    work: list = field(default_factory=list)
-    waits: list = field(default_factory=list)  # [name, why]
-    placed: list = field(default_factory=list)  # [name, pool, [[pool, tokens of its next step], ..], samples there]
+    work: list = events()
+    waits: list = events()  # [name, why]
+    placed: list = events()  # [name, pool, [[pool, tokens of its next step], ..], samples there]
     # [name, tokens, shared blocks, with those that held them at that moment, blocks that were free]
-    found: list = field(default_factory=list)
-    swapped_in: list = field(default_factory=list)  # [name, host blocks, blocks]
-    slid_out: list = field(default_factory=list)  # [name, block]
-    taken: list = field(default_factory=list)  # [name, blocks]
-    evicted: list = field(default_factory=list)  # block
-    copied: list = field(default_factory=list)  # [block, copy, holders of the copy, holders of the block]
-    registered: list = field(default_factory=list)  # block
-    preempted: list = field(default_factory=list)  # [name, blocks, host blocks that they go to]
+    found: list = events()
+    swapped_in: list = events()  # [name, host blocks, blocks]
+    slid_out: list = events()  # [name, block]
+    taken: list = events()  # [name, blocks]
+    evicted: list = events()  # block
+    copied: list = events()  # [block, copy, holders of the copy, holders of the block]
+    registered: list = events()  # block
+    preempted: list = events()  # [name, blocks, host blocks that they go to]
     # [name, Words, the position where they stood before or None, the text of each draft as in `texts`]
-    drafted: list = field(default_factory=list)
-    attention: list = field(default_factory=list)  # [name, tokens, splits, tokens of a split, side by side]: if changed
+    drafted: list = events()
+    attention: list = events()  # [name, tokens, splits, tokens of a split, side by side]: if changed
     together: list | None = None  # if changed: [names, start, end], tokens that these read once
     # [name, Words or None, what else is known: {best_of, allowed, forced, drafts, right, dropped}]
-    sampled: list = field(default_factory=list)
+    sampled: list = events()
     # [name, "finished", "retired" or "beam ends", finish reason, stop reason, freed blocks, those of them that are not
     # cached, blocks that others hold]
-    ended: list = field(default_factory=list)
-    beams: list = field(default_factory=list)  # [name, Words, parent or None, shared blocks]
-    undone: list = field(default_factory=list)  # name
+    ended: list = events()
+    beams: list = events()  # [name, Words, parent or None, shared blocks]
+    undone: list = events()  # name
     # The difference of the states
     # name -> [pool, block table, host blocks], -1 in a table: out of the window; None: it has none any more
     tables: dict = field(default_factory=dict)
     lens: dict = field(default_factory=dict)  # name -> tokens whose K and V are in its blocks; None: as above
     # name -> [tokens told before, the texts of those after, or the bytes of a token that ends within a character]
     texts: dict = field(default_factory=dict)
-    cached: list = field(default_factory=list)  # [pool, block, whether the prefix cache has it now]
+    cached: list = events()  # [pool, block, whether the prefix cache has it now]
     seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
 
 
 class Seen(NamedTuple):
     """A sequence in a picture, running or waiting."""
-    table: list[int]  # its block table
-    host_table: list[int]
-    num_known: int  # tokens
-    drafts: list[int]  # that are not decided yet
-    num_allowed: int | None  # tokens that may come next, if it runs and has a grammar
-
-    @classmethod
-    def of(cls, seq: Sequence) -> "Seen":
-        grammar = seq.sampling.grammar if seq.block_table else None
-        return cls(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
-                   grammar and grammar.num_allowed())
+    table: list[int] = []  # its block table
+    host_table: list[int] = []
+    num_known: int = 0  # tokens
+    drafts: list[int] = []  # that are not decided yet
+    num_allowed: int | None = None  # tokens that may come next, if it runs and has a grammar
 
 
 class Picture(NamedTuple):
@@ -90,8 +85,8 @@ class Picture(NamedTuple):
     seqs: dict[Sequence, Seen]
     keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
 
-    def table(self, seq: Sequence) -> list[int]:
-        return self.seqs[seq].table if seq in self.seqs else []
+    def of(self, seq: Sequence) -> Seen:
+        return self.seqs.get(seq, Seen())
 
 
 class Frames:
@@ -134,9 +129,12 @@ class Frames:
                     attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        running = itertools.chain(*(scheduler.running for scheduler in self.schedulers))
-        return Picture({seq: Seen.of(seq) for seq in (*running, *self.llm.scheduler.waiting)},
-                       [dict(manager.key_of_block) for manager in self.managers])
+        picture = Picture({}, [dict(manager.key_of_block) for manager in self.managers])
+        for seq in itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting):
+            grammar = seq.sampling.grammar if seq.block_table else None
+            picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
+                                     grammar and grammar.num_allowed())
+        return picture
 
     def _observe(self, pool: int, change: str, of: Any) -> None:
         before, self.picture = self.picture, self._take_picture()
@@ -149,11 +147,9 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        running = [(pool, seq) for pool, scheduler in enumerate(self.schedulers) for seq in scheduler.running]
-        tables = {self._name(seq): [pool, self.picture.seqs[seq].table, []] for pool, seq in running}
-        tables |= {self._name(seq): [self.managers.index(seq.pool), [], _real(seen.host_table)]
-                   for seq, seen in self.picture.seqs.items() if seen.host_table}
-        lens = {self._name(seq): seq.num_computed_tokens for _, seq in running}
+        tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, _real(seen.host_table)]
+                  for seq, seen in self.picture.seqs.items() if seen.table or seen.host_table}
+        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.seqs.items() if seen.table}
         cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}
         frame.tables, frame.lens = _difference(self.tables, tables), _difference(self.lens, lens)
         frame.cached = [[*place, place in cached] for place in sorted(cached ^ self.cached)]
@@ -208,11 +204,9 @@ class Frames:
         frame.step = self.last[pool] = self.numbers[step] = next(self.counter)
         frame.num_tokens = sum(step.num_tokens)
         is_spent, num_tokens = frame.num_tokens == frame.budget, dict(zip(step.seqs, step.num_tokens))
-        frame.work = [[self._name(seq), *self._work(seq, num_tokens[seq], step)] if seq in num_tokens
-                      else [self._name(seq), self._pause(seq, is_spent), 0, 0, False, 0] for seq in running]
-        for seq in waiting:
-            why = "waits behind it" if frame.waits else self._why_not(seq, pool, step, is_spent)
-            frame.waits.append([self._name(seq), why])
+        frame.work = [[self._name(seq), *self._work(seq, num_tokens.get(seq, 0), step, is_spent)] for seq in running]
+        frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, pool, step, is_spent)]
+                       for i, seq in enumerate(waiting)]
         self._moves(pool, before, step, frame)
         for seq in step.seqs:
             if seq.drafts:  # custom proposers say where they found them, or not
@@ -243,10 +237,14 @@ class Frames:
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
 
-    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> tuple:
-        """The tokens that a sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
+    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput, is_spent: bool) -> tuple:
+        """The tokens that a running sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
+        if not num_tokens:
+            why = (" for the other beams" if self._candidates(seq) else " for its token" if seq.num_new_tokens <= 0 else
+                   ": the token budget is spent" if is_spent else "")
+            return f"waits{why}", 0, 0, False, 0
         if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             kind = "again"
         elif seq.drafts or num_tokens == 1 and start >= num_prompt_tokens:
@@ -257,53 +255,40 @@ class Frames:
             kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
         return kind, start, end, seq in step.sampled, len(seq.drafts)
 
-    def _pause(self, seq: Sequence, is_spent: bool) -> str:
-        """The reason why a running sequence computes no token in this step."""
-        if self._candidates(seq):
-            return "waits for the other beams"
-        if seq.num_new_tokens <= 0:
-            return "waits for its token"
-        return "waits: the token budget is spent" if is_spent else "waits"
-
     def _why_not(self, seq: Sequence, pool: int, step: SchedulerOutput, is_spent: bool) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
-        manager, max_num_seqs = self.managers[pool], self.schedulers[pool].max_num_seqs
-        num_free = manager.num_free_blocks
+        manager, scheduler = self.managers[pool], self.schedulers[pool]
         if seq in step.preempted:
             why = "it was preempted in this step"
-        elif len(self.schedulers[pool].running) >= max_num_seqs:
-            why = f"no batch row is free, max_num_seqs is {max_num_seqs}"
-        elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > num_free:
-            why = f"free blocks needed {num_needed}, there are {num_free}"
+        elif len(scheduler.running) >= scheduler.max_num_seqs:
+            why = f"no batch row is free, max_num_seqs is {scheduler.max_num_seqs}"
+        elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > manager.num_free_blocks:
+            why = f"free blocks needed {num_needed}, there are {manager.num_free_blocks}"
         else:
             why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        running, manager, keys = self.schedulers[pool].running, self.managers[pool], self.picture.keys[pool]
-        holders: dict[int, list[Sequence]] = {}  # held block -> the sequences whose tables list it
-        for seq in running:
-            for block in _real(seq.block_table):
-                holders.setdefault(block, []).append(seq)
+        manager, keys = self.managers[pool], self.picture.keys[pool]
+        holders = holders_of({seq: seq.block_table for seq in self.schedulers[pool].running})
         came = dict(step.swaps_in)  # host block -> block
-        for seq in running:
-            name, table, old = self._name(seq), seq.block_table, before.table(seq)
-            hosts = [host for host in (before.seqs[seq].host_table if seq in before.seqs else ()) if host in came]
-            moved = {NULL, *(came[host] for host in hosts)}
+        for seq in self.schedulers[pool].running:
+            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before.of(seq)
+            hosts = [host for host in host_table if host in came]
+            moved = [came[host] for host in hosts]
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
-            given = [block for block in table[:num_old] if block not in moved]
+            given, new = ([block for block in _real(part) if block not in moved]
+                          for part in (table[:num_old], table[num_old:]))
             if given and not old:  # the sequence was admitted in this step
                 held = {block: others for block in given if (others := [
-                    other for other in holders[block] if before.table(other) or other.order < seq.order])}
+                    other for other in holders[block] if before.of(other).table or other.order < seq.order])}
                 holding = dict.fromkeys(itertools.chain(*held.values()))
                 frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size), list(held),
                                     self._names(holding), [block for block in given if block not in held]])
-            if hosts:
-                frame.swapped_in.append([name, hosts, [came[host] for host in hosts]])
+            frame.swapped_in += [[name, hosts, moved]] if hosts else []
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
-            if new := [block for block in table[num_old:] if block not in moved]:
-                frame.taken.append([name, new])
+            frame.taken += [[name, new]] if new else []
         # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
         stays = {old for seq, seen in before.seqs.items() if seq.pool is manager
                  for old, now in zip(seen.table, seq.block_table) if old == now}
@@ -315,7 +300,7 @@ class Frames:
         went = {host: block for block, host in step.swaps_out}
         for seq in step.preempted:
             hosts = _real(seq.host_table)
-            blocks = [went[host] for host in hosts] or _real(before.table(seq))
+            blocks = [went[host] for host in hosts] or _real(before.of(seq).table)
             frame.preempted.append([self._name(seq), blocks, hosts])
 
     def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
@@ -330,22 +315,20 @@ class Frames:
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
-        default = None if runner.kernels is kernel.TRITON else (1, 0, False)
+        whole = 1, 0, False
         for seq, count in zip(step.seqs, step.num_tokens):
             if count == 1 or seq.drafts:
                 num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
-                how = 1, 0, False
+                how = whole
                 if num_splits > 1:
                     num_contexts = size * self.llm.config.num_kv_heads
                     num_programs = tiles.programs_per_context(num_contexts, tiles.split_bound(longest))
                     how = num_splits, length, num_programs > 1 or bool(batch.cascade)
-                if how != self.splits.get(seq.order, default):
+                if how != self.splits.get(seq.order, None if runner.kernels is kernel.TRITON else whole):
                     frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
                 self.splits[seq.order] = how
-        together = []
-        for first, count, start, end in zip(*[iter(batch.cascade)] * 4):
-            names = list(dict.fromkeys(self._names(batch.seqs[first:first + count])))
-            together.append([names, start, end])
+        together = [[list(dict.fromkeys(self._names(batch.seqs[first:first + count]))), start, end]
+                    for first, count, start, end in zip(*[iter(batch.cascade)] * 4)]
         if together != self.together.get(frame.pool, []):
             self.together[frame.pool] = frame.together = together
 
@@ -356,22 +339,20 @@ class Frames:
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
         for seq in sampled:
-            new, notes, seen = [], dict[str, Any](), before.seqs.get(seq)
-            if seen is None:
-                notes["dropped"] = True  # it had ended
+            seen, notes = before.of(seq), dict[str, Any]()
+            new, forced = seq.token_ids[seen.num_known:], []
+            if seq not in before.seqs:
+                new, notes["dropped"] = [], True  # it had ended
             elif candidates := self._candidates(seq):
                 new, notes["best_of"] = [candidates[0][0]], len(candidates)
-            else:
-                new = seq.token_ids[seen.num_known:]
-                if new and seen.num_allowed is not None:
-                    notes["allowed"] = seen.num_allowed
-                    if forced := new[1:]:
-                        notes["forced"] = self._words(forced)
-                if seen.drafts:
-                    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen.drafts, new))
-                    notes["right"], notes["drafts"] = len(list(pairs)), len(seen.drafts)
-            words = new[:1] if "allowed" in notes else new
-            frame.sampled.append([self._name(seq), self._words(words) if words else None, notes])
+            elif new and seen.num_allowed is not None:
+                notes["allowed"], new, forced = seen.num_allowed, new[:1], new[1:]
+            if forced:
+                notes["forced"] = self._words(forced)
+            if seen.drafts:
+                pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen.drafts, new + forced))
+                notes["right"], notes["drafts"] = len(list(pairs)), len(seen.drafts)
+            frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
         ended = [seq for seq in sampled if seq in before.seqs and seq not in self.picture.seqs]
         frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
@@ -383,15 +364,14 @@ class Frames:
         lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
         known = {seq: seen.num_known for seq, seen in self.picture.seqs.items()
                  if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
-        grown = {seq for seq, count in known.items() if count > lens.get(seq, seq.num_prompt_tokens)}
-        found: set[Any] = {seq.listener for seq in grown}
-        searches = sorted(found, key=lambda search: search.arrival)
+        searches: dict[Any, None] = dict.fromkeys(seq.listener for seq in sorted(known, key=engine.by_order))
         beams = []
-        for child in (beam for search in searches for beam in search.sequences if beam in grown):
-            parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
-                                                     and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
-            beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
-                          _real(child.block_table)])
+        for child in itertools.chain(*(search.sequences for search in searches)):
+            if known.get(child, 0) > lens.get(child, child.num_prompt_tokens):
+                parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
+                                                         and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
+                beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
+                              _real(child.block_table)])
         self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
         return beams
 
@@ -408,9 +388,9 @@ class Frames:
     def _end(self, seq: Sequence, how: str, before: Picture, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
-        manager = seq.pool or self.managers[0]
-        held_later = {block for other in later for block in before.table(other)}
-        blocks = _real(before.table(seq))[::-1]
+        manager: Any = seq.pool  # None: the sequence had no blocks
+        held_later = {block for other in later for block in before.of(other).table}
+        blocks = _real(before.of(seq).table)[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
         is_named = seq.finish_reason and not _is_beam(seq)
         return [self._name(seq), how, *((seq.finish_reason, seq.stop_reason) if is_named else (None, None)), free,
@@ -448,6 +428,15 @@ def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
 def letters(number: int) -> str:
     """A .. Z, AA, AB .."""
     return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def holders_of(tables: dict[Any, list[int]]) -> dict[int, list]:
+    """Held block -> those whose block tables list it."""
+    holders: dict[int, list] = {}
+    for owner, table in tables.items():
+        for block in _real(table):
+            holders.setdefault(block, []).append(owner)
+    return holders
 
 
 def _is_beam(seq: Sequence) -> bool:

@@ -22,16 +22,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from nanopaged import __version__
 from nanopaged.api.tools import FORMATS, THINKERS, find_parser
 from nanopaged.cli.batch import PromptFile, open_file
 from nanopaged.cli.status import Progress, fold, say
-from nanopaged.inputs import OPTIONS, check_choice
+from nanopaged.inputs import OPTIONS
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
@@ -114,14 +115,11 @@ def _run(args, llm_class) -> int:
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
-    template = None if args.chat_template is None else _read_text("--chat-template", args.chat_template)
-    for name, value in _given(args, PARSERS).items():
-        check_choice(_option(name), value, PARSERS[name])
     if args.serve:
         from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
         listener = bind(args.host, args.port)
     if args.prompts is not None:
-        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", template,
+        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", args.chat_template,
                     args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
         prompt_file = PromptFile(args.prompts, args.output, repr(settings))
     if args.trace:
@@ -137,7 +135,7 @@ def _run(args, llm_class) -> int:
         from nanopaged.cli.page import Page
         page = Page(llm)
     try:
-        return _generate(llm, args, beams, template, prompt_file, listener)
+        return _generate(llm, args, beams, prompt_file, listener)
     finally:
         if page:
             page.save(args.trace, "python engine.py " + shlex.join(args.words))
@@ -145,13 +143,12 @@ def _run(args, llm_class) -> int:
             say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
 
 
-def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, prompt_file: PromptFile | None,
-              listener: Any) -> int:
+def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile | None, listener: Any) -> int:
     params, is_printed = _sampling_params(args, llm), args.trace == ""
 
     def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
-            return llm.chat_prompt(messages, chat_template=template, tools=tools,
+            return llm.chat_prompt(messages, chat_template=args.chat_template, tools=tools,
                                    chat_template_kwargs=(args.chat_template_kwargs or {}) | (more or {}), **options)
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
@@ -159,15 +156,14 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
     if args.serve:
         from nanopaged.api.server import serve
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
-        return serve(_serving(llm, args, template, render), args.host, listener, key,
-                     (args.allowed_hosts or "").split(","))
+        return serve(_serving(llm, args, render), args.host, listener, key, (args.allowed_hosts or "").split(","))
     if prompt_file:
-        return prompt_file.run(llm, params, _serving(llm, args, template, render), show_progress=not is_printed)
+        return prompt_file.run(llm, params, _serving(llm, args, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        from nanopaged.cli.chat import Conversation, Keyboard, history_file
+        from nanopaged.cli.chat import Keyboard, converse, history_file
         keyboard = Keyboard(None if args.history is False else history_file())
-        return Conversation(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard).run()
+        return converse(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard)
     prompts = args.prompt
     if args.chat:
         prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
@@ -179,16 +175,16 @@ def _generate(llm, args, beams: BeamSearchParams | None, template: str | None, p
         for output in outputs:
             progress.note_end(output)
     else:
-        finished = dict(progress.run((i, prompt, params, 0) for i, prompt in enumerate(prompts)))
-        outputs = [finished[i] for i in range(len(prompts))]
+        outputs = [output for _, output in sorted(progress.run((i, prompt, params, 0)
+                                                               for i, prompt in enumerate(prompts)))]
     return _print_all(args.prompt, outputs, progress)
 
 
-def _serving(llm, args, template: str | None, render: Callable[..., dict]) -> Any:
+def _serving(llm, args, render: Callable[..., dict]) -> Any:
     """What reads requests in OpenAI's format."""
     from nanopaged.api.openai import Serving
     from nanopaged.text.chat import load_chat_template
-    found = load_chat_template(llm.tokenizer_path, template)
+    found = load_chat_template(llm.tokenizer_path, args.chat_template)
     tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
     return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)
 
@@ -200,18 +196,12 @@ def _sampling_params(args, llm=None) -> SamplingParams:
                 seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
     given = _given(args, SAMPLING)
     if structured := _given(args, STRUCTURED):
-        if "json_schema" in structured:
-            structured["json"] = _read_text("--json-schema", structured.pop("json_schema"))
-        given["structured_outputs"] = structured
-    if args.generation_config == "vllm" and not args.override_generation_config:
-        return SamplingParams(**ours | given)
+        given["structured_outputs"] = {name.removesuffix("_schema"): value for name, value in structured.items()}
     if llm is None:
-        return SamplingParams(**dict(max_tokens=None) | given)
-    if llm.default_params.get("max_new_tokens") is not None:
-        del ours["max_tokens"]
-    if llm.default_params.get("temperature") is not None or llm.default_params.get("do_sample") is False:
-        del ours["temperature"]
-    return llm.get_default_sampling_params(**ours | given)
+        is_known = args.generation_config == "vllm" and not args.override_generation_config
+        return SamplingParams(**(ours if is_known else dict(max_tokens=None)) | given)
+    theirs = read_settings(llm.default_params)
+    return llm.get_default_sampling_params(**{name: ours[name] for name in ours if name not in theirs} | given)
 
 
 def _load(args, llm_class):
@@ -267,8 +257,7 @@ def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str
         print(flush=True)
     progress.note_end(output)
     sample = output.outputs[0]
-    say(progress.report(after_first=True, end=sample.finish_reason))
-    return _report_errors([("the text", sample)])
+    return _conclude(progress, [("the text", sample)], after_first=True, end=sample.finish_reason)
 
 
 def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
@@ -280,16 +269,13 @@ def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
             score = "" if sample.score is None else f" score {sample.score:.4f}"
             print(f"=== {title!r}{number}{score}\n{sample.text}\n")
             samples.append((f"{title!r:.80}{number}", sample))
-    code = _report_errors(samples)
-    say(progress.report(counted(len(titles), "prompt"), sum(len(sample.token_ids) for _, sample in samples)))
-    return code
+    return _conclude(progress, samples, start=counted(len(titles), "prompt"))
 
 
-def _report_errors(samples: list[tuple[str, CompletionOutput]]) -> int:
-    """Say which of the named texts went wrong; the exit code."""
-    wrong = [(name, sample) for name, sample in samples if sample.finish_reason == "error"]
-    for name, sample in wrong:
-        say(f"{name} went wrong: {sample.stop_reason}")
+def _conclude(progress: Progress, samples: list[tuple[str, CompletionOutput]], **status: Any) -> int:
+    """Say which of the named texts went wrong, and the status line; the exit code."""
+    wrong = [f"{name} went wrong: {sample.stop_reason}" for name, sample in samples if sample.finish_reason == "error"]
+    say("\n".join([*wrong, progress.report(**status)]))
     return int(bool(wrong))
 
 
@@ -317,17 +303,19 @@ class _Lossy:
             self.stream.flush()
 
 
-def _read_text(option: str, path: str) -> str:
-    with open_file(option, path, "rb") as file:
-        try:
-            return file.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{option} {path!r} is no text in UTF-8: {error}") from None
-
-
 # --------------------------------------------------------------------------------------------------
 # Options
 # --------------------------------------------------------------------------------------------------
+
+def _file(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path!r} is no text in UTF-8: {error}") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be opened: {error.strerror or error}") from None
+
 
 def _ids(text: str) -> list[int]:
     try:
@@ -346,7 +334,8 @@ def _object(text: str) -> dict:
 
 
 # Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so; None: a value
-# may follow. What is not given is None, and the default is that of SamplingParams and LLM, or the one in _run.
+# may follow; a tuple: one of these. What is not given is None, and the default is that of SamplingParams and LLM, or
+# the one in _run.
 SAMPLING = dict(
     max_tokens=int, min_tokens=int, temperature=float, top_k=int, top_p=float, min_p=float, n=int, seed=int,
     presence_penalty=float, frequency_penalty=float, repetition_penalty=float, stop=list, stop_token_ids=_ids,
@@ -354,19 +343,18 @@ SAMPLING = dict(
     allowed_token_ids=_ids, logprobs=int, prompt_logprobs=int)
 ENGINE = {name: {bool: not option.default, dict: _object}.get(option.kind, option.kind)
           for name, option in OPTIONS.items() if name != "model"}
-STRUCTURED = dict(json_schema=str, regex=str, choice=list)
+STRUCTURED = dict(json_schema=_file, regex=str, choice=list)
 OTHERS = dict(
-    prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=str, chat_template_kwargs=_object,
+    prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=_file, chat_template_kwargs=_object,
     history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
-    port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
-KINDS = SAMPLING | STRUCTURED | ENGINE | OTHERS
+    port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=tuple(FORMATS),
+    reasoning_parser=THINKERS)
+KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
-PARSERS = dict(tool_call_parser=tuple(FORMATS), reasoning_parser=THINKERS)
-NEEDS = dict(output=["prompts"], logprobs=["output"], prompt_logprobs=["output"], length_penalty=["beam_width"],
-             system=["chat"], history=["chat"], chat_template=["chat", "prompts", "serve"],
-             chat_template_kwargs=["chat", "prompts", "serve"], host=["serve"], port=["serve"], api_key=["serve"],
-             allowed_hosts=["serve"], served_model_name=["serve", "prompts"], tool_call_parser=["serve", "prompts"],
-             reasoning_parser=["serve", "prompts"])
+NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
+    "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system history",
+    "chat prompts serve": "chat_template chat_template_kwargs", "serve": "host port api_key allowed_hosts",
+    "serve prompts": "served_model_name tool_call_parser reasoning_parser"}.items() for name in names.split()}
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
                        *(name for name in SAMPLING | STRUCTURED if name != "seed")],
@@ -407,13 +395,12 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in KINDS.items():
-        flag = dict(action="store_const", const=kind)
-        how: dict[Any, dict] = {list: dict(action="append"), None: dict(nargs="?", const=""), True: flag, False: flag}
-        parser.add_argument(*SHORT.get(name, ()), _option(name), dest=name, **how.get(kind, dict(type=kind)))
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args([_with_dashes(word) for word in argv])
-    args.words = argv
-    args.model = "shakespeare" if args.model is None else args.model
+        ways = {bool: dict(action="store_const", const=kind), NoneType: dict(nargs="?", const=""),
+                tuple: dict(choices=kind)}
+        how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
+        parser.add_argument(*SHORT.get(name, ()), _option(name), dest=name, **how)
+    parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args([_with_dashes(word) for word in parser.get_default("words")])
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")

@@ -3,10 +3,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import replace
 from typing import Any
 
-from nanopaged.outputs import RequestOutput
+from nanopaged.outputs import RequestMetrics, RequestOutput
 from nanopaged.progress import ProgressBar, counted
 
 
@@ -29,7 +28,7 @@ class Progress:
         self.llm = llm
         self.pool = llm.scheduler.block_manager
         self.bar = bar or ProgressBar(None, enabled=False)
-        self.num_finished = 0
+        self.num_finished = self.num_new = 0  # requests that have ended, and their new tokens
         self.num_cut = 0  # texts that max_model_len ended
         self.done = done or (lambda: (self.num_finished, ""))
         self.started = time.perf_counter()
@@ -38,7 +37,7 @@ class Progress:
         for one in llm.engines:
             manager = one.scheduler.block_manager
             manager.most_blocks_held = manager.num_blocks - manager.num_free_blocks
-        self.drafts_before = llm.drafting and replace(llm.drafting.metrics)
+        self.drafts = llm.drafting and RequestMetrics()
 
     def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
             ) -> Generator[tuple[Any, RequestOutput], None, None]:
@@ -82,29 +81,28 @@ class Progress:
 
     def note_end(self, output: RequestOutput) -> None:
         self.num_finished += 1
-        self.num_cut += sum(
-            sample.finish_reason == "length"
-            and len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len
-            for sample in output.outputs)
+        for sample in output.outputs:
+            self.num_new += len(sample.token_ids)
+            self.num_cut += (sample.finish_reason == "length" and
+                             len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len)
+        if output.metrics:
+            self.drafts += output.metrics
 
     def _counts(self) -> tuple[int, int, int]:
         return self.pool.num_prompt_tokens, self.pool.num_cached_tokens, self.llm.scheduler.num_generated_tokens
 
-    def report(self, start: str = "", num_new: int | None = None, after_first: bool = False, end: str = "") -> str:
+    def report(self, start: str = "", after_first: bool = False, end: str = "") -> str:
         """The status line, of at most 100 columns. A longer one goes on in a second line.
 
-        num_new: the number of new tokens, where the engine does not count them: beams
         after_first: the speed leaves out the first token, whose time is that of the prompt
         """
-        num_prompt, num_cached, num_generated = (now - before for now, before in zip(self._counts(), self.before))
-        num_new = num_generated if num_new is None else num_new
+        num_prompt, num_cached, _ = (now - before for now, before in zip(self._counts(), self.before))
         since = self.first if after_first and self.first else self.started
-        rate = max(0, num_new - after_first) / max(time.perf_counter() - since, 1e-9)
-        drafts = self.llm.drafting and self.llm.drafting.metrics - self.drafts_before
+        rate = max(0, self.num_new - after_first) / max(time.perf_counter() - since, 1e-9)
         parts = [start, f"{counted(num_prompt, 'token' if start else 'prompt token')} ({num_cached} cached)",
                  f"first token {self.first - self.started:.2f} s" if self.first else "",
-                 f"{num_new} new at {rate:.0f}/s",
-                 f"{drafts.mean_acceptance_length:.2f} tokens per step with drafts" if drafts else "",
+                 f"{self.num_new} new at {rate:.0f}/s",
+                 f"{self.drafts.mean_acceptance_length:.2f} tokens per step with drafts" if self.drafts else "",
                  f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
                  end]
         return fold(", ".join(filter(None, parts))) + (f"\n{fold(self._limit())}" if self.num_cut else "")

@@ -24,7 +24,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from nanopaged.cli.frames import NULL, Frame, Frames, Words
+from nanopaged.cli.frames import NULL, Frame, Frames, Words, holders_of
 from nanopaged.progress import counted
 
 WIDTH = 100  # columns of a line
@@ -46,9 +46,8 @@ class Trace:
     def __init__(self, llm: Any, write: Callable[[str], object] | None = None):
         self.write = write or _print
         self.frames = Frames(llm, self.show)
-        self.run = self.frames.header()
+        self.run = run = self.frames.header()
         self.num_prompt_tokens: dict[str, int] = {}
-        run = self.run
         self.write(f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
                    + f"a pool of {counted(run['blocks'], 'block')} of {counted(run['block_size'], 'token')}"
                    + f", {run['host_blocks']} more on the host" * (run["host_blocks"] > 0)
@@ -70,16 +69,14 @@ class Trace:
     # ---- a step
 
     def _step(self, frame: Frame) -> None:
+        """An idle step has no more than arrivals and placements."""
         where = f" on GPU {frame.pool}" * (self.run["pools"] > 1)
         self.write("")
         self._lines([("arrives", _names(names) + f", priority {priority}" * (priority != 0)
                       + f", {count} prompt tokens: {_text(words)}") for names, priority, count, words in frame.arrived])
-        if frame.kind == "idle":
-            self.write(f"no step{where}: nothing can be computed now")
-            self._placements(frame)
-            return
         num_computing = sum(end > 0 for _, _, _, end, *_ in frame.work)
-        self.write(f"step {frame.step}{where}: {frame.num_tokens} of at most {frame.budget} tokens, "
+        self.write(f"no step{where}: nothing can be computed now" if frame.kind == "idle" else
+                   f"step {frame.step}{where}: {frame.num_tokens} of at most {frame.budget} tokens, "
                    f"for {num_computing} of {len(frame.work)} running sequences")
         work = [self._work(*row) for row in frame.work]
         column = max(map(len, work[:MOST]), default=0)
@@ -89,7 +86,7 @@ class Trace:
             self._say(*frame.waits[0])
             self._items("", [name for name, _ in frame.waits[1:]], "behind it: ", " ")
         self._placements(frame)
-        for pool in range(self.run["pools"]):
+        for pool in range(self.run["pools"] if frame.kind == "step" else 0):
             self._pool(pool)
         self._moves(frame)
         self._items("draft", [f"{name} {_text(words)}" + ("" if where is None else f" from token {where}")
@@ -106,12 +103,11 @@ class Trace:
     def _placements(self, frame: Frame) -> None:
         lines = []
         for name, pool, offers, has_samples in frame.placed:
-            why = ": its samples are there" if has_samples else ": the last sequence there gives way to it"
-            if offers:
-                with_it = [f"{count} tokens with it" for other, count in offers if other == pool]
-                why = ": its next step has " + ", ".join(
-                    with_it + [f"{count} on GPU {other}" for other, count in offers if other != pool])
-            lines.append(("placed", f"{name} on GPU {pool}{why}"))
+            tokens = ", ".join(f"{count} tokens with it" if other == pool else f"{count} on GPU {other}"
+                               for other, count in sorted(offers, key=lambda offer: offer[0] != pool))
+            why = (f"its next step has {tokens}" if tokens else "its samples are there" if has_samples else
+                   "the last sequence there gives way to it")
+            lines.append(("placed", f"{name} on GPU {pool}: {why}"))
         self._lines(lines)
 
     def _work(self, name: str, kind: str, start: int, end: int, samples: bool, num_drafts: int) -> str:
@@ -125,27 +121,22 @@ class Trace:
 
     def _moves(self, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        swapped, found = {e[0]: e for e in frame.swapped_in}, {e[0]: e for e in frame.found}
-        for name, *_ in frame.work:
-            if name in found:
-                _, num_tokens, shared, others, free = found[name]
-                where = [f"{_blocks(shared)} (shared with {_names(others)})"] if shared else []
-                where += [f"{_blocks(free)} (free, but still cached)"] if free else []
-                self._items("found", where, f"{name} {num_tokens} tokens in ")
-            if name in swapped:
-                _, hosts, blocks = swapped[name]
-                self._say("swapped in", f"{name}: host {_blocks(hosts)} to {_blocks(blocks)}")
+        for name, num_tokens, shared, others, free in frame.found:
+            where = [f"{_blocks(shared)} (shared with {_names(others)})"] * bool(shared)
+            where += [f"{_blocks(free)} (free, but still cached)"] * bool(free)
+            self._items("found", where, f"{name} {num_tokens} tokens in ")
+        self._lines([("swapped in", f"{name}: host {_blocks(hosts)} to {_blocks(blocks)}")
+                     for name, hosts, blocks in frame.swapped_in])
         self._items("slid out", [f"{name} {block}" for name, block in frame.slid_out], "of the window: ")
         self._items("taken", [f"{name} {_blocks(blocks)}" for name, blocks in frame.taken])
-        self._items("evicted", list(map(str, frame.evicted)), "reused, and no longer cached: ", " ")
+        self._items("evicted", frame.evicted, "reused, and no longer cached: ", " ")
         self._lines([("copied", f"{block} to {copy}, for {_names(writers)} to write in; "
                       f"{block} is kept by {_names(others) or 'nobody'} (copy-on-write)")
                      for block, copy, writers, others in frame.copied])
-        self._items("registered", list(map(str, frame.registered)), "can be shared now: ", " ")
+        self._items("registered", frame.registered, "can be shared now: ", " ")
         for name, blocks, hosts in frame.preempted[:MOST]:
-            out = f"swapped out, {_blocks(blocks)} to host {_blocks(hosts)}"
-            back = f"gives back {_blocks(blocks)}, its tokens will be computed again"
-            self._say("preempted", f"{name}: {out if hosts else back}")
+            self._say("preempted", f"{name}: swapped out, {_blocks(blocks)} to host {_blocks(hosts)}" if hosts else
+                      f"{name}: gives back {_blocks(blocks)}, its tokens will be computed again")
 
     # ---- the results of a step, and what happens between two steps
 
@@ -185,13 +176,7 @@ class Trace:
     # ---- pictures and words
 
     def _holders(self, pool: int) -> dict[int, list[str]]:
-        """Held block -> the sequences whose tables list it."""
-        holders: dict[int, list[str]] = {}
-        for name, (where, table, _) in self.frames.tables.items():
-            for block in table if where == pool else ():
-                holders.setdefault(block, []).append(name)
-        holders.pop(NULL, None)
-        return holders
+        return holders_of({name: table for name, (where, table, _) in self.frames.tables.items() if where == pool})
 
     def _pool(self, pool: int) -> None:
         """A character for each block. A large pool's rows without a held block are left out."""
@@ -227,7 +212,7 @@ class Trace:
     def _say(self, label: str, text: str) -> None:
         self.write(_fit(f"  {label:<{LABEL - 3}} {text}".rstrip(), WIDTH))
 
-    def _items(self, label: str, items: list[str], before: str = "", separator: str = ", ") -> None:
+    def _items(self, label: str, items: list, before: str = "", separator: str = ", ") -> None:
         if items:
             self._say(label, before + _listing(items, separator, WIDTH - LABEL - len(before)))
 
@@ -259,16 +244,17 @@ def _tens(cells: str) -> str:
 
 
 def _blocks(blocks: list[int]) -> str:
-    return _listing(list(map(str, blocks)), " ", 30)
+    return _listing(blocks, " ", 30)
 
 
-def _listing(items: list[str], separator: str, columns: int) -> str:
+def _listing(items: list, separator: str, columns: int) -> str:
     """The items that fit, at least one of them, and the number of the others."""
-    ends = list(itertools.accumulate(_columns(item) + len(separator) for item in items))
-    if len(items) <= 1 or ends[-1] <= columns + len(separator):
-        return separator.join(items)
-    count = max(1, sum(end <= columns - len(f" and {len(items)} more") + len(separator) for end in ends))
-    return f"{separator.join(items[:count])} and {len(items) - count} more"
+    words = list(map(str, items))
+    ends = list(itertools.accumulate(_columns(word) + len(separator) for word in words))
+    if len(words) <= 1 or ends[-1] <= columns + len(separator):
+        return separator.join(words)
+    count = max(1, sum(end <= columns - len(f" and {len(words)} more") + len(separator) for end in ends))
+    return f"{separator.join(words[:count])} and {len(words) - count} more"
 
 
 def _columns(text: str) -> int:

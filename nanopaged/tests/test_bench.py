@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import bench
 from nanopaged.tests.helpers import ROOT
@@ -33,9 +32,8 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny():
     """The engine of the benchmark's sections, on a CPU, with a step launched ahead as on a GPU."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
     llm = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     llm.engine.lookahead = 1
@@ -45,10 +43,10 @@ def tiny(monkeypatch):
 def test_bench_times_steps_and_leaves_an_idle_engine(tiny):
     """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
     drafting, tiny.drafting = tiny.drafting, None
-    assert bench.decode_ms(tiny, 2, 8, steps=3) > 0
-    started = time.perf_counter()
-    gaps = bench.gaps_under_load(tiny, 2, 8, bench.random_prompts(0, [16]), steps=20)
+    started, num_tokens = time.perf_counter(), tiny.scheduler.num_generated_tokens
+    gaps = bench.step_times(tiny, bench.random_prompts(1, [8, 8]), 20, arriving=bench.random_prompts(0, [16]))
     assert len(gaps) == 20 and min(gaps) > 0 and sum(gaps) / 1000 < time.perf_counter() - started
+    assert tiny.scheduler.num_generated_tokens - num_tokens >= 2 * 20 + 1
     drafting.pays = 0
     for p, length in ((1, 6), (0, 1)):
         assert bench.draft_ms(tiny, drafting, p, 2, context=8, steps=3) > 0
@@ -70,10 +68,9 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
                           runner=SimpleNamespace(cascade=None))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
-    for name in ("attention_seconds", "decode_ms", "ms_per_step", "draft_ms", "prefill_rate", "rate",
-                 "first_token_after"):
+    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
-    monkeypatch.setattr(bench, "gaps_under_load", lambda *_, **__: [1.0] * 3)
+    monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))
     monkeypatch.setattr(bench.Limits, "tokens_per_second", lambda *_: 1.0)
     for section in bench.ON_CUDA:

@@ -7,7 +7,6 @@ import sys
 import unicodedata
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -17,13 +16,13 @@ import kernel
 from engine import Sampled
 from kernel import cdiv
 from nanopaged import LLM, BeamSearchParams, SamplingParams, tiles
-from nanopaged.cli.frames import Frame, Frames, letters, splits_of
+from nanopaged.cli.frames import NULL, Frame, Frames, letters, splits_of
 from nanopaged.cli.trace import Trace, _blocks, _fit, _listing
 from nanopaged.scheduling.cascade import Cascade
 from nanopaged.tests.helpers import load
+from nanopaged.tests.test_cli import Screen
 
 torch.set_num_threads(1)  # models this small gain nothing from more
-GOLDEN = Path(__file__).parents[1] / "golden"
 LEGEND = 5  # lines before the first step
 
 
@@ -45,6 +44,22 @@ def traced(llm: LLM) -> list[str]:
 
 def greedy(max_tokens=16, **settings) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **settings)
+
+
+def finish(llm: LLM) -> None:
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def plan(llm: LLM, prompts: list[list[int]], num_steps: int, max_tokens=50) -> list[list[str]]:
+    """The sections of steps that are planned for these prompts, and not computed: every token sampled is 7."""
+    lines = traced(llm)
+    for i, prompt in enumerate(prompts):
+        llm.add_request(prompt, greedy(max_tokens + i))
+    for _ in range(num_steps):
+        step = llm.scheduler.schedule()
+        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    return sections(lines)
 
 
 def name_of(seq, llm) -> str:
@@ -99,6 +114,9 @@ class Witness:
         assert sorted(frame.evicted) == sorted(evicted) and frame.registered == step.cached
         assert [(block, copy) for block, copy, *_ in frame.copied] == step.copies
         assert {pair for _, *hosts in frame.swapped_in for pair in zip(*hosts)} == set(step.swaps_in)
+        earlier = self.states[-2][0] if len(self.states) > 1 else {}
+        assert frame.slid_out == [[name, block] for name, seq in zip(names, scheduler.running) if name in earlier
+                                  for block, now in zip(earlier[name][1], seq.block_table) if now == NULL != block]
         assert [name for name, *_ in frame.preempted] == self.names(step.preempted)
         assert [pair for _, blocks, hosts in frame.preempted for pair in zip(blocks, hosts)] == step.swaps_out
         assert bool(frame.waits) >= bool(scheduler.waiting)
@@ -280,8 +298,7 @@ def test_a_more_urgent_request():
     for prompt, max_tokens, priority in ((list(range(10)), 2, 5), ([4], 1, -1)):
         llm.add_request(prompt, greedy(max_tokens), priority=priority)
         llm.step()
-    while llm.has_unfinished_requests():
-        llm.step()
+    finish(llm)
     assert "  arrives     A, priority 5, 10 prompt tokens: 0 1 2 3 4 5 6 7 8 9" in lines
     assert "  arrives     B, priority -1, 1 prompt tokens: 4" in lines
     second = sections(lines)[1]
@@ -342,8 +359,7 @@ def test_a_failed_step_is_undone():
         llm.step()
     assert lines[-1] == "  undone      step 0 failed, A will start over"
     llm.runner.launch = launch
-    while llm.has_unfinished_requests():
-        llm.step()
+    finish(llm)
     assert any(line.startswith("  finished    A (length), frees ") for line in lines)
 
 
@@ -351,57 +367,33 @@ def test_a_failed_step_is_undone():
 # Attention
 # --------------------------------------------------------------------------------------------------
 
-def decode_once(llm: LLM, *lengths: int) -> list[str]:
-    """The lines of a decode step after prompts of these lengths. Nothing is computed."""
-    lines = traced(llm)
-    for i, length in enumerate(lengths):
-        llm.add_request([(i + j) % 1000 for j in range(length)], greedy(50))
-    for _ in range(2):
-        step = llm.scheduler.schedule()
-        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
-    return sections(lines)[1]
-
-
-def test_where_the_kernel_splits_a_context():
-    section = decode_once(small("shakespeare", num_blocks=300), 127)
-    assert section and not texts(section, "attention")
-    section = decode_once(small("shakespeare", num_blocks=300), 128, 20, 300)
-    assert texts(section, "attention") == [
-        "on a GPU (torch does not split): A 129 tokens in 2 splits of 128 (V2) and 1 more"]
-    llm = small("shakespeare", num_blocks=300)
-    llm.runner.kernels = kernel.TRITON
-    section = decode_once(llm, 128, 20, 300)
-    assert texts(section, "attention") == ["B in one piece (V1)",
-                                           "A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]
+@pytest.mark.parametrize("lengths, on_gpu, expected", [
+    ([127], False, []),
+    ([128, 20, 300], False, ["on a GPU (torch does not split): A 129 tokens in 2 splits of 128 (V2) and 1 more"]),
+    ([128, 20, 300], True, ["B in one piece (V1)",
+                            "A 129 tokens in 2 splits of 128 (V2), C 301 tokens in 3 splits of 128 (V2)"]),
+    # 128 sequences and 2 kv heads keep the device busy without splits.
+    ([130] * 128, True, ["A 131 tokens in 2 splits of 128 in turn (V1) and 127 more"])])
+def test_where_the_kernel_splits_a_context(lengths, on_gpu, expected):
     llm = small("shakespeare", num_blocks=5000, max_num_batched_tokens=20000)
-    llm.runner.kernels = kernel.TRITON  # 128 sequences and 2 kv heads keep the device busy without splits
-    [text] = texts(decode_once(llm, *[130] * 128), "attention")
-    assert text == "A 131 tokens in 2 splits of 128 in turn (V1) and 127 more"
+    llm.runner.kernels = kernel.TRITON if on_gpu else llm.runner.kernels
+    prompts = [[(i + j) % 1000 for j in range(length)] for i, length in enumerate(lengths)]
+    assert texts(plan(llm, prompts, 2)[1], "attention") == expected
 
 
 def test_a_gpus_trace_says_at_the_first_decode_that_a_context_is_not_split():
     llm = load(num_blocks=300)
     llm.runner.kernels = kernel.TRITON
-    lines = traced(llm)
-    for length in (20, 126, 5):
-        llm.add_request([length + i for i in range(length)], greedy(5))
-    for _ in range(4):
-        step = llm.scheduler.schedule()
-        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
-    assert [texts(section, "attention") for section in sections(lines)] == [
+    printed = plan(llm, [[length + i for i in range(length)] for length in (20, 126, 5)], 4)
+    assert [texts(section, "attention") for section in printed] == [
         [], ["A B C in one piece (V1)"], [], ["B 129 tokens in 2 splits of 128 (V2)"]]
 
 
 def test_a_gpus_trace_says_which_tokens_are_read_once():
     llm = load(num_blocks=300, max_num_batched_tokens=400)
     llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 2, least_tokens=1)
-    lines = traced(llm)
-    for i in range(3):
-        llm.add_request([*range(300 if i else 200), 7, i], greedy(4 + i))
-    for _ in range(7):
-        step = llm.scheduler.schedule()
-        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
-    said = [line for section in sections(lines) for line in texts(section, "attention") if "cascade" in line]
+    printed = plan(llm, [[*range(300 if i else 200), 7, i] for i in range(3)], 7, max_tokens=4)
+    said = [line for section in printed for line in texts(section, "attention") if "cascade" in line]
     intro = "K and V that are read once for all (cascade): "
     assert said == [intro + "B C A tokens 0..127, B C tokens 128..255", intro + "B C tokens 0..255"]
 
@@ -493,14 +485,9 @@ def test_close_leaves_the_scheduler_as_it_was(capsys):
     assert len(outer) == len(inner) == length and capsys.readouterr() == ("", "")
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.mark.parametrize("stream, environment, is_coloured", [
-    (Terminal, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm"), False),
-    (Terminal, dict(TERM="dumb"), False), (Terminal, dict(TERM="xterm", NO_COLOR="1"), False)])
+    (Screen, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm"), False),
+    (Screen, dict(TERM="dumb"), False), (Screen, dict(TERM="xterm", NO_COLOR="1"), False)])
 def test_colours_are_for_terminals(monkeypatch, stream, environment, is_coloured):
     """Without the escape sequences the lines are the same."""
     monkeypatch.delenv("NO_COLOR", raising=False)
