@@ -151,7 +151,7 @@ class Frames:
         """Add the difference between the state and what was told of it."""
         running = [(pool, seq) for pool, scheduler in enumerate(self.schedulers) for seq in scheduler.running]
         tables = {self._name(seq): [pool, self.picture.seqs[seq].table, []] for pool, seq in running}
-        tables |= {self._name(seq): [self.managers.index(seq.pool), [], _real(seen.host_table)]
+        tables |= {self._name(seq): [self.managers.index(seq.pool), [], seen.host_table]
                    for seq, seen in self.picture.seqs.items() if seen.host_table}
         lens = {self._name(seq): seq.num_computed_tokens for _, seq in running}
         cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}
