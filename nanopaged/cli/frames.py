@@ -147,7 +147,7 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, _real(seen.host_table)]
+        tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
                   for seq, seen in self.picture.seqs.items() if seen.table or seen.host_table}
         lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.seqs.items() if seen.table}
         cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}

@@ -179,7 +179,7 @@ DUMP = """<script>{
         [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e =>
           [e.textContent, e.className])])),
       told: Object.fromEntries([...document.querySelectorAll(".row")].map(e =>
-        [e.querySelector(".name").textContent, e.querySelector("small").textContent])),
+        [e.querySelector(".name").textContent, e.querySelector("small").innerText])),
       wrong: document.querySelectorAll("#pools .wrong").length,
       dark: document.querySelectorAll("#pools .tok.new").length,
       drafts: document.querySelectorAll("#pools .draft").length,
@@ -187,11 +187,11 @@ DUMP = """<script>{
       saving: $("saving").innerText} })
   if (tour.length) travel(2)
   const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
-  const view = [place("tour"), place("stage")]
+  const view = [place("player"), place("stage")]
   show(1)
   const chip = document.querySelector(".row.chosen .lb")
   chip.focus(); explain(chip)
-  const told = [$("rowinfo").textContent]
+  const told = [$("info").innerText]
   const press = (key, e = document.activeElement) => {
     e.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}))
     return [now, document.activeElement.dataset.index] }
@@ -207,11 +207,11 @@ DUMP = """<script>{
   other.click()
   const isChosen = chosen === name
   show(stops.length - 1)
-  told.push($("rowinfo").textContent, document.activeElement.id)
+  told.push($("info").innerText, document.activeElement.id)
   const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
-  const drag = new PointerEvent("pointerdown", {clientX: x + width / 2 + 1, buttons: 1, bubbles: true})
-  $("charts").querySelector("svg").dispatchEvent(drag)
-  const result = {all, shown, view, told, keys, pressed, isChosen, dragged: now, words: document.body.innerText,
+  const click = new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true})
+  $("charts").querySelector("svg").dispatchEvent(click)
+  const result = {all, shown, view, told, keys, pressed, isChosen, clicked: now, words: document.body.innerText,
     tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
 }</script></html>"""
@@ -230,7 +230,7 @@ def assert_played(run: dict, played: dict, look: list[int]):
     """The script's states are those of the frames, and what it draws is in them."""
     known, at, size = list(states(run)), 0, run["block_size"]
     assert sum(stop["frames"] for stop in played["all"]) == len(known)
-    assert played["dragged"] == len(played["all"]) // 2 and not re.search("undefined|NaN|false", played["words"])
+    assert played["clicked"] == len(played["all"]) // 2 and not re.search("undefined|NaN|false", played["words"])
     for i, stop in enumerate(played["all"]):
         at += stop["frames"]
         _, tables, lens, texts, cached = known[at - 1]
@@ -244,11 +244,12 @@ def assert_played(run: dict, played: dict, look: list[int]):
             for j, block in enumerate(table):
                 if block >= 0:
                     filled.setdefault((pool, block), []).append(min(size, max(0, lens[name] - j * size)))
-        series = stop["series"]
-        assert series["held"] == len(filled) and series["shared"] == sum(map(len, filled.values())) - len(filled)
-        assert series["empty"] == series["held"] * size - sum(map(max, filled.values()))
-        assert series["running"] == len(lens) and series["fits"] <= len(lens) + len(stop["waits"])
-        assert series["used"] <= series["reserved"] <= run["blocks"] * size * run["pools"]
+        series, blocks, reserved = stop["series"], stop["series"]["blocks"], stop["series"]["reserved"]
+        assert (blocks["texts"], blocks["slots"], blocks["used"]) == (
+            len(lens), len(filled) * size, sum(map(max, filled.values())))
+        assert series["saved"] == (sum(map(len, filled.values())) - len(filled)) * size
+        assert reserved["texts"] + len(series["out"]) <= len(lens) + len(stop["waits"])
+        assert reserved["used"] <= reserved["slots"] <= run["blocks"] * size * run["pools"]
         if i in look:
             shown = played["shown"][look.index(i)]
             labels = [label.partition(":")[2] for label in shown["labels"]]
@@ -353,7 +354,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
         for name, row in shown["rows"].items():
             text = [cls for _, cls in row if "wrong" not in cls]
             assert len(text) == len(stop["texts"][name]) and "next" in text[-1]
-            assert len(row) - len(text) == max(0, shown["wrong"] - 1)  # the chosen token has the place of the first
+            assert len(row) - len(text) == shown["wrong"] and "wrong" not in row[len(text) - 1][1]  # they come last
     assert drafts > wrong > 0
 
 
