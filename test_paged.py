@@ -373,9 +373,6 @@ class FakeModel:
     def is_out_of_memory(self, error):
         return False
 
-    def forget_rows(self, seqs):
-        pass
-
     def launch(self, step):
         if self.fails:
             raise OSError
@@ -460,8 +457,7 @@ def fake_pools(count, num_blocks=64, block_size=4, max_num_seqs=256, max_num_bat
     if count == 1:
         models = [FakeModel(Scheduler(managers[0], max_num_seqs, max_num_batched_tokens), lookahead)]
         return models, models[0].scheduler
-    runners = [SimpleNamespace(forget_rows=lambda seqs: None)] * count
-    pools = make_schedulers(managers, runners, max_num_seqs, max_num_batched_tokens)
+    pools = make_schedulers(managers, max_num_seqs, max_num_batched_tokens)
     models = [FakeModel(pool, lookahead) for pool in pools]
     return models, Pools([model.engine for model in models])
 

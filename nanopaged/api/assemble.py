@@ -1,5 +1,4 @@
 """What LLM's options ask for: a checkpoint, a runner for each pool, and an engine for each runner."""
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +100,5 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int], window: 
         schedulers: list[Any] = [Scheduler(managers[0], *limits)]
     else:
         from nanopaged.scheduling.data_parallel import make_schedulers
-        # Schedulers refer to each other, and what they refer to lives until the garbage collector comes by.
-        schedulers = make_schedulers(managers, [weakref.proxy(runner) for runner in runners], *limits)
+        schedulers = make_schedulers(managers, *limits)
     return [RecoveringEngine(scheduler, runner, runner.lookahead) for scheduler, runner in zip(schedulers, runners)]

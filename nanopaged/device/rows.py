@@ -13,8 +13,6 @@ from nanopaged.device import transfer
 from nanopaged.device.sampler import SETTINGS_INTS, pack_settings
 from nanopaged.scheduling.additions import Sequence
 
-NOBODY = lambda: None  # noqa: E731  the owner of a free row, called like a weak reference to a sequence
-
 
 class Rows:
     """Rows for num_seqs sequences of up to max_blocks blocks, and one that no sequence has, for padding (CUDA graphs,
@@ -30,7 +28,7 @@ class Rows:
         self.device = device
         self.last_tokens = torch.zeros(num_seqs + 1, **ints)
         self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
-        self.owners: list[Callable] = [NOBODY] * (num_seqs + 1)  # weakly, the sequence whose settings these are
+        self.owners: list[Callable] = [lambda: None] * (num_seqs + 1)  # weakly, the last sequence of each row
         self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
     def send(self, seqs: list[Sequence]) -> list[Sequence]:
@@ -44,8 +42,8 @@ class Rows:
             # Its table has entries to send: all, if it is new in its row (`BlockManager.free` sets num_sent_blocks to
             # 0), or some, if it grew or copied a block. Then its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
-                if self.owners[seq.row]() is not seq:
-                    self.owners[seq.row] = weakref.ref(seq)
+                if seq.is_new:
+                    seq.is_new, self.owners[seq.row] = False, weakref.ref(seq)
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
@@ -65,15 +63,7 @@ class Rows:
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
 
-    def forget_free(self) -> list[int]:
-        """Rows that their sequence has left (for logits.py). If it comes back, its settings are sent again."""
+    def free_rows(self) -> list[int]:
+        """Rows that their sequence has left (for logits.py)."""
         owners = [owner() for owner in self.owners]
-        free_rows = [row for row, seq in enumerate(owners) if seq is None or seq.row != row]
-        for row in free_rows:
-            self.owners[row] = NOBODY
-        return free_rows
-
-    def forget(self, seqs: list[Sequence]) -> None:
-        """The settings of these rows are sent again. (Their block tables are anyway, as `free` has reset them.)"""
-        for seq in seqs:
-            self.owners[seq.row] = NOBODY
+        return [row for row, seq in enumerate(owners) if seq is None or seq.row != row]

@@ -91,7 +91,6 @@ class Runner:
         # Of each layer K, V and their scales. `trial.allocate_pool` fills it.
         self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []
         self.rows = self._make_rows()
-        self.forget_rows = self.rows.forget
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
         self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device)
@@ -157,7 +156,7 @@ class Runner:
                                        for seq in new)):
             self.editor = self.editor or LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device,
                                                       self.send, self.fused)
-            self.editor.start([Start.of(seq) for seq in new], self.rows.forget_free())
+            self.editor.start([Start.of(seq) for seq in new], self.rows.free_rows())
         batch = StepInput.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))

@@ -53,6 +53,7 @@ class Sequence(engine.Sequence):
     num_null_blocks: int = 0  # leading entries of the block table that are NULL (window.py)
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED (swapping.py)
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
+    is_new: bool = True  # in its batch row: the device has other settings there (nanopaged/device/rows.py)
 
     @property
     def num_tokens(self) -> int:
@@ -183,7 +184,7 @@ class Scheduler(engine.Scheduler):
 
     def _run(self, seq: Any) -> None:
         super()._run(seq)
-        seq.max_chunk = min(seq.max_chunk, self.max_chunk)
+        seq.max_chunk, seq.is_new = min(seq.max_chunk, self.max_chunk), True
 
     def _preempt(self, step: Any) -> Any:
         self.num_preemptions += 1

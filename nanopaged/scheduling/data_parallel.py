@@ -65,9 +65,9 @@ class PoolScheduler(Scheduler):
     limits: max_num_seqs and max_num_batched_tokens
     """
 
-    def __init__(self, block_manager: BlockManager, runner: Any, pools: list["PoolScheduler"], *limits: int):
+    def __init__(self, block_manager: BlockManager, pools: list["PoolScheduler"], *limits: int):
         super().__init__(block_manager, *limits)
-        self.runner, self.pools, self.index = runner, pools, len(pools)
+        self.pools, self.index = pools, len(pools)
         self.queue: list[Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
         self.placements: list[Placement] = []  # of the last call of `schedule`
@@ -89,23 +89,18 @@ class PoolScheduler(Scheduler):
             self.return_unbound()
 
     def return_unbound(self) -> None:
-        """Give the waiting sequences that another pool could serve as well back to the queue."""
+        """Give the waiting sequences that another pool could serve as well back to the queue. Those stay whose blocks
+        are on this pool's host, and samples of a prompt of which one runs here."""
         self.forget_promises()
         here = {samples for samples in {seq.samples for seq in self.waiting} if self.runs_here(samples)}
         for seq in list(self.waiting):
-            # Its blocks are on this pool's host, or a step of this device that samples for it is not read yet, or
-            # another sample of its prompt runs here: it stays.
-            if not (seq.host_table or seq.num_pending_tokens or seq.samples in here):
+            if not (seq.host_table or seq.samples in here):
                 engine.discard(self.waiting, seq)
                 insort(self.queue, seq, key=engine.by_order)
 
     def runs_here(self, samples: Samples | None, but: Sequence | None = None) -> bool:
         """Whether a sample of this prompt, other than `but`, runs in this pool."""
         return samples is not None and any(seq is not but for seq in samples.running(self.block_manager))
-
-    def _run(self, seq: Any) -> None:
-        super()._run(seq)
-        self.runner.forget_rows([seq])  # in a row that it had before, the tokens sampled elsewhere are missing
 
     def _remove(self, seq: Any) -> None:
         super()._remove(seq)
@@ -128,7 +123,9 @@ class PoolScheduler(Scheduler):
                       if seq.order < limits[pool] and (offer := pool.offer(seq, loads[pool]))}
             if offers:
                 best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
-                best.promise(seq, offers[best], loads[best])
+                best.promised_tokens += offers[best].num_tokens - loads[best]
+                best.promised_blocks += offers[best].num_needed
+                best.promised_keys.update(best.keys(seq, offers[best].hit))
                 loads[best] = offers[best].num_tokens
             elif homes:
                 best = homes[0]
@@ -158,18 +155,13 @@ class PoolScheduler(Scheduler):
             return None
         if (hit := manager.plan(seq)) is None:
             return None
-        num_shared = len(list(takewhile(self.promised_keys.__contains__, self._keys(seq, hit))))
+        num_shared = len(list(takewhile(self.promised_keys.__contains__, self.keys(seq, hit))))
         num_needed = manager.num_blocks_needed(seq, hit) - num_shared
         num_free = manager.num_free_blocks - self.promised_blocks
         num_cached = min(hit.num_tokens + num_shared * manager.block_size, seq.num_tokens - 1)
         return Offer(load + seq.num_tokens - num_cached, num_needed, num_free, hit) if num_needed <= num_free else None
 
-    def promise(self, seq: Sequence, offer: Offer, load: int) -> None:
-        self.promised_tokens += offer.num_tokens - load
-        self.promised_blocks += offer.num_needed
-        self.promised_keys.update(self._keys(seq, offer.hit))
-
-    def _keys(self, seq: Sequence, hit: engine.PrefixHit) -> Iterator[int]:
+    def keys(self, seq: Sequence, hit: engine.PrefixHit) -> Iterator[int]:
         """A number for each block after the hit that the sequence will cache. Two texts with one number would only make
         an estimate wrong."""
         size, key = self.block_manager.block_size, hash(hit.prefix_key)
@@ -180,10 +172,10 @@ class PoolScheduler(Scheduler):
                 yield key
 
 
-def make_schedulers(managers: list[BlockManager], runners: list, *limits: int) -> list[PoolScheduler]:
+def make_schedulers(managers: list[BlockManager], *limits: int) -> list[PoolScheduler]:
     pools: list[PoolScheduler] = []
-    for manager, runner in zip(managers, runners):
-        PoolScheduler(manager, runner, pools, *limits)
+    for manager in managers:
+        PoolScheduler(manager, pools, *limits)
     return pools
 
 

@@ -30,13 +30,13 @@ class RecoveringEngine(Engine):
 
     def failed(self, step: SchedulerOutput, error: BaseException) -> None:
         """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
-        self._undo(step)
+        self.scheduler.undo(step)
         try:
             while self.launched:  # an earlier step's tokens are valid: append them before its sequences start over
                 self.update()
         except BaseException as failed:  # with grammars a step is sampled late, at the latest when it is read
             while self.launched:
-                self._undo(self.launched.popleft()[0])
+                self.scheduler.undo(self.launched.popleft()[0])
             if not isinstance(failed, Exception):  # Ctrl-C
                 error = failed
         budget = self.scheduler.max_num_batched_tokens // 2
@@ -53,7 +53,3 @@ class RecoveringEngine(Engine):
             if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
                 budget = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
                 self.scheduler.max_num_batched_tokens = budget
-
-    def _undo(self, step: SchedulerOutput) -> None:
-        self.runner.forget_rows(step.seqs)
-        self.scheduler.undo(step)

@@ -88,16 +88,12 @@ class FakeRunner:
         self.launched.append(result)
         return result
 
-    def forget_rows(self, seqs):
-        pass
-
 
 def schedulers(num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512, lookahead=0):
     """Two pools as one, and each of them."""
-    runners = [FakeRunner(), FakeRunner()]
-    parts = make_schedulers([additions.BlockManager(num_blocks, block_size) for _ in runners], runners, max_num_seqs,
+    parts = make_schedulers([additions.BlockManager(num_blocks, block_size) for _ in range(2)], max_num_seqs,
                             max_num_batched_tokens)
-    return Pools([additions.Engine(part, runner, lookahead) for part, runner in zip(parts, runners)]), *parts
+    return Pools([additions.Engine(part, FakeRunner(), lookahead) for part in parts]), *parts
 
 
 def tokens_offered(scheduler):
@@ -113,6 +109,21 @@ def test_a_sequence_goes_where_the_next_step_has_the_fewest_tokens():
     assert tokens_offered(first) == [[40, 40], [48, 8], [48, 16], [48, 24]]
     assert first.running == seqs[:1] and second.waiting == seqs[1:]
     assert second.schedule().num_tokens == [8, 8, 8]
+
+
+def test_a_pool_counts_what_waits_there_and_an_abort_ends_what_waits_anywhere():
+    whole, first, second = schedulers(num_blocks=10)
+    seqs = [sequence(range(start, start + n)) for start, n in ((0, 12), (20, 8), (40, 8), (60, 33))]
+    for seq in seqs[:2]:
+        whole.add(seq)
+    first.schedule()
+    for seq in seqs[2:]:
+        whole.add(seq)
+    first.schedule()
+    assert tokens_offered(first) == [[9, 16]] and first.queue == seqs[3:] and second.waiting == [seqs[1]]
+    whole.finish(seqs[1], "abort")
+    whole.finish(seqs[3], "abort")
+    assert not whole.waiting
 
 
 def test_among_equals_a_sequence_goes_where_most_blocks_are_free():
