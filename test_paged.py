@@ -564,6 +564,24 @@ def test_the_two_samples_of_the_drawing():
     assert rows[1] == ["copies block 1 to 2, writes 6", "holds block 1 alone by now, writes 6"]
 
 
+def test_a_block_has_one_key():
+    """As scheduling/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
+    manager, other, (a, b) = BlockManager(6, 4), sequence(range(4)), samples_of(2, range(9))
+    for seq in (other, a):
+        manager.admit(seq)
+    for seq in (other, a):
+        manager.allocate(seq, seq.num_tokens)
+        seq.num_computed_tokens, seq.status = seq.num_tokens, Status.RUNNING
+        manager.cache_full_blocks(seq)
+    manager.free(other)
+    manager.allocate(filler := sequence(range(50, 62)), 12)  # takes all free blocks
+    manager.free(filler)
+    manager.admit(b)
+    assert b.block_table == a.block_table
+    manager.cache_full_blocks(b)
+    assert sorted(block for block, _ in manager.prefix_cache.values()) == sorted(a.block_table[:2])
+
+
 def test_a_prompt_of_whole_blocks_needs_no_copy():
     model = fake()
     model.run(*samples_of(4, range(8), max_new=3))

@@ -142,13 +142,11 @@ class Drafter:
             return []
         self._guess(seq.token_ids)
         seq.may_look_ahead = self.mean_right < self.drafting.pays
-        # Drafts follow one known token whose K and V this step writes. Behind a token that was found (slot -1) drafts
-        # would go into a block that another sample may fill in this very step; a copy made before lacks that.
         end, manager = len(seq.token_ids), scheduler.block_manager
-        is_last = num_tokens == 1 and seq.num_computed_tokens == end
-        if seq.may_look_ahead or not is_last or end <= seq.num_hit_tokens:
+        is_last = num_tokens == 1 and seq.num_computed_tokens == end  # drafts follow one known token
+        if seq.may_look_ahead or not is_last:
             return []
-        # A sample that this step admitted may share the last block. A copy of it would miss the last token.
+        # Another sample may share the last block. A copy of it would miss what this step writes there.
         if end % manager.block_size and manager.ref_counts[seq.block_table[end // manager.block_size]] > 1:
             return []
         drafts = self.guess[len(seq.token_ids) - self.start:]
