@@ -62,12 +62,9 @@ class Start(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A table slot in use, and the tables that its sequence needs."""
+    """A table slot in use, and what its sequence needs: a bias, penalties, the number of bans, n of the longest one."""
     number: int
-    has_bias: bool
-    has_penalty: bool
-    num_bans: int
-    depth: int  # n of its longest ban: the tokens before the banned one
+    needs: tuple[bool, bool, int, int]
 
 
 class LogitsEditor:
@@ -112,11 +109,9 @@ class LogitsEditor:
             self.free_slots, self.settings = [], self.settings[:1]
         bans = [_bans(start, self.vocab_size) for start in starts]
         for start, own_bans in zip(starts, bans):
-            p = start.params
-            self.slot_of_row[start.row] = _Slot(
-                number=self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1,
-                has_bias=bool(p.logit_bias or p.allowed_token_ids), has_penalty=p.has_penalty,
-                num_bans=len(own_bans), depth=max((len(ban) - 2 for ban in own_bans), default=0))
+            p, number = start.params, self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
+            self.slot_of_row[start.row] = _Slot(number, (bool(p.logit_bias or p.allowed_token_ids), p.has_penalty,
+                                                         len(own_bans), max(map(len, own_bans), default=2) - 2))
         self._resize_tables()
         rows = list(self.unsent)
         indices = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in rows]
@@ -125,20 +120,15 @@ class LogitsEditor:
 
     def _resize_tables(self) -> None:
         """Give each table the size that the slots in use need."""
-        slots, size = self.slot_of_row.values(), len(self.settings)
-        needed = max((slot.number for slot in slots), default=0) + 1
-        if needed > size:
-            size = min(max(needed, 2 * size), len(self.slots) + 1)
-        num_bans = max((slot.num_bans for slot in slots), default=0)
-        depth = max((slot.depth for slot in slots), default=0)
-        with_bias = size if any(slot.has_bias for slot in slots) else 0
-        with_penalty = size if any(slot.has_penalty for slot in slots) else 0
-        with_bans = size if num_bans else 0
+        slots, size = [_Slot(0, (False, False, 0, 0)), *self.slot_of_row.values()], len(self.settings)
+        if max(slots).number >= size:
+            size = min(max(max(slots).number + 1, 2 * size), len(self.slots) + 1)
+        has_bias, has_penalty, num_bans, depth = map(max, zip(*(slot.needs for slot in slots)))
         self.settings = _resize(self.settings, size, 5)
-        self.bias = _resize(self.bias, with_bias, self.vocab_size, fill=NO_BIAS)
-        self.seen = _resize(self.seen, with_penalty, self.vocab_size)
-        self.bans = _resize(self.bans, with_bans, num_bans, 2 + depth)
-        self.recent = _resize(self.recent, with_bans, depth)
+        self.bias = _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS)
+        self.seen = _resize(self.seen, size * has_penalty, self.vocab_size)
+        self.bans = _resize(self.bans, size * bool(num_bans), num_bans, 2 + depth)
+        self.recent = _resize(self.recent, size * bool(num_bans), depth)
 
     def _lists(self, starts: list[Start], bans: list[list[list[int]]]) -> list[list[int]]:
         """The lists that `_write` reads: slots, settings, and entries (slot, ..., value) of the other tables."""

@@ -6,6 +6,7 @@ A rank writes its own buffer, joins a barrier, and then reads the buffers of all
     NcclPeers    GPUs that cannot: NCCL copies the buffers
     Peers        CPUs: files that all ranks map, and gloo's barrier
 """
+import math
 import os
 import threading
 import time
@@ -256,11 +257,11 @@ class SharedBuffer:
 
     def own(self, *shape: int) -> Tensor:
         """This rank's buffer, to write."""
-        return self.parts[self.peers.rank][:reduce(int.__mul__, shape)].view(shape)
+        return self.parts[self.peers.rank][:math.prod(shape)].view(shape)
 
     def all(self, *shape: int) -> list[Tensor]:
         """All ranks' buffers, to read, after a barrier."""
-        return [part.view(shape) for part in self.peers.gather(self.parts, reduce(int.__mul__, shape))]
+        return [part.view(shape) for part in self.peers.gather(self.parts, math.prod(shape))]
 
     def sum(self, *shape: int) -> Tensor:
         return reduce(torch.add, self.all(*shape))  # in the order of ranks: all have the same bits

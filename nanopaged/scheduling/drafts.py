@@ -83,13 +83,6 @@ class Ngram:
         return []
 
 
-class Silent:
-    """Never has a guess."""
-
-    def propose(self, token_ids: list[int], k: int) -> list[int]:
-        return []
-
-
 class Drafter:
     """The drafts of one sequence: what its proposer guesses, while that pays."""
 
@@ -169,7 +162,7 @@ class Drafter:
             if not all(0 <= token < self.drafting.vocab_size for token in self.guess):
                 raise ValueError(f"the model does not have all token ids of {self.guess}")
         except BaseException as error:  # SystemExit, too
-            self.guess, self.proposer = [], Silent()
+            self.guess, self.proposer = [], Ngram(longest=0)  # which finds nothing
             if not isinstance(error, Exception):
                 raise
             warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
