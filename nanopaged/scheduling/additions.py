@@ -248,7 +248,7 @@ class Scheduler(engine.Scheduler):
         for seq, position in zip(step.sampled, step.positions):
             seq.num_pending_tokens -= seq.is_pending(position)
         for seq in reversed(step.seqs + step.preempted):  # reversed: later ones' blocks are reused first
-            if seq.status is not engine.Status.FINISHED:
+            if seq.status is not engine.Status.FINISHED and seq.pool is self.block_manager:  # else it went elsewhere
                 self.retire(seq)
                 self.add(seq)
         self.tell("undo", step)

@@ -296,6 +296,21 @@ def test_a_preempted_sequence_is_admitted_once_its_token_is_known():
     assert pool.schedule().seqs == [last] and last.token_ids[8:] == [2]
 
 
+def test_a_step_that_failed_late_leaves_a_sequence_alone_that_runs_elsewhere_by_now():
+    whole, first, second = schedulers(num_blocks=16, max_num_batched_tokens=20)
+    second.block_manager.allocate(holder := sequence([]), 64)
+    whole.add(seq := sequence(range(40)))
+    part = first.schedule()
+    whole.add(urgent := sequence(range(100, 160)))
+    urgent.order = (-1, 0, 0)
+    assert first.schedule().preempted == [seq]
+    second.block_manager.free(holder)
+    assert second.schedule().seqs == [seq]
+    first.undo(part)
+    assert second.running == [seq] and len(seq.block_table) == 5
+    check_books(first), check_books(second)
+
+
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
     llm = pools(2)
     expected = tokens_of(pools(1).generate(PROMPTS, GREEDY))
