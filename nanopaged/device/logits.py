@@ -30,6 +30,7 @@ that are in use by then have slot 0.
 """
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -144,32 +145,27 @@ class LogitsEditor:
             values = _bits(*(added.get(token, NO_BIAS) for token in tokens))
             bias += [x for entry in zip(tokens, values) for x in (slot, *entry)]
             if p.has_penalty:
-                seen += [x for token in set(start.prompt_ids) for x in (slot, token, 1)]
-                seen += [x for token in start.output_ids for x in (slot, token, 2)]
+                counts = Counter({token: 1 for token in start.prompt_ids})
+                counts.update(2 * start.output_ids)
+                seen += [x for entry in counts.items() for x in (slot, *entry)]
             ban_entries += [x for i, ban in enumerate(own_bans) for j, n in enumerate(ban) for x in (slot, i, j, n)]
             last = start.output_ids[:-1 - depth:-1]
             recent += [x for j, token in enumerate(last) for x in (slot, j, token + 1)]
         return lists
 
-    def _write(self, rows: Tensor, slots_of_rows: Tensor, slots: Tensor, settings: Tensor, bias: Tensor, seen: Tensor,
-               bans: Tensor, recent: Tensor) -> None:
+    def _write(self, rows: Tensor, slots_of_rows: Tensor, slots: Tensor, settings: Tensor, bias: Tensor,
+               *others: Tensor) -> None:
         slots, settings = slots.long(), settings.view(-1, 5)
         self.slots[rows] = slots_of_rows.long()
         self.settings[slots] = settings
         if len(self.bias):
-            self.bias[slots] = settings[:, 4:].view(torch.float32)
             slots_of_bias, tokens, values = bias.view(-1, 3).unbind(1)
+            self.bias[slots] = settings[:, 4:].view(torch.float32)
             self.bias[slots_of_bias, tokens] = values.view(torch.float32)
-        if len(self.seen):
-            self.seen.index_fill_(0, slots, 0)
-            self._count(*seen.view(-1, 3).unbind(1))
-        for table, entries in ((self.bans, bans), (self.recent, recent)):
+        for table, entries in zip((self.seen, self.bans, self.recent), others):
             if len(table):
                 *index, values = entries.view(-1, table.dim() + 1).unbind(1)
                 table.index_fill_(0, slots, 0)[tuple(index)] = values
-
-    def _count(self, slots: Tensor, tokens: Tensor, amounts: Tensor) -> None:
-        self.seen.view(-1).scatter_add_(0, slots.long() * self.vocab_size + tokens, amounts)
 
     # ---- in each step
 
@@ -199,8 +195,8 @@ class LogitsEditor:
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Record the tokens that were drawn in these rows: [R] each."""
         slots = self.slots[rows]
-        if len(self.seen):
-            self._count(slots, tokens, (slots > 0).int() * 2)  # slot 0 counts nothing
+        if len(self.seen):  # slot 0 counts nothing
+            self.seen.view(-1).scatter_add_(0, slots * self.vocab_size + tokens, (slots > 0).int() * 2)
         if self.recent.numel():
             self.recent[slots] = torch.cat([tokens[:, None].int() + 1, self.recent[slots][:, :-1]], 1)
 
