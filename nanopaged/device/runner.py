@@ -44,7 +44,7 @@ from nanopaged.device.logits import LogitsEditor, Start
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
-from nanopaged.device.sampler import SamplingBatch, SamplingNeeds, pick, sample
+from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
 from nanopaged.scheduling.additions import SchedulerOutput
@@ -227,7 +227,7 @@ class Runner:
         return tokens
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        return sample(logits, SamplingBatch.of(self.rows.settings.index_select(0, rows), positions, needs), self.pick)
+        return sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host."""

@@ -6,7 +6,6 @@ preemption. A filter sets the logits of dropped tokens to -inf and leaves the no
 """
 import math
 import struct
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Callable, NamedTuple
 
@@ -44,26 +43,6 @@ class SamplingNeeds(NamedTuple):
                    num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
 
 
-@dataclass
-class SamplingBatch:
-    """The sampling settings of the R rows that sample in this step, one entry for each row."""
-    temperature: Tensor  # [R] float32; below SMALLEST_TEMPERATURE: greedy
-    top_k: Tensor  # [R] int64; 0: all tokens
-    top_p: Tensor  # [R] float32
-    min_p: Tensor  # [R] float32
-    seed: Tensor  # [R] int64, as `mix` returns it
-    position: Tensor  # [R] int64, the drawn token's position in its sequence
-    all_greedy: bool  # every row is greedy: nothing is drawn
-    any_filter: bool  # some row has a top_k, top_p or min_p: the rows are sorted
-
-    @classmethod
-    def of(cls, settings: Tensor, positions: Tensor, needs: SamplingNeeds) -> "SamplingBatch":
-        """settings: [R, SETTINGS_INTS] int32, each row from `pack_settings`."""
-        floats, longs = settings.view(torch.float32), settings.view(torch.int64)
-        return cls(temperature=floats[:, 0], top_p=floats[:, 1], min_p=floats[:, 2], seed=longs[:, 2],
-                   top_k=longs[:, 3], position=positions.long(), all_greedy=needs.greedy, any_filter=needs.filters)
-
-
 def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
     """Sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
     top_k = min(params.top_k, 2**31 - 1)
@@ -75,19 +54,27 @@ UNIT = 2.0**38  # the integer that stands for probability 1, see `units`
 LOW_BITS = 2**32 - 1
 
 
-def sample(logits: Tensor, batch: SamplingBatch, pick: Callable[..., Tensor]) -> Tensor:
+def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingNeeds,
+           pick: Callable[..., Tensor]) -> Tensor:
     """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. A row gets -1 if its largest logit
-    is not finite: one is NaN or +inf, or all are -inf. pick: the function below, or kernel.pick."""
-    if batch.all_greedy:
+    is not finite: one is NaN or +inf, or all are -inf.
+
+    settings: [R, SETTINGS_INTS] int32, each row from `pack_settings`
+    positions: [R], of the drawn tokens in their sequences
+    pick: the function below, or kernel.pick
+    """
+    if needs.greedy:
         largest, tokens = logits.max(-1)
         return torch.where(largest.isfinite(), tokens, -1)
-    if not batch.any_filter:
-        return pick(logits, batch.temperature, batch.seed, batch.position)
+    temperature, seed = settings.view(torch.float32)[:, 0], settings.view(torch.int64)[:, 2]
+    draw = partial(pick, temperature=temperature, seed=seed, position=positions.long())
+    if not needs.filters:
+        return draw(logits)
     # Rows without a filter keep all tokens here, so they draw the same token as in a batch without filters.
-    is_greedy = batch.temperature < SMALLEST_TEMPERATURE
-    scaled = logits.float() / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
-    kept = logits.masked_fill(~kept_tokens(scaled, batch), -math.inf)
-    return torch.where(logits.amax(-1).isfinite(), pick(kept, batch.temperature, batch.seed, batch.position), -1)
+    is_greedy = temperature < SMALLEST_TEMPERATURE
+    scaled = logits.float() / temperature.masked_fill(is_greedy, 1.0)[:, None]
+    kept = logits.masked_fill(~kept_tokens(scaled, settings), -math.inf)
+    return torch.where(logits.amax(-1).isfinite(), draw(kept), -1)
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -117,22 +104,24 @@ def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0 ** -24)))
 
 
-def kept_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def kept_tokens(logits: Tensor, settings: Tensor) -> Tensor:
     """A mask of the tokens that min_p, top_k and top_p keep: logits [R, vocab_size], divided by the temperature.
 
     The order is vLLM's. top_k also keeps tokens as likely as the k-th. top_p adds up the probabilities of the tokens
     that min_p and top_k keep; among equal tokens it keeps the lower ids. The best token is always kept.
     """
+    _, top_p, min_p = settings.view(torch.float32)[:, :3, None].unbind(1)
+    top_k = settings.view(torch.int64)[:, 3]  # 0: all tokens
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    top_k = batch.top_k.masked_fill(batch.top_k <= 0, logits.shape[-1]).clamp(max=logits.shape[-1])
+    top_k = top_k.masked_fill(top_k <= 0, logits.shape[-1]).clamp(max=logits.shape[-1])
     keep = ordered >= ordered.gather(-1, top_k[:, None] - 1)
     ordered = torch.softmax(ordered, dim=-1)
-    keep &= ordered >= batch.min_p[:, None] * ordered[:, :1]
+    keep &= ordered >= min_p * ordered[:, :1]
     # A token is kept if the tokens before it sum to less than top_p of the kept probability. top_p = 1 also keeps the
     # tail, whose probabilities round to 0 units.
     weights = units(ordered) * keep
     cumulative = weights.cumsum(-1)
-    keep &= (cumulative - weights < batch.top_p[:, None].double() * cumulative[:, -1:]) | (batch.top_p[:, None] >= 1)
+    keep &= (cumulative - weights < top_p.double() * cumulative[:, -1:]) | (top_p >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter(-1, order, keep)
 

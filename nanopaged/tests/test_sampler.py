@@ -1,6 +1,6 @@
 """Logits to tokens: what is drawn, how often, and that a row's draw is that row's own affair.
 
-The sampler is seen from outside only: sample(logits, SamplingBatch) and gumbel(mix(seed), position, size). On a GPU
+The sampler is seen from outside only: sample(logits, settings, ..) and gumbel(mix(seed), position, size). On a GPU
 kernel.pick draws. The reference is a loop over one row in Python's floats. Nothing here is left to chance: the noise is
 a hash, so a test that passes once passes always.
 """
@@ -9,13 +9,14 @@ import math
 import random
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanopaged import kernel
 from nanopaged.device import sampler
-from nanopaged.device.sampler import SamplingBatch, gumbel, kept_tokens, mix, pick
+from nanopaged.device.sampler import SamplingNeeds, gumbel, kept_tokens, mix, pack_settings, pick
 
 sample = partial(sampler.sample, pick=kernel.pick if torch.cuda.is_available() else pick)
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -33,23 +34,19 @@ def noise_of(seeds, positions, size: int = 1) -> torch.Tensor:
     return gumbel(integers(map(lru_cache(mix), seeds)), integers(positions), size)
 
 
-def settings_batch(rows: list[dict], seeds, positions, **flags) -> SamplingBatch:
-    """A batch with one entry for each row, and with the flags that the engine sets unless they are given."""
+def settings_batch(rows: list[dict], seeds, positions, **flags) -> tuple[torch.Tensor, torch.Tensor, SamplingNeeds]:
+    """What `sample` wants to know of each row, with the flags that the engine sets unless they are given."""
     rows = [DEFAULTS | row for row in rows]
-    floats = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32, device=DEVICE)
-              for name in ("temperature", "top_p", "min_p")}
-    any_filter = any(row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0 for row in rows)
-    flags = dict(all_greedy=all(row["temperature"] == 0 for row in rows), any_filter=any_filter) | flags
-    return SamplingBatch(**floats, top_k=integers(row["top_k"] for row in rows),
-                         seed=integers(map(lru_cache(mix), seeds)), position=integers(positions), **flags)
+    settings = [pack_settings(SimpleNamespace(**row), seed) for row, seed in zip(rows, seeds)]
+    filters = any(row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0 for row in rows)
+    flags = dict(greedy=all(row["temperature"] == 0 for row in rows), filters=filters) | flags
+    return torch.tensor(settings, dtype=torch.int32, device=DEVICE), integers(positions), SamplingNeeds(**flags)
 
 
 def draws(logits, count: int, seed: int = 0, **settings) -> list[int]:
     """The tokens that one row of logits [V] gives at positions 0 .. count - 1."""
-    row = torch.as_tensor(logits, device=DEVICE)
-    one = vars(settings_batch([settings], [seed], [0]))
-    fields = {name: value.repeat(count) if torch.is_tensor(value) else value for name, value in one.items()}
-    return sample(row.repeat(count, 1), SamplingBatch(**fields | dict(position=integers(range(count))))).tolist()
+    row, (one, _, needs) = torch.as_tensor(logits, device=DEVICE), settings_batch([settings], [seed], [0])
+    return sample(row.repeat(count, 1), one.repeat(count, 1), integers(range(count)), needs).tolist()
 
 
 def normal(*shape, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -127,10 +124,10 @@ def test_every_draw_is_the_references(vocab_size, kind):
     seeds = [rng.randrange(INT64_MIN, INT64_MAX) for _ in rows]
     positions = [rng.randrange(100_000) for _ in rows]
     before, batch = logits.clone(), settings_batch(rows, seeds, positions)
-    tokens = sample(logits, batch)
+    tokens = sample(logits, *batch)
     assert tokens.dtype == torch.int64 and tokens.device == logits.device and torch.equal(logits, before)
-    scaled = logits / batch.temperature.clamp(min=1e-5)[:, None]
-    noise, masks = noise_of(seeds, positions, vocab_size).tolist(), kept_tokens(scaled, batch).tolist()
+    scaled = logits / batch[0].view(torch.float32)[:, :1].clamp(min=1e-5)
+    noise, masks = noise_of(seeds, positions, vocab_size).tolist(), kept_tokens(scaled, batch[0]).tolist()
     for token, row, own, of_row, mask in zip(tokens.tolist(), rows, logits.tolist(), noise, masks):
         # The engine's settings are float32; the reference takes them as they arrive there.
         row = {name: torch.tensor(value).item() if isinstance(value, float) else value for name, value in row.items()}
@@ -158,7 +155,7 @@ def test_greedy_rows_among_others_tell_neighbouring_numbers_apart(dtype):
     places = [0, 127, 128, 2500, 4863, 4998, 4999]
     for row, place in enumerate(places):
         logits[row, place] = best[row]
-    tokens = sample(logits, settings_batch([dict(temperature=0)] * 14, range(14), range(14), all_greedy=False)).tolist()
+    tokens = sample(logits, *settings_batch([dict(temperature=0)] * 14, range(14), range(14), greedy=False)).tolist()
     assert tokens == places + [0] * 7
 
 
@@ -183,8 +180,8 @@ def test_a_top_p_that_is_met_exactly_keeps_no_more():
 def test_top_p_of_one_keeps_the_tail():
     """Of 4000 tokens that weigh 5e-13 each, behind three likely ones."""
     logits = torch.cat([torch.zeros(3), torch.full((4000,), math.log(1.5e-12))]).to(DEVICE)[None]
-    assert kept_tokens(logits, settings_batch([dict(top_p=1.0, min_p=1e-20)], [0], [0])).all()
-    assert kept_tokens(logits, settings_batch([dict(top_p=0.9)], [0], [0])).sum() == 3
+    assert kept_tokens(logits, settings_batch([dict(top_p=1.0, min_p=1e-20)], [0], [0])[0]).all()
+    assert kept_tokens(logits, settings_batch([dict(top_p=0.9)], [0], [0])[0]).sum() == 3
 
 
 # ---- A row's draw is its own
@@ -208,7 +205,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(vocab_size, count, kinds):
 
     def drawn(size):
         """In batches of so many rows."""
-        return [token for i in range(0, count, size) for token in sample(logits[i:i + size], settings_batch(
+        return [token for i in range(0, count, size) for token in sample(logits[i:i + size], *settings_batch(
             rows[i:i + size], seeds[i:i + size], positions[i:i + size])).tolist()]
 
     together = drawn(count)
@@ -216,13 +213,13 @@ def test_a_row_in_a_batch_equals_the_row_alone(vocab_size, count, kinds):
 
 
 @pytest.mark.parametrize("flags", [
-    dict(any_filter=True), dict(all_greedy=False, any_filter=True), dict(all_greedy=False)], ids=str)
+    dict(filters=True), dict(greedy=False, filters=True), dict(greedy=False)], ids=str)
 @pytest.mark.parametrize("settings", [dict(), dict(temperature=0)], ids=str)
 def test_the_flags_save_work_and_decide_nothing(flags, settings):
     """A flag that claims more than there is, as for a padded batch, gives the same tokens."""
     logits = normal(30, 1000)
-    usual = sample(logits, settings_batch([settings] * 30, range(30), range(30)))
-    cautious = sample(logits, settings_batch([settings] * 30, range(30), range(30), **flags))
+    usual = sample(logits, *settings_batch([settings] * 30, range(30), range(30)))
+    cautious = sample(logits, *settings_batch([settings] * 30, range(30), range(30), **flags))
     assert cautious.tolist() == usual.tolist()
 
 
@@ -240,15 +237,15 @@ def test_a_row_without_probabilities_is_told_by_minus_one_and_harms_nobody(bad, 
     """A row of NaN, from a model that overflowed, draws -1, and the other rows draw their tokens."""
     logits = normal(5, 50)
     batch = settings_batch([settings] * 5, range(5), range(5))
-    expected = sample(logits, batch).tolist()
+    expected = sample(logits, *batch).tolist()
     broken = logits.clone()
     broken[2] = bad
-    tokens = sample(broken, batch).tolist()
+    tokens = sample(broken, *batch).tolist()
     assert tokens == expected[:2] + [-1] + expected[3:]
     if bad != -math.inf:  # one of them is enough
         broken = logits.clone()
         broken[2, 17] = bad
-        assert sample(broken, batch).tolist() == expected[:2] + [-1] + expected[3:]
+        assert sample(broken, *batch).tolist() == expected[:2] + [-1] + expected[3:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -258,7 +255,7 @@ def test_half_precision_logits_draw_as_their_float32_values(dtype, scale):
     logits = normal(90, 2000, scale=scale).to(dtype)
     rows = [MIXED[i % len(MIXED)] for i in range(90)]
     batch = settings_batch(rows, range(90), range(90))
-    assert sample(logits, batch).tolist() == sample(logits.float(), batch).tolist()
+    assert sample(logits, *batch).tolist() == sample(logits.float(), *batch).tolist()
 
 
 @pytest.mark.parametrize("settings", [{}, dict(top_p=0.99999), dict(top_k=149_000), dict(temperature=0)], ids=str)
@@ -266,7 +263,7 @@ def test_a_large_vocabulary_is_drawn_from_its_whole_range(settings):
     likely = [0, 1, 65_535, 65_536, 131_071, 149_998, 149_999]
     logits = torch.zeros(7 + 33, 150_000, device=DEVICE)
     logits[range(7), likely] = 40.0
-    tokens = sample(logits, settings_batch([settings] * 40, range(40), range(40))).tolist()
+    tokens = sample(logits, *settings_batch([settings] * 40, range(40), range(40))).tolist()
     assert tokens[:7] == likely
     assert settings == dict(temperature=0) or {token * 8 // 150_000 for token in tokens[7:]} == set(range(8))
 
