@@ -144,7 +144,7 @@ class BlockManager(engine.BlockManager):
         """With no request under way every block must be free. RuntimeError otherwise: a mistake in nanopaged."""
         self.begin_step()  # with swapping, host blocks that the last step read are free from here on
         num_held = self.num_blocks - len(self.free_queue)
-        if num_held or any(self.ref_counts):
+        if num_held or any(self.ref_counts[:self.num_blocks]):
             raise RuntimeError(f"the engine is idle, yet {num_held} blocks are held: please report this")
 
 

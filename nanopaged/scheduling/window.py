@@ -8,6 +8,7 @@ is still found by its index:
 
 A text of any length then runs in a pool that holds a window, a chunk and a block.
 """
+import sys
 from typing import Any
 
 from nanopaged import engine
@@ -26,6 +27,7 @@ class SlidingWindow(BlockManager):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.window = window
         self.max_blocks_per_seq = num_blocks
+        self.ref_counts.append(sys.maxsize)  # ref_counts[NULL]: it is never free
 
     def largest_chunk(self, max_num_batched_tokens: int) -> int:
         """Window and chunk have to fit into the pool, and the window may begin within a block."""
@@ -64,7 +66,7 @@ class SlidingWindow(BlockManager):
 
     def num_blocks_needed(self, seq: Any, hit: engine.PrefixHit) -> int:
         num_null = self.num_null_blocks(seq, hit)
-        num_needed = super().num_blocks_needed(seq, hit._replace(blocks=hit.blocks[num_null:])) - num_null
+        num_needed = super().num_blocks_needed(seq, hit) - max(0, num_null - len(hit.blocks))
         return min(num_needed, self.max_blocks_per_seq)  # a text longer than the pool slides through it
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
@@ -82,11 +84,3 @@ class SlidingWindow(BlockManager):
     def num_blocks_before_window(self, position: int) -> int:
         """Leading blocks that the token at this position does not attend to."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
-
-    def _incref(self, block: int) -> None:
-        if block != NULL:
-            super()._incref(block)
-
-    def _decref(self, block: int) -> None:
-        if block != NULL:
-            super()._decref(block)
