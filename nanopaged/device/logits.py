@@ -30,8 +30,9 @@ that are in use by then have slot 0.
 """
 import math
 import struct
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +40,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import kernel
-from nanopaged.sampling_params import SamplingParams
-from nanopaged.scheduling import additions
+from nanopaged.scheduling.additions import Sequence
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
 NO_BIAS = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
 
 
-class Start(NamedTuple):
-    """A sequence that starts, or starts again after a preemption, in a batch row."""
-    row: int
-    params: SamplingParams
-    prompt_ids: list[int]
-    output_ids: list[int]  # generated so far
-    stop_ids: Collection[int]  # tokens that end the text
-    bad_words: list[list[int]]  # from encode_bad_words
-
-    @classmethod
-    def of(cls, seq: additions.Sequence) -> "Start":
-        prompt_ids, output_ids = seq.token_ids[:seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens:]
-        sampling = seq.sampling
-        return cls(seq.row, sampling.params, prompt_ids, output_ids, seq.stop_token_ids, sampling.bad_words)
-
-
 class _Slot(NamedTuple):
-    """A table slot in use, and what its sequence needs: a bias, penalties, the number of bans, n of the longest one."""
+    """A table slot in use."""
     number: int
-    needs: tuple[bool, bool, int, int]
+    owner: weakref.ref[Sequence]
+    bans: list[list[int]]
+    needs: tuple[bool, bool, int, int]  # of tables: a bias, penalties, the number of bans, n of the longest one
 
 
 class LogitsEditor:
@@ -94,63 +80,65 @@ class LogitsEditor:
 
     # ---- when sequences start
 
-    def start(self, starts: list[Start], free_rows: Iterable[int] = ()) -> None:
-        """Give table slots to the sequences that start in this step.
+    def start(self, seqs: list[Sequence]) -> None:
+        """Give table slots to the sequences that start in this step, or start again after a preemption.
 
-        starts: all sequences that start, also those without edits, because a row's slot belonged to its last sequence
-        free_rows: rows that sequences have left; a sequence that comes back to its row must be among `starts` again
+        seqs: all of these, also those without edits, because a row's slot belonged to its last sequence
         """
-        gone = {*free_rows, *(start.row for start in starts)} & self.slot_of_row.keys()
-        starts = [start for start in starts if start.params.edits_logits]
-        self.unsent |= gone | {start.row for start in starts}
+        gone = {row for row, slot in self.slot_of_row.items() if (owner := slot.owner()) is None or owner.row != row}
+        gone |= {seq.row for seq in seqs} & self.slot_of_row.keys()
+        seqs = [seq for seq in seqs if seq.sampling.params.edits_logits]
+        self.unsent |= gone | {seq.row for seq in seqs}
         self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
         if not self.unsent:
             return
         if not self.slot_of_row:
             self.free_slots, self.settings = [], self.settings[:1]
-        bans = [_bans(start, self.vocab_size) for start in starts]
-        for start, own_bans in zip(starts, bans):
-            p, number = start.params, self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
-            self.slot_of_row[start.row] = _Slot(number, (bool(p.logit_bias or p.allowed_token_ids), p.has_penalty,
-                                                         len(own_bans), max(map(len, own_bans), default=2) - 2))
+        for seq in seqs:
+            p, bans = seq.sampling.params, _bans(seq, self.vocab_size)
+            depth = max(map(len, bans), default=2) - 2
+            needs = bool(p.logit_bias or p.allowed_token_ids), p.has_penalty, len(bans), depth
+            number = self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
+            self.slot_of_row[seq.row] = _Slot(number, weakref.ref(seq), bans, needs)
         self._resize_tables()
         rows = list(self.unsent)
         indices = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in rows]
-        self._write(*self.send([rows, indices, *self._lists(starts, bans)]))
+        self._write(*self.send([rows, indices, *self._lists(seqs)]))
         self.unsent.clear()
 
     def _resize_tables(self) -> None:
         """Give each table the size that the slots in use need."""
-        slots, size = [_Slot(0, (False, False, 0, 0)), *self.slot_of_row.values()], len(self.settings)
-        if max(slots).number >= size:
-            size = min(max(max(slots).number + 1, 2 * size), len(self.slots) + 1)
-        has_bias, has_penalty, num_bans, depth = map(max, zip(*(slot.needs for slot in slots)))
+        slots, size = self.slot_of_row.values(), len(self.settings)
+        most = max((slot.number for slot in slots), default=0)
+        if most >= size:
+            size = min(max(most + 1, 2 * size), len(self.slots) + 1)
+        has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *(slot.needs for slot in slots)))
         self.settings = _resize(self.settings, size, 5)
         self.bias = _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS)
         self.seen = _resize(self.seen, size * has_penalty, self.vocab_size)
         self.bans = _resize(self.bans, size * bool(num_bans), num_bans, 2 + depth)
         self.recent = _resize(self.recent, size * bool(num_bans), depth)
 
-    def _lists(self, starts: list[Start], bans: list[list[list[int]]]) -> list[list[int]]:
+    def _lists(self, seqs: list[Sequence]) -> list[list[int]]:
         """The lists that `_write` reads: slots, settings, and entries (slot, ..., value) of the other tables."""
         slots, settings, bias, seen, ban_entries, recent = lists = [list[int]() for _ in range(6)]
         depth = self.recent.shape[1]
-        for start, own_bans in zip(starts, bans):
-            p, slot = start.params, self.slot_of_row[start.row].number
+        for seq in seqs:
+            p, (slot, _, bans, _) = seq.sampling.params, self.slot_of_row[seq.row]
+            prompt_ids, output_ids = seq.token_ids[:seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens:]
             slots.append(slot)
-            settings += len(start.prompt_ids), *_bits(p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
-                                                      NO_BIAS if p.allowed_token_ids is None else -math.inf)
+            settings += len(prompt_ids), *_bits(p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
+                                                NO_BIAS if p.allowed_token_ids is None else -math.inf)
             added = p.logit_bias or {}
             tokens = added if p.allowed_token_ids is None else p.allowed_token_ids
             values = _bits(*(added.get(token, NO_BIAS) for token in tokens))
             bias += [x for entry in zip(tokens, values) for x in (slot, *entry)]
             if p.has_penalty:
-                counts = Counter({token: 1 for token in start.prompt_ids})
-                counts.update(2 * start.output_ids)
+                counts = Counter(dict.fromkeys(prompt_ids, 1))
+                counts.update(2 * output_ids)
                 seen += [x for entry in counts.items() for x in (slot, *entry)]
-            ban_entries += [x for i, ban in enumerate(own_bans) for j, n in enumerate(ban) for x in (slot, i, j, n)]
-            last = start.output_ids[:-1 - depth:-1]
-            recent += [x for j, token in enumerate(last) for x in (slot, j, token + 1)]
+            ban_entries += [x for i, ban in enumerate(bans) for j, n in enumerate(ban) for x in (slot, i, j, n)]
+            recent += [x for j, token in enumerate(output_ids[:-1 - depth:-1]) for x in (slot, j, token + 1)]
         return lists
 
     def _write(self, rows: Tensor, slots_of_rows: Tensor, slots: Tensor, settings: Tensor, bias: Tensor,
@@ -169,7 +157,7 @@ class LogitsEditor:
 
     # ---- in each step
 
-    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, processors: Sequence[tuple] = ()) -> Tensor:
+    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, processors: Iterable[tuple] = ()) -> Tensor:
         """The edited logits, float32: logits [R, vocab_size] of any float type, which are not changed in place.
 
         rows, positions: [R], the batch rows, and the positions of the tokens to draw
@@ -232,10 +220,11 @@ def encode_bad_words(words: list[str], tokenizer: Any) -> list[list[int]]:
     return result
 
 
-def _bans(start: Start, vocab_size: int) -> list[list[int]]:
+def _bans(seq: Sequence, vocab_size: int) -> list[list[int]]:
     """The bans of one sequence, without tokens that the model does not have."""
-    bans = [[start.params.min_tokens, token] for token in start.stop_ids if start.params.min_tokens]
-    bans += [[ALWAYS, word[-1], *(token + 1 for token in word[-2::-1])] for word in start.bad_words]
+    min_tokens = seq.sampling.params.min_tokens
+    bans = [[min_tokens, token] for token in seq.stop_token_ids if min_tokens]
+    bans += [[ALWAYS, word[-1], *(token + 1 for token in word[-2::-1])] for word in seq.sampling.bad_words]
     return [ban for ban in bans if 0 <= ban[1] < vocab_size]
 
 

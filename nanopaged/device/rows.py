@@ -4,8 +4,7 @@ While a sequence runs it has a batch row: its block table, its last token, its s
 changed entries of its rows as one message of integers. The sampled tokens stay on the device, too. With a lookahead
 (graphs.py) the next step reads them there, so it can be launched before the host knows them.
 """
-import weakref
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -28,7 +27,6 @@ class Rows:
         self.device = device
         self.last_tokens = torch.zeros(num_seqs + 1, **ints)
         self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
-        self.owners: list[Callable] = [lambda: None] * (num_seqs + 1)  # weakly, the last sequence of each row
         self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
     def send(self, seqs: list[Sequence]) -> list[Sequence]:
@@ -43,7 +41,7 @@ class Rows:
             # 0), or some, if it grew or copied a block. Then its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
                 if seq.is_new:
-                    seq.is_new, self.owners[seq.row] = False, weakref.ref(seq)
+                    seq.is_new = False
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
@@ -62,8 +60,3 @@ class Rows:
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
-
-    def free_rows(self) -> list[int]:
-        """Rows that their sequence has left (for logits.py)."""
-        owners = [owner() for owner in self.owners]
-        return [row for row, seq in enumerate(owners) if seq is None or seq.row != row]

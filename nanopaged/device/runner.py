@@ -40,7 +40,7 @@ from torch import Tensor
 from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer, warmup
 from nanopaged.device.fused import find_blocks, with_fp8
-from nanopaged.device.logits import LogitsEditor, Start
+from nanopaged.device.logits import LogitsEditor
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
@@ -156,7 +156,7 @@ class Runner:
                                        for seq in new)):
             self.editor = self.editor or LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device,
                                                       self.send, self.fused)
-            self.editor.start([Start.of(seq) for seq in new], self.rows.free_rows())
+            self.editor.start(new)
         batch = StepInput.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanopaged import LLM, engine
-from nanopaged.device.logits import LogitsEditor, Start, encode_bad_words
+from nanopaged import LLM
+from nanopaged.device.logits import LogitsEditor, encode_bad_words
 from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
+from nanopaged.scheduling.additions import Sequence
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 VOCAB = 40
@@ -47,17 +48,28 @@ def bits(tensor: torch.Tensor) -> list:
     return tensor.view(torch.int32).tolist()
 
 
+def sequence(row: int, params=SamplingParams(), prompt_ids=(1,), output_ids=(), stop_ids=(), bad_words=()) -> Sequence:
+    """By default a row that runs without the editor's knowledge, or has run."""
+    seq = Sequence(list(prompt_ids), (), 0, frozenset(stop_ids), sampling=SequenceSampling(params, 0, list(bad_words)))
+    seq.row, seq.token_ids = row, [*prompt_ids, *output_ids]
+    return seq
+
+
+def output_of(seq: Sequence) -> list[int]:
+    return seq.token_ids[seq.num_prompt_tokens:]
+
+
 # ---- The reference: one sequence, Python's lists
 
-def edit(logits: list[float], start: Start) -> list[float]:
-    """The logits of the token after start.output_ids."""
-    p, output, result = start.params, start.output_ids, list(logits)
+def edit(logits: list[float], seq: Sequence) -> list[float]:
+    """The logits of the token after seq.token_ids."""
+    p, prompt, output, result = seq.sampling.params, seq.token_ids[:seq.num_prompt_tokens], output_of(seq), list(logits)
     for token in range(len(result)):
         if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
             result[token] = -INF
-        if len(output) < p.min_tokens and token in start.stop_ids:
+        if len(output) < p.min_tokens and token in seq.stop_token_ids:
             result[token] = -INF
-        for word in start.bad_words:
+        for word in seq.sampling.bad_words:
             before = word[:-1]
             if word[-1] == token and len(output) >= len(before) and output[len(output) - len(before):] == before:
                 result[token] = -INF
@@ -65,7 +77,7 @@ def edit(logits: list[float], start: Start) -> list[float]:
     for function in p.logits_processors or ():
         result = function(output, torch.tensor(result)).tolist()
     for token in range(len(result)):
-        if token in start.prompt_ids or token in output:
+        if token in prompt or token in output:
             repetition = p.repetition_penalty
             result[token] = result[token] / repetition if result[token] > 0 else result[token] * repetition
         result[token] -= p.frequency_penalty * output.count(token)
@@ -93,12 +105,7 @@ def halve(token_ids, logits):
     return logits / 2
 
 
-def plain(row: int) -> Start:
-    """A row that runs without the editor's knowledge, or has run."""
-    return Start(row, SamplingParams(), [1], [], frozenset(), [])
-
-
-def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Start:
+def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Sequence:
     """A sequence with each setting at some probability, of few tokens so that they repeat; every fourth sequence has no
     settings."""
     def maybe(value, chance=0.35):
@@ -122,7 +129,7 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
         settings = {}
     bad = [unknown(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if settings and rng.random() < 0.4 else []
     params = SamplingParams(max_tokens=None, **settings, **(dict(bad_words=["word"]) if bad else {}))
-    return Start(row, params, tokens(rng.randint(1, 30)), tokens(num_output), frozenset(unknown(rng.randrange(4))), bad)
+    return sequence(row, params, tokens(rng.randint(1, 30)), tokens(num_output), unknown(rng.randrange(4)), bad)
 
 
 class Engine:
@@ -131,18 +138,19 @@ class Engine:
     def __init__(self, device, num_rows, seed, processors=False):
         self.device, self.num_rows, self.processors = device, num_rows, processors
         self.rng, self.editor = random.Random(seed), editor_for(device, num_rows)
-        self.sequences = {row: plain(row) for row in range(num_rows)}
+        self.sequences = {row: sequence(row) for row in range(num_rows)}
 
-    def start(self, rows, free_rows=(), **settings):
-        starts = [random_sequence(row, self.rng, self.processors, **settings) for row in rows]
-        self.sequences |= {start.row: start for start in starts}
-        self.editor.start(starts, free_rows)
+    def start(self, rows, **settings):
+        seqs = [random_sequence(row, self.rng, self.processors, **settings) for row in rows]
+        self.sequences |= {seq.row: seq for seq in seqs}
+        self.editor.start(seqs)
 
     def sample(self, rows, logits) -> torch.Tensor:
         on_device = torch.tensor(rows, device=self.device)
-        sequences = [self.sequences[row] for row in rows]
-        lengths = torch.tensor([len(s.prompt_ids) + len(s.output_ids) for s in sequences], dtype=torch.int32)
-        hooks = [(i, s.params.logits_processors or [], s.output_ids, pytest.fail) for i, s in enumerate(sequences)]
+        seqs = [self.sequences[row] for row in rows]
+        lengths = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
+        hooks = [(i, seq.sampling.params.logits_processors or [], output_of(seq), pytest.fail)
+                 for i, seq in enumerate(seqs)]
         hooks = [hook for hook in hooks if hook[1]]
         return self.editor(logits.to(self.device), on_device, lengths.to(self.device), hooks)
 
@@ -150,9 +158,9 @@ class Engine:
         """Tokens that end some bad word more often than chance would."""
         tokens = []
         for row in rows:
-            words = self.sequences[row].bad_words
+            words = self.sequences[row].sampling.bad_words
             tokens.append(self.rng.choice(self.rng.choice(words)) % VOCAB if words else self.rng.randrange(VOCAB))
-            self.sequences[row].output_ids.append(tokens[-1])
+            self.sequences[row].token_ids.append(tokens[-1])
         self.editor.add(torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device))
 
     def some_rows(self):
@@ -168,9 +176,9 @@ def test_mixed_batches_equal_the_reference(device, seed, processors):
     engine, num_edited = Engine(device, 17, seed, processors), 0
     for step in range(50):
         free = engine.rng.sample(range(17), engine.rng.choice([0, 0, 0, 0, 1, 1, 3, 17]))
-        engine.sequences |= {row: plain(row) for row in free}
+        engine.sequences |= {row: sequence(row) for row in free}  # the old ones are gone
         new = engine.rng.sample(range(17), engine.rng.randint(1, 5))
-        engine.start(new, free, num_output=engine.rng.choice([0, 0, 7]))
+        engine.start(new, num_output=engine.rng.choice([0, 0, 7]))
         rows = engine.some_rows()
         logits = normal(len(rows), VOCAB, seed=step).to(engine.rng.choice([torch.float32, torch.bfloat16])).to(device)
         before = logits.clone()
@@ -178,7 +186,7 @@ def test_mixed_batches_equal_the_reference(device, seed, processors):
         assert edited.dtype == torch.float32 and torch.equal(logits, before)
         for row, given, result in zip(rows, logits.tolist(), edited.tolist()):
             assert result == pytest.approx(edit(given, engine.sequences[row]), rel=1e-5, abs=1e-5)
-            assert engine.editor.edits([row]) == engine.sequences[row].params.edits_logits
+            assert engine.editor.edits([row]) == engine.sequences[row].sampling.params.edits_logits
             num_edited += result != given
         engine.note(rows)
     assert num_edited > 90
@@ -196,7 +204,9 @@ def test_a_row_in_a_batch_equals_the_row_alone(device):
         for i, row in enumerate(rows):
             assert bits(engine.sample([row], logits[i:i + 1])[0]) == bits(together[i])
             other = Engine(device, 1, seed=0)
-            other.sequences[0] = engine.sequences[row]._replace(row=0)
+            seq = engine.sequences[row]
+            other.sequences[0] = sequence(0, seq.sampling.params, seq.token_ids[:seq.num_prompt_tokens], output_of(seq),
+                                          seq.stop_token_ids, seq.sampling.bad_words)
             other.editor.start([other.sequences[0]])
             assert bits(other.sample([0], logits[i:i + 1])[0]) == bits(together[i])
         engine.note(rows)
@@ -206,7 +216,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(device):
 def test_a_row_without_settings_keeps_every_bit(device, dtype):
     engine = Engine(device, 20, seed=3)
     engine.start(range(20))
-    plain = [row for row in range(20) if not engine.sequences[row].params.edits_logits]
+    plain = [row for row in range(20) if not engine.sequences[row].sampling.params.edits_logits]
     assert 3 <= len(plain) <= 10 and not engine.editor.edits(plain) and engine.editor.edits(range(20))
     for step in range(6):
         logits = normal(20, VOCAB, seed=step).to(dtype)
@@ -217,18 +227,18 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
 
 
 def test_without_an_editor_no_sequence_edits():
-    seq = engine.Sequence([1], (0, 0, 0), 9, sampling=SequenceSampling(SamplingParams(temperature=0)))
-    assert SamplingNeeds.of([seq], [1], None) == SamplingNeeds(greedy=True)
+    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], None) == SamplingNeeds(greedy=True)
 
 
 def test_tables_hold_the_rows_that_need_them(device):
     """The tables have room for twice as many rows at most, and never for more rows than the engine has."""
     editor = editor_for(device, num_rows=10, vocab_size=1000)
-    for row in (*range(10), *range(10)):  # starting over needs no more
-        editor.start([Start(row, SamplingParams(logit_bias={1: 1.0}), [1], [], (), [])])
+    seqs = [sequence(row, SamplingParams(logit_bias={1: 1.0})) for row in range(10)]
+    for seq in seqs * 2:  # starting over needs no more
+        editor.start([seq])
         num_rows = len(editor.slot_of_row)
         assert (num_rows + 1) * 1000 <= num_entries(editor) <= min(2 * num_rows, 11) * 1000 + 100
-    editor.start([Start(4, SamplingParams(presence_penalty=1.0), [1], [], (), [])])
+    editor.start([seq := sequence(4, SamplingParams(presence_penalty=1.0))])
     assert 22_000 <= num_entries(editor) <= 22_100
 
 
@@ -236,37 +246,41 @@ def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
     """Bans become as few and as short as those of the rows that are left, and tables that no row needs go. Rows that
     edit nothing need none."""
     editor, words = editor_for(device, 10), [[token % VOCAB] * 5 for token in range(1000)]
-    others = [Start(0, SamplingParams(min_tokens=9), [1], [], (2, 3), []),
-              Start(1, SamplingParams(bad_words=["x"]), [1], [5, 6], (), [[5, 6, 7], [8]])]
-    editor.start([plain(row) for row in range(10)])
+    others = [sequence(0, SamplingParams(min_tokens=9), stop_ids=[2, 3]),
+              sequence(1, SamplingParams(bad_words=["x"]), output_ids=[5, 6], bad_words=[[5, 6, 7], [8]])]
+    editor.start([sequence(row) for row in range(10)])
     assert num_entries(editor) < 20 and not editor.edits(range(10))
     everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
-    editor.start([*others, *(Start(row, everything, [1], [], (), words) for row in (2, 3))])
+    ending = [sequence(row, everything, bad_words=words) for row in (2, 3)]
+    editor.start([*others, *ending])
     assert num_entries(editor) > 2 * 1000 * 6
-    editor.start([plain(4)], free_rows=[2, 3, 5])
+    ending.pop()  # it is gone, and the other one has left its row
+    ending[0].row = -1
+    editor.start([sequence(4)])
     assert num_entries(editor) < 200 and not editor.edits([2, 3, 4])
-    editor.start([plain(5)], free_rows=range(5))
+    others.clear()
+    editor.start([sequence(5)])
     assert num_entries(editor) < 20 and not editor.edits(range(10))
 
 
 def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
     """The row of a sequence that ended has no slot any more, though the step that was to tell the device so failed."""
     engine, biased = Engine(device, 3, seed=0), SamplingParams(logit_bias={1: 5.0})
-    engine.editor.start([Start(row, biased, [1], [], (), []) for row in (0, 1)])
+    engine.sequences = {row: sequence(row, biased) for row in range(2)}
+    engine.editor.start(list(engine.sequences.values()))
+    engine.sequences[0] = sequence(0)
     send, engine.editor.send = engine.editor.send, lambda parts: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        engine.editor.start([Start(2, biased, [1], [], (), [])], free_rows=[0])
+        engine.editor.start([sequence(2, biased)])
     engine.editor.send = send
-    engine.sequences[1] = Start(1, biased, [1], [], (), [])
-    engine.editor.start([engine.sequences[0]], free_rows=[2])
+    engine.editor.start([engine.sequences[0]])
     assert engine.sample([0, 1], torch.zeros(2, VOCAB))[:, 1].tolist() == [0, 5]
 
 
 def test_many_generated_tokens_are_counted_exactly(device):
     """A model that is rewarded for repeating a token does so more often than 16 bits count."""
-    start = Start(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000, (), [])
-    editor = editor_for(device, 1)
-    editor.start([start])
+    seq, editor = sequence(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000), editor_for(device, 1)
+    editor.start([seq])
     result = editor(torch.zeros(1, VOCAB, device=device), torch.zeros(1, dtype=torch.int64, device=device),
                     torch.tensor([70_001], device=device))
     assert result[0, 0] == -35_000
@@ -307,7 +321,7 @@ def test_the_work_does_not_depend_on_the_number_of_rows(device):
             engine.editor.add(tensor, tensor % VOCAB)
         counts.append(counter.count)
     assert counts[0] == counts[1] < 80
-    counts, editing = [], [start for start in engine.sequences.values() if start.params.edits_logits]
+    counts, editing = [], [seq for seq in engine.sequences.values() if seq.sampling.params.edits_logits]
     for num_starts in (2, 20):
         with CountOperations() as counter:
             engine.editor.start(editing[:num_starts])
