@@ -17,7 +17,6 @@ class PromptPart(NamedTuple):
     """Prompt tokens whose log probabilities a step computes."""
     seq: Sequence
     first: int  # position of the first
-    num_tokens: int
     rows: range  # in the flat batch, of the tokens that predict them
 
 
@@ -29,7 +28,7 @@ def prompt_parts(batch: StepInput) -> list[PromptPart]:
             start = seq.num_computed_tokens - num_tokens
             count = min(seq.num_computed_tokens, seq.num_prompt_tokens - 1) - start
             if count > 0:
-                parts.append(PromptPart(seq, start + 1, count, range(index, index + count)))
+                parts.append(PromptPart(seq, start + 1, range(index, index + count)))
     return parts
 
 
@@ -44,7 +43,7 @@ def logprob_tensors(send: Callable, seqs: list[Sequence], parts: list[PromptPart
         chosen = tokens.index_select(0, at).clamp(min=0)
         tensors += top_logprobs(logits.index_select(0, at), chosen, needs.num_logprobs)
     if parts:
-        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + part.num_tokens]]
+        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + len(part.rows)]]
         wanted = [part.seq.sampling.num_prompt_logprobs for part in parts]
         tensors += top_logprobs(logits[len(seqs):], send([ids])[0], -1 if -1 in wanted else max(wanted))
     return tensors
@@ -90,7 +89,7 @@ def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[Sequence],
     logprobs = dict(zip(wanting, as_lists(tensors[:4], [seqs[row].sampling.num_logprobs for row in wanting])))
     counts = [part.seq.sampling.num_prompt_logprobs for part in parts for _ in part.rows]
     of_prompts = iter(as_lists(tensors[-4:], counts))
-    prompts = [(part.seq, part.first, list(islice(of_prompts, part.num_tokens))) for part in parts]
+    prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.rows)))) for part in parts]
     return engine.Sampled(tokens, [logprobs.get(row) for row in order] if wanting else None, prompts)
 
 
