@@ -50,7 +50,7 @@ def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
 
 
 SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
-UNIT = 2.0**38  # the integer that stands for probability 1, see `units`
+UNIT = 2.0**38  # the integer that stands for probability 1, see `kept_tokens`
 LOW_BITS = 2**32 - 1
 
 
@@ -117,19 +117,14 @@ def kept_tokens(logits: Tensor, settings: Tensor) -> Tensor:
     keep = ordered >= ordered.gather(-1, top_k[:, None] - 1)
     ordered = torch.softmax(ordered, dim=-1)
     keep &= ordered >= min_p * ordered[:, :1]
-    # A token is kept if the tokens before it sum to less than top_p of the kept probability. top_p = 1 also keeps the
-    # tail, whose probabilities round to 0 units.
-    weights = units(ordered) * keep
+    # A token is kept if the tokens before it sum to less than top_p of the kept probability. The sums are of integers,
+    # hence exact: the order in which a GPU adds changes with the number of rows, and for a single row from one run to
+    # the next. top_p = 1 also keeps the tail, whose probabilities round to 0 units.
+    weights = (ordered * UNIT).long() * keep
     cumulative = weights.cumsum(-1)
     keep &= (cumulative - weights < top_p.double() * cumulative[:, -1:]) | (top_p >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter(-1, order, keep)
-
-
-def units(weights: Tensor) -> Tensor:
-    """Numbers in [0, 1] as integers. Sums of integers are exact, so they do not depend on the order in which a GPU
-    adds. That order changes with the number of rows, and for a single row from one run to the next."""
-    return (weights * UNIT).long()
 
 
 def mix(x: int) -> int:
