@@ -44,7 +44,8 @@ class SamplingNeeds(NamedTuple):
 
 
 def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
-    """Sampling settings as SETTINGS_INTS 32-bit integers: three floats and a gap, two 64-bit integers."""
+    """Sampling settings as SETTINGS_INTS 32-bit integers: three floats (temperature, top_p, min_p) and a gap, two
+    64-bit integers (the seed, mixed, and top_k)."""
     top_k = min(params.top_k, 2**31 - 1)
     return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
 
