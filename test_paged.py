@@ -319,9 +319,7 @@ def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
 def samples_of(n, *args, **kwargs):
     """n samples of one prompt."""
     seqs = [sequence(*args, **kwargs) for _ in range(n)]
-    group = samples.Samples(seqs)
-    for seq in seqs:
-        seq.samples = group
+    samples.Samples(seqs)  # sets `samples` of each
     return seqs
 
 
