@@ -41,6 +41,7 @@ from nanopaged.rope import make_rope_table
 
 # One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
 LayerCache = tuple[Tensor, Tensor, float, float]
+Kernels = kernel.Kernels
 
 
 @dataclass
@@ -128,8 +129,7 @@ class Transformer(nn.Module):
         self.norm = m.norm(c, c.hidden_size)
         self.lm_head = self.embed_tokens if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: kernel.Kernels,
-                out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: list[LayerCache], kernels: Kernels, out: Tensor | None = None) -> Tensor:
         """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
         x, ropes = self.embed(batch)  # [T, D], and for each layer [T, head_dim]
         for layer, rope, cache in zip(self.layers, ropes, kv_cache):
@@ -173,20 +173,17 @@ class Layer(nn.Module):
         self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
         self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
-    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                kernels: kernel.Kernels) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """[T, D] -> [T, D]"""
         x = x + self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                  kernels: kernel.Kernels) -> Tensor:
+    def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """Write the K and V of all tokens, then attend: [T, D] -> [T, D]."""
         q = self.write_kv(x, rope, batch, cache, kernels)
         return self.attention_post_norm(self.o_proj(self.attend(q, batch, cache, kernels).flatten(1)))
 
-    def write_kv(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                 kernels: kernel.Kernels) -> Tensor:
+    def write_kv(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         qkv = self.qkv_proj(x)  # [T, (H + 2 KV) * head_dim]
@@ -199,7 +196,7 @@ class Layer(nn.Module):
         return kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
                                         batch.slot_mapping, k_scale, v_scale)
 
-    def attend(self, q: Tensor, batch: Batch, cache: LayerCache, kernels: kernel.Kernels) -> Tensor:
+    def attend(self, q: Tensor, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """Attention of these queries over the cache: [T, H, head_dim] -> [T, H, head_dim]."""
         k_cache, v_cache, k_scale, v_scale = cache
         return kernels.attention(
@@ -217,8 +214,7 @@ class LastLayer(Layer):
     """Returns only the rows whose logits are read, [rows, D]: as a rule the last row of each sequence that samples. The
     text already has the token that any other row would predict, and a row of logits takes vocab_size numbers."""
 
-    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache,
-                kernels: kernel.Kernels) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)
         return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
