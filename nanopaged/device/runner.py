@@ -66,11 +66,10 @@ class Runner:
     pick = staticmethod(pick)
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
-    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str,
-                 device: torch.device, kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int,
-                 max_num_seqs: int, max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False,
-                 max_num_drafts: int = 0, modules: model.Modules | None = None, whole: model.ModelConfig | None = None,
-                 fp8: str | None = None):
+    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
+                 kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int,
+                 max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False, max_num_drafts: int = 0,
+                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: str | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
@@ -88,8 +87,7 @@ class Runner:
             torch.cuda.empty_cache()
         shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
-        # Of each layer K, V and their scales. `trial.allocate_pool` fills it.
-        self.kv_cache: list[tuple[Tensor, Tensor, float, float]] = []
+        self.kv_cache: list[model.LayerCache] = []  # of each layer; `trial.allocate_pool` fills it
         self.rows = self._make_rows()
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
