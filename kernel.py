@@ -946,23 +946,23 @@ def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     is_fp8 = weight.itemsize == 1
-    rows = few_rows_form(x.shape[1] // count, 8, False, 0)["ROWS"]
+    rows = 32 if x.shape[1] // count <= SMALL_INNER_SIZE else 64
     fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
     return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
 
 
-def few_rows_form(size: int, padded: int, gated: bool, columns: int) -> dict[str, int]:
+def few_rows_form(size: int, padded: int, gated: bool, columns: int, itemsize: int) -> dict[str, int]:
     """Of `few_rows_kernel`: rows of the weight in a program, numbers of a row in a tile, and tiles that the loop's
-    pipeline holds. size: of the inner dimension. A large product has one program for each multiprocessor, or two if
-    gated; many tiles on their way keep the memory busy. (The fastest of 12 to 20 forms for the products of Qwen3-0.6B,
-    of 8B in the whole model, and of 8B in FP8, on an H200.)"""
+    pipeline holds. size: of the inner dimension. Of a large product that is not gated a multiprocessor has one program,
+    and many small tiles are on their way. (The fastest of 12 to 20 forms for the products of Qwen3-0.6B, of 8B in the
+    whole model, and of 8B in FP8, on an H200.)"""
     if size <= SMALL_INNER_SIZE or columns:
         rows = 64 if columns else 32
         tile = SCALE_COLUMNS.value if columns > 1 else 256 if columns or gated and padded == 8 else 128
         return dict(ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4)
-    if gated:
-        return dict(ROWS=64, TILE=128, STAGES=3)
-    return dict(ROWS=64, TILE=64, STAGES=14 if padded <= 32 else 12)
+    tile, stages = (128, 3) if gated else (64, 14)
+    tile_bytes = (64 * (2 if gated else 1) + padded) * tile * itemsize
+    return dict(ROWS=64, TILE=tile, STAGES=min(stages, tiles.LARGE_SHARED_MEMORY // tile_bytes))
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
@@ -983,7 +983,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     if num_rows > 1:
         x, x_scale = quantize_rows(x) if columns and num_rows > MOST_16_BIT_ROWS else (x, x)
         padded = max(8, tiles.next_power_of_2(num_rows))
-        form = few_rows_form(size // count, padded, gated, columns)
+        form = few_rows_form(size // count, padded, gated, columns, x.itemsize)
         few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
             x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             **form, **options)

@@ -111,7 +111,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
                 padded = 64 if columns else 16
-                form = kernel.few_rows_form(12288, padded, gated, columns)
+                form = kernel.few_rows_form(12288, padded, gated, columns, dtype.itemsize)
                 few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, COLUMNS=columns, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")
                 yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
