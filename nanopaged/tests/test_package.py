@@ -67,7 +67,7 @@ def test_each_chapter_is_one_module():
 
 @pytest.mark.parametrize("argv", [["engine.py", "--help"], ["-c", "import engine"], *(
     ["-c", f"{statement}; import sys; assert 'engine' not in sys.modules"] for statement in (
-        "import nanopaged", "from nanopaged import SamplingParams, RequestOutput",
+        "import nanopaged", "from nanopaged import SamplingParams, RequestOutput; SamplingParams(top_p=0.9)",
         "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"))], ids=str)
 def test_the_help_the_scheduler_and_the_settings_need_no_torch(tmp_path, argv):
     for name in ("torch", "triton", "numpy", "tiktoken"):
