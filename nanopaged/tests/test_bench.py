@@ -100,11 +100,15 @@ def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_pat
     assert written["machine"] == machine and written["rows"][-1]["value"] == 5
 
 
-def test_bench_looks_for_the_place_of_its_figures_first(capsys, tmp_path):
-    with pytest.raises(SystemExit) as error:
-        bench.main(["--json", str(tmp_path / "no" / "figures.json")], [lambda quick: pytest.fail("it runs")], [])
+@pytest.mark.parametrize("argv, words", [
+    (["--json", "nowhere/figures.json"], ["--json", "No such file"]),
+    (["--only", "scheduler,nosuch"], ["'scheduler,nosuch'", "scheduler, fragmentation, batching, server"])])
+def test_what_bench_cannot_do_it_refuses_first(monkeypatch, capsys, argv, words):
+    monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it runs"))
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(argv)
     captured = capsys.readouterr()
-    assert error.value.code == 2 and captured.out == "" and "--json" in captured.err and "No such file" in captured.err
+    assert captured.out == "" and all(word in captured.err for word in words)
 
 
 def test_the_help_of_bench_has_no_marks(capsys):

@@ -122,11 +122,15 @@ def test_ctrl_c_ends_the_program_while_torch_is_imported(tmp_path, argv, ignored
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
-@pytest.mark.parametrize("module", ["nanopaged", "nanopaged.cli.main"])
-def test_the_package_is_a_program(tmp_path, module):
+@pytest.mark.parametrize("argv, expected", [
+    *((["-m", module, "--version"], (0, f"nanopaged {nanopaged.__version__}\n", ""))
+      for module in ("nanopaged", "nanopaged.cli.main")),
+    ([ROOT / "engine.py", "--prompt", "x", "--top-p", "2"],
+     (2, "", "error: top_p must be a number above 0 and at most 1, not 2.0\n"))])
+def test_the_package_is_a_program(tmp_path, argv, expected):
     """From another folder too, with PYTHONPATH."""
-    done = python("-m", module, "--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"nanopaged {nanopaged.__version__}\n", "")
+    done = python(*argv, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == expected
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", nanopaged.__version__)
 
 
@@ -155,14 +159,14 @@ assert ours is again and ours is not kernel and sys.modules["kernel"] is kernel
 
 
 def test_a_users_modules_stay_his(users_folder):
-    """They may be imported before nanopaged or after it."""
-    imports = {"before.py": "import kernel, model, engine", "after.py": ""}
+    """They may be imported before nanopaged or after it. Nobody complains where there is no numpy."""
+    imports = {"before.py": "import kernel, model, engine", "after.py": "sys.modules['numpy'] = None"}
     for name, before in imports.items():
         (users_folder / name).write_text(
             USERS_PROGRAM.format(before=before, checkpoint=str(GOLDEN / "qwen3"), root=str(ROOT)))
     with ThreadPool(2) as threads:  # side by side
         for done in threads.map(partial(python, cwd=users_folder), imports):
-            assert (done.returncode, done.stdout) == (0, ""), done.stderr
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_program_runs_from_anywhere(users_folder):
