@@ -35,8 +35,8 @@ def generate(prompt, **params):
     return shared_llm(**SMALL).generate(prompt, SamplingParams(**GREEDY | params))[0]
 
 
-def text_after(prompt, **params) -> str:
-    return generate(prompt, **params).outputs[0].text
+def text_after(prompt) -> str:
+    return generate(prompt).outputs[0].text
 
 
 @pytest.fixture
@@ -198,15 +198,13 @@ def test_kinds_of_line_ends(work, folder):
 
 BAD_LINES = [
     ('{"prompt": "x"', "not JSON"), ("what light", "not JSON"), ("[" * 100_000, "not JSON"),
-    ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON"),
-    ('"what light"', "object"), ("[1, 2]", "object"), ("null", "object"), ("{}", "prompt"),
+    ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON"), ("[1, 2]", "object"), ("null", "object"),
     ('{"max_tokens": 5}', "prompt"), ('{"prompt": "a", "prompt_token_ids": [5]}', "prompt_token_ids"),
-    ('{"prompt": ""}', "empty"), ('{"prompt": 5}', "prompt must be a string, not 5"), ('{"prompt": null}', "not None"),
-    ('{"prompt": [5, 6]}', "prompt must be a string"), ('{"prompt_token_ids": "a"}', "token ids"),
-    ('{"prompt": "a", "temprature": 1}', "'temprature'"), ('{"prompt": "a", "temperature": "hot"}', "'hot'"),
-    ('{"prompt": "a", "logits_processors": []}', "logits_processors"), ('{"prompt": "a", "tools": []}', "tools"),
-    ('{"prompt": "a", "priority": 1.5}', "priority"), ('{"prompt": "\\ud800"}', "surrogate"),
-    ('{"messages": "Hi"}', "messages"), ('{"messages": [{"role": "user"}]}', "content"),
+    ('{"prompt": ""}', "empty"), ('{"prompt": null}', "prompt must be a string, not None"),
+    ('{"prompt_token_ids": "a"}', "token ids"), ('{"prompt": "a", "temprature": 1}', "'temprature'"),
+    ('{"prompt": "a", "temperature": "hot"}', "'hot'"), ('{"prompt": "a", "tools": []}', "tools"),
+    ('{"prompt": "a", "logits_processors": []}', "logits_processors"), ('{"prompt": "a", "priority": 1.5}', "priority"),
+    ('{"prompt": "\\ud800"}', "surrogate"), ('{"messages": [{"role": "user"}]}', "content"),
     ('{"messages": [{"role": "user", "content": "a"}], "tools": 5}', "tools")]
 
 
@@ -355,10 +353,10 @@ def test_what_may_change_between_two_runs(work, folder):
 
 
 @pytest.mark.parametrize("raw", [
-    b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
-    b'{"line": 0, "hash": "5"}\n', b'{"line": 5, "hash": "5"}\n{"line": -1, "hash": "5"}\n',
-    b'{"line": "1", "hash": "5"}\n', b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n',
-    b'{"line": 1, "hash": "12345678123456781"}\n', b'{"line": 100000000000000000, "hash": "5"}\n'])
+    b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
+    b'{"line": 5, "hash": "5"}\n{"line": 0, "hash": "5"}\n', b'{"line": "1", "hash": "5"}\n',
+    b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n', b'{"line": 1, "hash": "12345678123456781"}\n',
+    b'{"line": 100000000000000000, "hash": "5"}\n'])
 def test_a_file_that_holds_something_else_is_left_alone(work, folder, raw):
     (folder / "out.jsonl").write_bytes(raw)
     assert_refused(work(llm_class=no_llm, code=2), "--output", "'out.jsonl'", "is not the result of a prompt")
@@ -383,21 +381,18 @@ def test_files_that_cannot_be_used(work, folder, source, target, words):
     assert content("in.jsonl") == before and not (folder / "out.jsonl").exists()
 
 
-def test_two_runs_do_not_write_to_one_file(work):
+def test_two_runs_do_not_write_to_one_file(work, monkeypatch):
     """The second run is refused before anything is loaded. When the first has ended, another may go on."""
-    pytest.importorskip("fcntl")
+    fcntl = pytest.importorskip("fcntl")
     first = PromptFile("in.txt", "out.jsonl")
     assert_refused(work("in.txt", llm_class=no_llm, code=2), "another run", "--output 'out.jsonl'")
     first.results.close()
     for _ in range(2):
         work("in.txt")
     assert len(results()) == 3
-
-
-def test_a_file_system_without_locks(work, monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", lambda *_: os.stat("nowhere"))  # an OSError
-    work("in.txt")
-    assert len(results()) == 3
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat("nowhere"))  # a file system without locks
+    work("in.txt", "unlocked.jsonl")
+    assert texts("unlocked.jsonl") == texts()
 
 
 class FullDisk(io.FileIO):
