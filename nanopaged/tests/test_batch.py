@@ -1,5 +1,6 @@
 """A file of prompts in, a file of results out: every line has one result, whatever interrupts the run."""
 import io
+import itertools
 import json
 import os
 import re
@@ -75,18 +76,14 @@ def content(path="out.jsonl") -> bytes:
 
 
 def results(path="out.jsonl") -> dict[int, dict]:
-    """A dict from each line's number to its one result, which may supersede errors."""
+    """A dict from each line's number to its one result, which may supersede errors, without what depends on the other
+    requests that ran."""
     results = {}
     for result in map(json.loads, content(path).splitlines()):
         assert results.get(result["line"], {"error": ""}).get("error") is not None, "a second result"
-        results[result["line"]] = {key: value for key, value in result.items() if key not in ("line", "hash")}
+        results[result["line"]] = {key: value for key, value in result.items()
+                                   if key not in ("line", "hash", "num_cached_tokens")}
     return dict(sorted(results.items()))
-
-
-def comparable(found: dict[int, dict]) -> dict[int, dict]:
-    """The results without what depends on the other requests that ran."""
-    return {line: {key: value for key, value in result.items() if key != "num_cached_tokens"}
-            for line, result in found.items()}
 
 
 def texts(path="out.jsonl") -> dict[int, list[str]]:
@@ -101,11 +98,12 @@ def test_a_text_file(work):
     assert captured.out == "" and "3 lines, " in captured.err and "15 new at" in captured.err
     assert "\r" not in captured.err  # no terminal, no bar
     for line, prompt in enumerate((ROMEO, JULIET, "DUKE: So"), 1):
-        expected, found = generate(prompt), results()[line]
-        assert found.pop("num_cached_tokens") <= len(expected.prompt_token_ids)
+        expected = generate(prompt)
         sample = dict(index=0, text=expected.outputs[0].text, token_ids=expected.outputs[0].token_ids,
                       finish_reason="length", num_tokens=5)
-        assert found == dict(prompt=prompt, num_prompt_tokens=len(expected.prompt_token_ids), outputs=[sample])
+        num_tokens = len(expected.prompt_token_ids)
+        assert results()[line] == dict(prompt=prompt, num_prompt_tokens=num_tokens, outputs=[sample])
+        assert json.loads(content().splitlines()[line - 1])["num_cached_tokens"] <= num_tokens
 
 
 def test_lines_with_settings_of_their_own(work):
@@ -269,11 +267,11 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
     write_lines(*({"prompt": f"{i}. {ROMEO}", "max_tokens": 1 + 3 * i % 8, "n": 1 + i % 2, "temperature": 1}
                   for i in range(6)), "{", {"prompt": ROMEO})
     work(output="whole.jsonl", max_num_seqs=max_num_seqs, code=1)
-    whole, found = comparable(results("whole.jsonl")), {}
+    whole, found = results("whole.jsonl"), {}
     for steps in (2, 3, 4, 6):
         with interrupted_at(steps):
             captured = work(max_num_seqs=max_num_seqs, code=130)
-        before, found = len(found), comparable(results())
+        before, found = len(found), results()
         assert all(whole[line] == result for line, result in found.items()) and before <= len(found) < 8
         assert nothing_left(shared_llm(**SMALL, max_num_seqs=max_num_seqs)) and "Traceback" not in captured.err
         last = captured.err.splitlines()[-1]
@@ -281,7 +279,7 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
                         "same command goes on from there")
     captured = work(max_num_seqs=max_num_seqs, code=1)
     num_good = sum("error" not in result for result in found.values())
-    assert comparable(results()) == whole and f"8 lines, {num_good} of them done before, 1 bad" in captured.err
+    assert results() == whole and f"8 lines, {num_good} of them done before, 1 bad" in captured.err
     raw = content()
     monkeypatch.setattr(LLM, "add_request", lambda *_: pytest.fail("it is done"))
     work(max_num_seqs=max_num_seqs, code=1)  # there is nothing left to do, and there is a bad line still
@@ -318,12 +316,12 @@ def test_a_line_that_failed_is_tried_again(work, monkeypatch):
 
 def test_a_run_that_was_killed_goes_on_from_any_byte(work, folder):
     work()
-    whole, raw = comparable(results()), content()
+    whole, raw = results(), content()
     line_end = raw.index(b"\n")
     for cut in {0, 1, 8, 9, 10, len(raw) - 1, *range(20, len(raw), 307), line_end, line_end + 1}:
         (folder / "out.jsonl").write_bytes(raw[:cut])
         work()
-        assert comparable(results()) == whole, cut
+        assert results() == whole, cut
 
 
 @pytest.mark.parametrize("lines, more, word", [
@@ -407,7 +405,7 @@ class FullDisk(io.FileIO):
 def test_a_full_disk(work, monkeypatch):
     """The disk takes half a result. Once there is room, the same command goes on."""
     work("in.txt", "whole.jsonl")
-    whole, open_file = comparable(results("whole.jsonl")), batch.open_file
+    whole, open_file = results("whole.jsonl"), batch.open_file
     with monkeypatch.context() as patch:
         patch.setattr(batch, "open_file", lambda option, path, mode: (
             io.BufferedRandom(FullDisk(path, mode)) if option == "--output" else open_file(option, path, mode)))
@@ -416,7 +414,7 @@ def test_a_full_disk(work, monkeypatch):
     assert ". " not in error and "goes on where it stopped" in error and nothing_left(shared_llm(**SMALL))
     assert len(content()) == 300
     work("in.txt")
-    assert comparable(results()) == whole
+    assert results() == whole
 
 
 # ---- How much at once
@@ -465,10 +463,9 @@ def test_lines_that_are_done_take_eight_bytes_each(folder):
 def test_the_progress_bar(work, stdin, monkeypatch):
     """The bar is drawn on a terminal only; it is gone when a line has to be told, and at the end."""
     def drawn_by(stream, **options) -> str:
-        ticks = iter(range(10**6))  # of a clock that ticks at every look
         with monkeypatch.context() as patch:
             patch.setenv("COLUMNS", "80")
-            patch.setattr(time, "perf_counter", lambda: next(ticks))
+            patch.setattr(time, "perf_counter", itertools.count().__next__)  # a clock that ticks at every look
             patch.setattr(sys, "stderr", stream)
             work(**dict(output=None, max_num_seqs=1, device="cpu", code=1) | options)
         return stream.getvalue()
