@@ -14,6 +14,7 @@ from nanopaged.cli import batch
 from nanopaged.cli.batch import PromptFile
 from nanopaged.cli.status import Progress
 from nanopaged.progress import ProgressBar, counted
+from nanopaged.tests import test_cli
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     JULIET,
     ROMEO,
@@ -33,7 +34,7 @@ GREEDY = dict(temperature=0, max_tokens=5)
 
 
 def generate(prompt, **params):
-    return shared_llm(**SMALL).generate(prompt, SamplingParams(**GREEDY | params))[0]
+    return test_cli.generate(prompt, **GREEDY | params)[0]
 
 
 def text_after(prompt) -> str:
@@ -122,9 +123,9 @@ def test_lines_with_settings_of_their_own(work):
     assert found[6]["outputs"][0]["stop_reason"] == 198
     [sample], [first] = found[5]["outputs"], expected[4].outputs
     assert sample["cumulative_logprob"] == pytest.approx(first.cumulative_logprob, abs=1e-3)
-    assert [{int(token): (entry["rank"], entry["decoded_token"]) for token, entry in place.items()}
-            for place in sample["logprobs"]] == [
-        {token: (entry.rank, entry.decoded_token) for token, entry in place.items()} for place in first.logprobs]
+    for place, entries in zip(sample["logprobs"], first.logprobs, strict=True):
+        assert place == {str(token): vars(entry) | {"logprob": pytest.approx(entry.logprob, abs=1e-3)}
+                         for token, entry in entries.items()}
     assert found[5]["prompt_logprobs"][0] is None
     assert len(found[5]["prompt_logprobs"]) == len(expected[4].prompt_token_ids)
 

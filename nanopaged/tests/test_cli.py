@@ -29,8 +29,8 @@ from nanopaged.cli.status import Progress
 from nanopaged.device.runner import Runner
 from nanopaged.inputs import OPTIONS
 from nanopaged.outputs import RequestMetrics
+from nanopaged.tests.helpers import BUNDLED, ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = dict(num_blocks=128, block_size=16)  # a pool so small that many engines fit beside each other
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
 GREEDY = dict(temperature=0, max_tokens=12)
@@ -79,7 +79,7 @@ def call(capsys):
 
 
 def generate(prompts, **params):
-    return shared_llm(**SMALL).generate(prompts, SamplingParams(**params))
+    return shared_llm(**SMALL).generate(prompts, SamplingParams(**GREEDY | params))
 
 
 def text_after(prompt, **params) -> str:
@@ -127,7 +127,7 @@ def test_one_prompt_streams_with_its_continuation(call, capsys, prompt):
     seen = []
     with at_each_step(lambda number: seen.append(capsys.readouterr().out)):
         captured = call(prompt=prompt, temperature=0, max_tokens=30, ignore_eos=True)
-    expected = text_after(prompt, temperature=0, max_tokens=30, ignore_eos=True)
+    expected = text_after(prompt, max_tokens=30, ignore_eos=True)
     assert seen[0] == prompt and sum(piece != "" for piece in seen) > 20
     assert "".join(seen) + captured.out == f"{prompt}{expected}\n"
     for word in ("128 blocks", "30 new at ", "/s, ", ", length"):
@@ -220,7 +220,7 @@ def test_sampling_options_become_sampling_parameters(asked_params, name):
 
 def checkpoint(folder: Path, **generation_config) -> str:
     """The bundled model with another generation_config.json."""
-    for file in (ROOT / "nanopaged/shakespeare").iterdir():
+    for file in BUNDLED.iterdir():
         if file.name != "generation_config.json":
             (folder / file.name).symlink_to(file)
     (folder / "generation_config.json").write_text(json.dumps(generation_config))
@@ -232,16 +232,15 @@ def test_the_checkpoint_may_say_the_defaults(asked_params, monkeypatch, tmp_path
     plain = dict(prompt="x", model=checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20))
     without = plain | dict(generation_config="vllm")
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
-    expected = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
-    assert asked_params(**plain) == asked_params(**plain, generation_config="auto") == expected
-    assert asked_params(**without) == ours
+    theirs = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
     override = dict(override_generation_config='{"temperature": 0.1}', llm_class=functools.partial(LLM, device="cpu"))
-    assert asked_params(**plain, **override) == replace(expected, temperature=0.1)
-    assert asked_params(**without, **override) == replace(ours, temperature=0.1)
-    assert asked_params(**plain, top_k=0, max_tokens=5) == replace(expected, top_k=0, max_tokens=5)
-    engine = shared_llm(**SMALL)
-    for config, temperature in [(dict(do_sample=True), 0.8), ({}, 0.8), (dict(do_sample=False), 0.0)]:
-        monkeypatch.setattr(engine, "default_params", config)
+    for options, read in ((plain, theirs), (plain | dict(generation_config="auto"), theirs), (without, ours),
+                          (plain | override, replace(theirs, temperature=0.1)),
+                          (without | override, replace(ours, temperature=0.1)),
+                          (plain | dict(top_k=0, max_tokens=5), replace(theirs, top_k=0, max_tokens=5))):
+        assert asked_params(**options) == read
+    for is_sampled, temperature in ((True, 0.8), (False, 0.0)):
+        monkeypatch.setattr(shared_llm(**SMALL), "default_params", dict(do_sample=is_sampled))
         assert asked_params(prompt="x") == replace(ours, temperature=temperature)
 
 
@@ -364,7 +363,7 @@ def test_beams_with_their_scores(call):
     assert captured.out.count("===") == 6
     assert "36 new at" in captured.err and "2 prompts, " in captured.err
     assert call(prompt=[ROMEO, JULIET], **options).out != captured.out
-    assert f"\n{text_after(ROMEO, **GREEDY)}\n" in call(prompt=ROMEO, beam_width=1, max_tokens=12).out
+    assert f"\n{text_after(ROMEO)}\n" in call(prompt=ROMEO, beam_width=1, max_tokens=12).out
 
 
 # ---- Bad input
@@ -481,7 +480,7 @@ def test_a_closed_stdin(call, monkeypatch, argv):
 def test_a_closed_stream_that_is_not_needed(call, monkeypatch, name):
     monkeypatch.setattr(sys, name, None)
     captured = call(prompt=ROMEO, **GREEDY)
-    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO, **GREEDY)}\n")
+    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
     assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
 
 
@@ -514,7 +513,7 @@ def test_an_interrupt_inside_a_step_ends_cleanly(call, options, when):
         assert captured.out == ""
     else:
         assert captured.out.startswith(ROMEO) and captured.out.endswith("\n")
-        assert f"{ROMEO}{text_after(ROMEO, temperature=0, max_tokens=50)}".startswith(captured.out[:-1])
+        assert f"{ROMEO}{text_after(ROMEO, max_tokens=50)}".startswith(captured.out[:-1])
     call(prompt=ROMEO, **GREEDY)  # with the same engine
 
 
@@ -539,7 +538,7 @@ def answer_to(*turns: str, system: str = "", max_tokens: int = 12, **template) -
     messages = [{"role": "system", "content": system}] * bool(system)
     messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     prompt = shared_llm(**SMALL).chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=template)
-    return text_after(prompt, temperature=0, max_tokens=max_tokens)
+    return text_after(prompt, max_tokens=max_tokens)
 
 
 def answers_to(*questions: str) -> str:

@@ -47,18 +47,15 @@ def test_nanopaged_offers_what_it_says_and_names_what_it_lacks():
 
 
 def test_an_editor_sees_every_name_with_its_type():
-    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed."""
+    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed. A chapter
+    is one module."""
     tree = ast.parse((ROOT / "nanopaged" / "__init__.py").read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     homes = {alias.asname: getattr(node, "module", None) for node in typed.body for alias in node.names}
     assert homes == nanopaged._HOME | dict.fromkeys(CHAPTERS)
     assert {*CHAPTERS, *nanopaged.__all__, "__version__"} <= set(dir(nanopaged))
     assert (ROOT / "nanopaged" / "py.typed").exists()
-
-
-def test_each_chapter_is_one_module():
-    for name, module in zip(CHAPTERS, (kernel, model, engine)):
-        assert getattr(nanopaged, name) is getattr(nanopaged, name) is module
+    assert [getattr(nanopaged, name) for name in CHAPTERS] == [kernel, model, engine]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -309,9 +309,8 @@ def test_aborts_of_running_and_waiting_requests():
     lines = traced(llm := small(max_num_seqs=1))
     a, b = llm.add_request(COMMON, greedy()), llm.add_request([1, 2], greedy())
     llm.step()
-    llm.abort_request(b)
-    llm.abort_request(a)
-    llm.abort_request(a)
+    for request_id in (b, a, a):
+        llm.abort_request(request_id)
     assert lines[-2:] == ["  finished    B (abort)", "  finished    A (abort), frees 2 1 0 (all but 2 cached)"]
 
 
@@ -458,40 +457,31 @@ def test_outputs_are_the_same_with_and_without():
 
 
 def test_close_leaves_the_scheduler_as_it_was(capsys):
-    llm = small()
-    observers = llm.scheduler.observers
-    outer, inner = [], []
-    first = Trace(llm, outer.append)
-    second = Trace(llm, inner.append)
+    llm, outer, inner = small(), [], []
+    first, second = Trace(llm, outer.append), Trace(llm, inner.append)
     llm.generate([1, 2, 3], greedy(1))
     assert inner[LEGEND:] == outer[LEGEND:] != []
-    second.close()
-    second.close()
-    assert len(observers) == 1
-    first.close()
-    assert observers == []
-    length = len(outer)
+    for trace, num_left in ((second, 1), (second, 1), (first, 0)):
+        trace.close()
+        assert len(llm.scheduler.observers) == num_left
+    before = outer + inner
     llm.generate([1, 2, 3], greedy(1))
-    assert len(outer) == len(inner) == length and capsys.readouterr() == ("", "")
+    assert outer + inner == before and capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("stream, environment, is_coloured", [
-    (Screen, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm"), False),
-    (Screen, dict(TERM="dumb"), False), (Screen, dict(TERM="xterm", NO_COLOR="1"), False)])
+    (Screen, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm", NO_COLOR=""), False),
+    (Screen, dict(TERM="dumb", NO_COLOR=""), False), (Screen, dict(TERM="xterm", NO_COLOR="1"), False)])
 def test_colours_are_for_terminals(monkeypatch, stream, environment, is_coloured):
     """Without the escape sequences the lines are the same."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", shown := stream())
-    llm, other = small(num_blocks=6), small(num_blocks=6)
-    Trace(llm)
-    expected = traced(other)
-    for engine in (llm, other):
-        engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], greedy(12), use_tqdm=False)
+    Trace(llm := small(num_blocks=6))
+    expected = traced(llm)
+    llm.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], greedy(12), use_tqdm=False)
     assert re.sub(r"\x1b\[\d+m", "", shown.getvalue()).splitlines() == expected
-    coloured = {line for line in shown.getvalue().splitlines() if "\x1b" in line}
-    assert bool(coloured) is is_coloured
-    if is_coloured:
-        assert {line.split("m")[0] for line in coloured} >= {f"\x1b[{color}" for color in (1, 31, 32, 36)}
-        assert all(line.count("\x1b") == 2 for line in coloured)
+    coloured = [line for line in shown.getvalue().splitlines() if "\x1b" in line]
+    colors = {line.split("m")[0] for line in coloured}
+    assert colors >= {f"\x1b[{color}" for color in (1, 31, 32, 36)} if is_coloured else not colors
+    assert all(line.count("\x1b") == 2 for line in coloured)
