@@ -469,16 +469,12 @@ def test_help_tells_the_defaults():
 
 # ---- Streams that are closed or full
 
-@pytest.mark.parametrize("argv", [["--chat"], ["--prompts", "-"]], ids=" ".join)
-def test_a_closed_stdin(call, monkeypatch, argv):
-    """After <&- in the shell the interpreter has None for stdin."""
-    monkeypatch.setattr(sys, "stdin", None)
-    assert_refused(call(*argv, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
-
-
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream_that_is_not_needed(call, monkeypatch, name):
+def test_a_closed_stream(call, monkeypatch, name):
+    """After <&- in the shell the interpreter has None for stdin. It is an error where it is needed only."""
     monkeypatch.setattr(sys, name, None)
+    for options in (dict(chat=True), dict(prompts="-")) if name == "stdin" else ():
+        assert_refused(call(**options, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
     captured = call(prompt=ROMEO, **GREEDY)
     assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
     assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
@@ -684,13 +680,11 @@ def test_a_conversation_may_go_on_for_ever(talk, asked):
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
 
 
-def test_a_conversation_has_one_answer_at_a_time(talk):
-    assert_refused(talk(n=2, code=2), "--n", "conversation")
-
-
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])
-def test_no_template_no_conversation(talk, chat, tmp_path, more):
+def test_what_a_conversation_needs(talk, chat, tmp_path, more):
     """The program says so before it asks for anything; of the bundled model before it loads anything."""
+    if not more:
+        assert_refused(talk(n=2, llm_class=no_llm, code=2), "--n", "a conversation has one answer at a time")
     del chat["chat_template"]
     captured = talk(AssertionError("asked"), llm_class=no_llm, code=2, **more)
     assert_refused(captured, "bundled model cannot chat", "--model Qwen/Qwen3-0.6B", "--chat-template")
