@@ -362,9 +362,8 @@ def test_a_file_that_holds_something_else_is_left_alone(work, folder, raw):
 
 
 @pytest.mark.parametrize("source, target, words", [
-    ("nowhere.txt", None, ["nowhere.txt", "No such file"]), ("folder.txt", None, ["folder.txt", "directory"]),
-    (".", None, [".txt", ".jsonl"]), ("in.csv", None, ["in.csv", ".jsonl"]), ("", None, ["''", ".jsonl"]),
-    ("in.txt", "folder.txt", ["folder.txt", "directory"]),
+    ("folder.txt", None, ["folder.txt", "directory"]), ("in.csv", None, ["in.csv", ".jsonl"]),
+    ("", None, ["''", ".jsonl"]), ("in.txt", "folder.txt", ["folder.txt", "directory"]),
     ("in.txt", "no/such/out.jsonl", ["no/such/out.jsonl", "No such file"]), ("in.txt", "", ["''", "No such file"]),
     ("in.jsonl", "in.jsonl", ["in.jsonl", "--prompts"]), ("in.jsonl", "linked.jsonl", ["linked.jsonl", "--prompts"]),
     ("nowhere.txt", "out.jsonl", ["nowhere.txt", "No such file"]),

@@ -7,6 +7,7 @@ import time
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,15 +83,10 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
 
 def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_path):
     """stdout has the figures alone. The machine's line names the packages that are there."""
-    def version(package):
-        if package == "triton":
-            raise PackageNotFoundError
-        return "1.5"
-
     def small(quick):
         bench.row("name", 5, "tokens/s", limit=10)
 
-    monkeypatch.setattr(bench, "version", version)
+    monkeypatch.setattr(bench, "version", Mock(side_effect=["1.5", PackageNotFoundError] * 2))  # torch, triton
     bench.main(["--only", "small", "--json", str(tmp_path / "figures.json")], [small], [])
     captured = capsys.readouterr()
     machine, figure = captured.out.splitlines()
