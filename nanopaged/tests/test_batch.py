@@ -1,5 +1,6 @@
 """A file of prompts in, a file of results out: every line has one result, whatever interrupts the run."""
 import io
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from nanopaged.cli import batch
 from nanopaged.cli.batch import PromptFile
 from nanopaged.cli.status import Progress
 from nanopaged.progress import ProgressBar, counted
+from nanopaged.tests import test_cli
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     JULIET,
     ROMEO,
@@ -32,11 +34,11 @@ GREEDY = dict(temperature=0, max_tokens=5)
 
 
 def generate(prompt, **params):
-    return shared_llm(**SMALL).generate(prompt, SamplingParams(**GREEDY | params))[0]
+    return test_cli.generate(prompt, **GREEDY | params)[0]
 
 
-def text_after(prompt, **params) -> str:
-    return generate(prompt, **params).outputs[0].text
+def text_after(prompt) -> str:
+    return generate(prompt).outputs[0].text
 
 
 @pytest.fixture
@@ -75,18 +77,14 @@ def content(path="out.jsonl") -> bytes:
 
 
 def results(path="out.jsonl") -> dict[int, dict]:
-    """A dict from each line's number to its one result, which may supersede errors."""
+    """A dict from each line's number to its one result, which may supersede errors, without what depends on the other
+    requests that ran."""
     results = {}
     for result in map(json.loads, content(path).splitlines()):
         assert results.get(result["line"], {"error": ""}).get("error") is not None, "a second result"
-        results[result["line"]] = {key: value for key, value in result.items() if key not in ("line", "hash")}
+        results[result["line"]] = {key: value for key, value in result.items()
+                                   if key not in ("line", "hash", "num_cached_tokens")}
     return dict(sorted(results.items()))
-
-
-def comparable(found: dict[int, dict]) -> dict[int, dict]:
-    """The results without what depends on the other requests that ran."""
-    return {line: {key: value for key, value in result.items() if key != "num_cached_tokens"}
-            for line, result in found.items()}
 
 
 def texts(path="out.jsonl") -> dict[int, list[str]]:
@@ -101,11 +99,12 @@ def test_a_text_file(work):
     assert captured.out == "" and "3 lines, " in captured.err and "15 new at" in captured.err
     assert "\r" not in captured.err  # no terminal, no bar
     for line, prompt in enumerate((ROMEO, JULIET, "DUKE: So"), 1):
-        expected, found = generate(prompt), results()[line]
-        assert found.pop("num_cached_tokens") <= len(expected.prompt_token_ids)
+        expected = generate(prompt)
         sample = dict(index=0, text=expected.outputs[0].text, token_ids=expected.outputs[0].token_ids,
                       finish_reason="length", num_tokens=5)
-        assert found == dict(prompt=prompt, num_prompt_tokens=len(expected.prompt_token_ids), outputs=[sample])
+        num_tokens = len(expected.prompt_token_ids)
+        assert results()[line] == dict(prompt=prompt, num_prompt_tokens=num_tokens, outputs=[sample])
+        assert json.loads(content().splitlines()[line - 1])["num_cached_tokens"] <= num_tokens
 
 
 def test_lines_with_settings_of_their_own(work):
@@ -124,9 +123,9 @@ def test_lines_with_settings_of_their_own(work):
     assert found[6]["outputs"][0]["stop_reason"] == 198
     [sample], [first] = found[5]["outputs"], expected[4].outputs
     assert sample["cumulative_logprob"] == pytest.approx(first.cumulative_logprob, abs=1e-3)
-    assert [{int(token): (entry["rank"], entry["decoded_token"]) for token, entry in place.items()}
-            for place in sample["logprobs"]] == [
-        {token: (entry.rank, entry.decoded_token) for token, entry in place.items()} for place in first.logprobs]
+    for place, entries in zip(sample["logprobs"], first.logprobs, strict=True):
+        assert place == {str(token): vars(entry) | {"logprob": pytest.approx(entry.logprob, abs=1e-3)}
+                         for token, entry in entries.items()}
     assert found[5]["prompt_logprobs"][0] is None
     assert len(found[5]["prompt_logprobs"]) == len(expected[4].prompt_token_ids)
 
@@ -159,11 +158,10 @@ def test_texts_are_printed_without_an_output_file(work):
     write_lines({"prompt": ROMEO, "n": 2, "seed": 3, "temperature": 1}, {"prompt": JULIET},
                 {"messages": [{"role": "user", "content": "Hi"}]})
     captured = work(output=None, chat_template="chat.jinja")
-    samples = generate(ROMEO, n=2, seed=3, temperature=1).outputs
-    for part in (
-            f"=== line 1: {ROMEO!r} [0]\n{samples[0].text}\n\n", f"=== line 1: {ROMEO!r} [1]\n{samples[1].text}\n\n",
-            f"=== line 2: {JULIET!r}\n{text_after(JULIET)}\n\n", "=== line 3: 'Hi'\n"):
-        assert part in captured.out
+    texts = {f"line 1: {ROMEO!r} [{sample.index}]": sample.text
+             for sample in generate(ROMEO, n=2, seed=3, temperature=1).outputs}
+    texts |= {f"line 2: {JULIET!r}": text_after(JULIET), "line 3: 'Hi'": text_after("USER:\nHi\n\nASSISTANT:\n")}
+    assert sorted(captured.out.split("=== ")[1:]) == sorted(f"{title}\n{text}\n\n" for title, text in texts.items())
     assert "3 lines" in captured.err
 
 
@@ -198,15 +196,13 @@ def test_kinds_of_line_ends(work, folder):
 
 BAD_LINES = [
     ('{"prompt": "x"', "not JSON"), ("what light", "not JSON"), ("[" * 100_000, "not JSON"),
-    ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON"),
-    ('"what light"', "object"), ("[1, 2]", "object"), ("null", "object"), ("{}", "prompt"),
+    ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON"), ("[1, 2]", "object"), ("null", "object"),
     ('{"max_tokens": 5}', "prompt"), ('{"prompt": "a", "prompt_token_ids": [5]}', "prompt_token_ids"),
-    ('{"prompt": ""}', "empty"), ('{"prompt": 5}', "prompt must be a string, not 5"), ('{"prompt": null}', "not None"),
-    ('{"prompt": [5, 6]}', "prompt must be a string"), ('{"prompt_token_ids": "a"}', "token ids"),
-    ('{"prompt": "a", "temprature": 1}', "'temprature'"), ('{"prompt": "a", "temperature": "hot"}', "'hot'"),
-    ('{"prompt": "a", "logits_processors": []}', "logits_processors"), ('{"prompt": "a", "tools": []}', "tools"),
-    ('{"prompt": "a", "priority": 1.5}', "priority"), ('{"prompt": "\\ud800"}', "surrogate"),
-    ('{"messages": "Hi"}', "messages"), ('{"messages": [{"role": "user"}]}', "content"),
+    ('{"prompt": ""}', "empty"), ('{"prompt": null}', "prompt must be a string, not None"),
+    ('{"prompt_token_ids": "a"}', "token ids"), ('{"prompt": "a", "temprature": 1}', "'temprature'"),
+    ('{"prompt": "a", "temperature": "hot"}', "'hot'"), ('{"prompt": "a", "tools": []}', "tools"),
+    ('{"prompt": "a", "logits_processors": []}', "logits_processors"), ('{"prompt": "a", "priority": 1.5}', "priority"),
+    ('{"prompt": "\\ud800"}', "surrogate"), ('{"messages": [{"role": "user"}]}', "content"),
     ('{"messages": [{"role": "user", "content": "a"}], "tools": 5}', "tools")]
 
 
@@ -271,11 +267,11 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
     write_lines(*({"prompt": f"{i}. {ROMEO}", "max_tokens": 1 + 3 * i % 8, "n": 1 + i % 2, "temperature": 1}
                   for i in range(6)), "{", {"prompt": ROMEO})
     work(output="whole.jsonl", max_num_seqs=max_num_seqs, code=1)
-    whole, found = comparable(results("whole.jsonl")), {}
+    whole, found = results("whole.jsonl"), {}
     for steps in (2, 3, 4, 6):
         with interrupted_at(steps):
             captured = work(max_num_seqs=max_num_seqs, code=130)
-        before, found = len(found), comparable(results())
+        before, found = len(found), results()
         assert all(whole[line] == result for line, result in found.items()) and before <= len(found) < 8
         assert nothing_left(shared_llm(**SMALL, max_num_seqs=max_num_seqs)) and "Traceback" not in captured.err
         last = captured.err.splitlines()[-1]
@@ -283,7 +279,7 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
                         "same command goes on from there")
     captured = work(max_num_seqs=max_num_seqs, code=1)
     num_good = sum("error" not in result for result in found.values())
-    assert comparable(results()) == whole and f"8 lines, {num_good} of them done before, 1 bad" in captured.err
+    assert results() == whole and f"8 lines, {num_good} of them done before, 1 bad" in captured.err
     raw = content()
     monkeypatch.setattr(LLM, "add_request", lambda *_: pytest.fail("it is done"))
     work(max_num_seqs=max_num_seqs, code=1)  # there is nothing left to do, and there is a bad line still
@@ -320,12 +316,12 @@ def test_a_line_that_failed_is_tried_again(work, monkeypatch):
 
 def test_a_run_that_was_killed_goes_on_from_any_byte(work, folder):
     work()
-    whole, raw = comparable(results()), content()
+    whole, raw = results(), content()
     line_end = raw.index(b"\n")
     for cut in {0, 1, 8, 9, 10, len(raw) - 1, *range(20, len(raw), 307), line_end, line_end + 1}:
         (folder / "out.jsonl").write_bytes(raw[:cut])
         work()
-        assert comparable(results()) == whole, cut
+        assert results() == whole, cut
 
 
 @pytest.mark.parametrize("lines, more, word", [
@@ -355,10 +351,10 @@ def test_what_may_change_between_two_runs(work, folder):
 
 
 @pytest.mark.parametrize("raw", [
-    b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
-    b'{"line": 0, "hash": "5"}\n', b'{"line": 5, "hash": "5"}\n{"line": -1, "hash": "5"}\n',
-    b'{"line": "1", "hash": "5"}\n', b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n',
-    b'{"line": 1, "hash": "12345678123456781"}\n', b'{"line": 100000000000000000, "hash": "5"}\n'])
+    b"my notes", b"my notes\nof yesterday", b"[]\n", b"{}\n", b"\xff\xfe\n", b'{"lx', b'{"line": 1}\n',
+    b'{"line": 5, "hash": "5"}\n{"line": 0, "hash": "5"}\n', b'{"line": "1", "hash": "5"}\n',
+    b'{"line": 1, "hash": 5}\n', b'{"line": 1, "hash": "-5"}\n', b'{"line": 1, "hash": "12345678123456781"}\n',
+    b'{"line": 100000000000000000, "hash": "5"}\n'])
 def test_a_file_that_holds_something_else_is_left_alone(work, folder, raw):
     (folder / "out.jsonl").write_bytes(raw)
     assert_refused(work(llm_class=no_llm, code=2), "--output", "'out.jsonl'", "is not the result of a prompt")
@@ -366,9 +362,8 @@ def test_a_file_that_holds_something_else_is_left_alone(work, folder, raw):
 
 
 @pytest.mark.parametrize("source, target, words", [
-    ("nowhere.txt", None, ["nowhere.txt", "No such file"]), ("folder.txt", None, ["folder.txt", "directory"]),
-    (".", None, [".txt", ".jsonl"]), ("in.csv", None, ["in.csv", ".jsonl"]), ("", None, ["''", ".jsonl"]),
-    ("in.txt", "folder.txt", ["folder.txt", "directory"]),
+    ("folder.txt", None, ["folder.txt", "directory"]), ("in.csv", None, ["in.csv", ".jsonl"]),
+    ("", None, ["''", ".jsonl"]), ("in.txt", "folder.txt", ["folder.txt", "directory"]),
     ("in.txt", "no/such/out.jsonl", ["no/such/out.jsonl", "No such file"]), ("in.txt", "", ["''", "No such file"]),
     ("in.jsonl", "in.jsonl", ["in.jsonl", "--prompts"]), ("in.jsonl", "linked.jsonl", ["linked.jsonl", "--prompts"]),
     ("nowhere.txt", "out.jsonl", ["nowhere.txt", "No such file"]),
@@ -383,21 +378,18 @@ def test_files_that_cannot_be_used(work, folder, source, target, words):
     assert content("in.jsonl") == before and not (folder / "out.jsonl").exists()
 
 
-def test_two_runs_do_not_write_to_one_file(work):
+def test_two_runs_do_not_write_to_one_file(work, monkeypatch):
     """The second run is refused before anything is loaded. When the first has ended, another may go on."""
-    pytest.importorskip("fcntl")
+    fcntl = pytest.importorskip("fcntl")
     first = PromptFile("in.txt", "out.jsonl")
     assert_refused(work("in.txt", llm_class=no_llm, code=2), "another run", "--output 'out.jsonl'")
     first.results.close()
     for _ in range(2):
         work("in.txt")
     assert len(results()) == 3
-
-
-def test_a_file_system_without_locks(work, monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", lambda *_: os.stat("nowhere"))  # an OSError
-    work("in.txt")
-    assert len(results()) == 3
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat("nowhere"))  # a file system without locks
+    work("in.txt", "unlocked.jsonl")
+    assert texts("unlocked.jsonl") == texts()
 
 
 class FullDisk(io.FileIO):
@@ -412,7 +404,7 @@ class FullDisk(io.FileIO):
 def test_a_full_disk(work, monkeypatch):
     """The disk takes half a result. Once there is room, the same command goes on."""
     work("in.txt", "whole.jsonl")
-    whole, open_file = comparable(results("whole.jsonl")), batch.open_file
+    whole, open_file = results("whole.jsonl"), batch.open_file
     with monkeypatch.context() as patch:
         patch.setattr(batch, "open_file", lambda option, path, mode: (
             io.BufferedRandom(FullDisk(path, mode)) if option == "--output" else open_file(option, path, mode)))
@@ -421,7 +413,7 @@ def test_a_full_disk(work, monkeypatch):
     assert ". " not in error and "goes on where it stopped" in error and nothing_left(shared_llm(**SMALL))
     assert len(content()) == 300
     work("in.txt")
-    assert comparable(results()) == whole
+    assert results() == whole
 
 
 # ---- How much at once
@@ -470,10 +462,9 @@ def test_lines_that_are_done_take_eight_bytes_each(folder):
 def test_the_progress_bar(work, stdin, monkeypatch):
     """The bar is drawn on a terminal only; it is gone when a line has to be told, and at the end."""
     def drawn_by(stream, **options) -> str:
-        ticks = iter(range(10**6))  # of a clock that ticks at every look
         with monkeypatch.context() as patch:
             patch.setenv("COLUMNS", "80")
-            patch.setattr(time, "perf_counter", lambda: next(ticks))
+            patch.setattr(time, "perf_counter", itertools.count().__next__)  # a clock that ticks at every look
             patch.setattr(sys, "stderr", stream)
             work(**dict(output=None, max_num_seqs=1, device="cpu", code=1) | options)
         return stream.getvalue()

@@ -7,6 +7,7 @@ import time
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,15 +83,10 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
 
 def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_path):
     """stdout has the figures alone. The machine's line names the packages that are there."""
-    def version(package):
-        if package == "triton":
-            raise PackageNotFoundError
-        return "1.5"
-
     def small(quick):
         bench.row("name", 5, "tokens/s", limit=10)
 
-    monkeypatch.setattr(bench, "version", version)
+    monkeypatch.setattr(bench, "version", Mock(side_effect=["1.5", PackageNotFoundError] * 2))  # torch, triton
     bench.main(["--only", "small", "--json", str(tmp_path / "figures.json")], [small], [])
     captured = capsys.readouterr()
     machine, figure = captured.out.splitlines()
@@ -100,11 +96,15 @@ def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_pat
     assert written["machine"] == machine and written["rows"][-1]["value"] == 5
 
 
-def test_bench_looks_for_the_place_of_its_figures_first(capsys, tmp_path):
-    with pytest.raises(SystemExit) as error:
-        bench.main(["--json", str(tmp_path / "no" / "figures.json")], [lambda quick: pytest.fail("it runs")], [])
+@pytest.mark.parametrize("argv, words", [
+    (["--json", "nowhere/figures.json"], ["--json", "No such file"]),
+    (["--only", "scheduler,nosuch"], ["'scheduler,nosuch'", "scheduler, fragmentation, batching, server"])])
+def test_what_bench_cannot_do_it_refuses_first(monkeypatch, capsys, argv, words):
+    monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it runs"))
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(argv)
     captured = capsys.readouterr()
-    assert error.value.code == 2 and captured.out == "" and "--json" in captured.err and "No such file" in captured.err
+    assert captured.out == "" and all(word in captured.err for word in words)
 
 
 def test_the_help_of_bench_has_no_marks(capsys):

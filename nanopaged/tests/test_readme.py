@@ -1,10 +1,6 @@
 """README.md held to the code: its commands, traces, numbers, names and paths."""
-import contextlib
-import functools
-import io
 import re
 import shlex
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +12,9 @@ from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
 from nanopaged.cli.main import HELP, main
 from nanopaged.device import choices, graphs, pool, runner
+from nanopaged.tests.helpers import ROOT
 from nanopaged.weights.families import read_model_config
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
 DRAWINGS = [text.splitlines() for language, text in FENCED if not language]
@@ -27,41 +23,21 @@ PLAIN = " ".join(README.split())
 SOURCE = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged").rglob("*.py")
                  if file.parent.name != "tests")
 
-torch.set_num_threads(1)
-
 
 # --------------------------------------------------------------------------------------------------
 # Commands and traces
 # --------------------------------------------------------------------------------------------------
 
-PAGE, FIRST = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
-
-
-@functools.cache
-def run(*arguments: str) -> tuple[str, list[str]]:
-    """stdout and the lines on stderr of `python engine.py` on a CPU."""
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()) as errors:
-        assert main([*arguments, "--device", "cpu"]) == 0
-        sys.stdout.flush()
-    return out.buffer.getvalue().decode(), errors.getvalue().splitlines()
-
-
-def test_every_line_of_the_traces_is_printed_in_this_order():
-    swapping = [*FIRST, "--swap-space", "1"]
+def test_every_line_of_the_traces_is_printed_in_this_order(capsys):
+    _, first = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
+    swapping = [*first, "--swap-space", "1"]
     excerpts = [lines for lines in DRAWINGS if lines[0].startswith(("step", "  preempted"))]
     assert len(excerpts) == 4 and "`--swap-space 1`" in README
-    for arguments, wanted in ((FIRST, sum(excerpts[:3], [])), (swapping, excerpts[3])):
-        printed = iter([line.rstrip() for line in run(*arguments)[1]])
+    for arguments, wanted in ((first, sum(excerpts[:3], [])), (swapping, excerpts[3])):
+        assert main([*arguments, "--device", "cpu"]) == 0
+        printed = iter([line.rstrip() for line in capsys.readouterr().err.splitlines()])
         for line in wanted:
             assert line in printed, f"the trace does not print this line, or not behind those before it: {line!r}"
-
-
-def test_a_preempted_sequence_ends_with_the_same_text_as_on_a_larger_pool():
-    larger = [*FIRST, "--num-blocks", "100"]
-    texts, lines = run(*larger)
-    assert not any("preempted" in line for line in lines)
-    assert texts == run(*FIRST)[0]
 
 
 def test_the_python_example_runs(capsys):
