@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 
@@ -43,19 +45,6 @@ def engine():
     return llm
 
 
-@contextlib.contextmanager
-def in_threads(*functions):
-    """Run the functions, each in a thread, beside what the context holds."""
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    try:
-        yield threads
-    finally:
-        for thread in threads:
-            thread.join()
-
-
 @pytest.fixture
 def busy(engine):
     """The engine, while two threads generate."""
@@ -65,7 +54,8 @@ def busy(engine):
         while not stop.is_set():
             engine.generate([[1, 2, 3]], tokens(50))
 
-    with in_threads(work, work):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(work), pool.submit(work)
         while len(engine.steps) < 10:
             time.sleep(0.001)
         yield engine
@@ -99,8 +89,9 @@ def test_streams_get_their_pieces_as_they_come(busy):
             gaps.append(len(busy.steps) - last)
             last = len(busy.steps)
 
-    with in_threads(*[read] * 16):
-        pass
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(16):
+            pool.submit(read)
     # A thread that the system keeps from running for a while is late without the engine's doing.
     assert len(gaps) >= 16 * 140 and sorted(gaps)[len(gaps) * 99 // 100] <= 5
 
@@ -133,8 +124,9 @@ def test_threads_share_their_steps(engine):
         barrier.wait()
         engine.generate([[1, 2]], tokens(40))
 
-    with in_threads(*[work] * 64):
-        pass
+    with ThreadPoolExecutor(64) as pool:
+        for _ in range(64):
+            pool.submit(work)
     assert len(engine.steps) <= 64 * 40 / 10  # one alone takes 40 steps, and some begin later
 
 
@@ -151,15 +143,15 @@ def test_who_adds_or_aborts_does_not_wait_for_a_loop_of_steps(busy):
 
 
 def test_requests_come_from_many_threads():
-    llm, params, texts = load(), SamplingParams(temperature=0, max_tokens=12), []
+    llm, params = load(), tokens(12, temperature=0)
     expected = llm.generate(PROMPT, params)[0].outputs[0].text
-    calls = [lambda: texts.append("".join(llm.stream(PROMPT, params))),
-             lambda: texts.append(llm.generate(PROMPT, params)[0].outputs[0].text),
-             lambda: llm.abort_request(llm.add_request(PROMPT, SamplingParams(max_tokens=500)))]
-    request_id = llm.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=30))
-    with in_threads(*calls * 4):
+    calls = [lambda: "".join(llm.stream(PROMPT, params)), lambda: llm.generate(PROMPT, params)[0].outputs[0].text,
+             lambda: llm.abort_request(llm.add_request(PROMPT, tokens(500))) or expected]
+    request_id = llm.add_request(PROMPT, tokens(30, temperature=0))
+    with ThreadPoolExecutor(12) as pool:
+        texts = [pool.submit(call) for call in calls * 4]
         output = finish(llm, request_id)  # what others' steps compute of it is reported here
-    assert output.finished and len(output.outputs[0].token_ids) == 30 and texts == [expected] * 8
+    assert len(output.outputs[0].token_ids) == 30 and {text.result() for text in texts} == {expected}
 
 
 # ---- From within a step: nothing changes beneath it
@@ -170,18 +162,17 @@ def test_requests_come_from_many_threads():
     ids=["generate", "stream", "step", "add_request", "beam_search"])
 def test_a_call_from_within_a_step_is_refused(call):
     llm = load(num_blocks=64)
-    expected = llm.generate(["ROMEO:", "JULIET:"], tokens(8, temperature=0))
+    greedy = tokens(8, temperature=0)
+    expected = llm.generate("JULIET:", greedy)
 
     def process(token_ids, logits):
         call(llm)
         return logits
 
-    params = [tokens(8, temperature=0, logits_processors=[process]), tokens(8, temperature=0)]
-    failed, other = llm.generate(["ROMEO:", "JULIET:"], params)
+    failed, other = llm.generate(["ROMEO:", "JULIET:"], [replace(greedy, logits_processors=[process]), greedy])
     assert failed.outputs[0].finish_reason == "error"
     assert "from within one of its steps" in failed.outputs[0].stop_reason
-    assert other.outputs[0].text == expected[1].outputs[0].text
-    assert not llm.requests and not llm.scheduler.waiting
+    assert tokens_of([other]) == tokens_of(expected) and not llm.requests and not llm.scheduler.waiting
     llm.scheduler.block_manager.check_idle()
 
 
@@ -202,27 +193,20 @@ def test_an_abort_from_within_a_step_waits_for_its_end(engine):
 
 @pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(when):
-    params, calls = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), count(1)
-    expected = tokens_of(shared().generate(PROMPT, params))
-    llm = load()
+    llm, params, calls = load(), tokens(12, temperature=0), count(1)
     gc.disable()  # it comes when it is called
     ring = [llm.stream([9, 8, 7], SamplingParams(max_tokens=40))]
     next(ring[0])
     ring.append(ring)
-    rid, register = llm.add_request(PROMPT, params), llm.scheduler.block_manager.cache_full_blocks
+    manager, rid = llm.scheduler.block_manager, llm.add_request(PROMPT, params)
+    register = manager.cache_full_blocks
     llm.step()
     ring = None
-
-    def collecting(seq):
-        register(seq)
-        if next(calls) == when:
-            gc.collect()
-
-    llm.scheduler.block_manager.cache_full_blocks = collecting
+    manager.cache_full_blocks = lambda seq: (register(seq), next(calls) == when and gc.collect())
     output = finish(llm, rid)
     gc.enable()
-    assert tokens_of([output]) == expected
-    llm.scheduler.block_manager.check_idle()
+    assert tokens_of([output]) == tokens_of(shared().generate(PROMPT, params))
+    manager.check_idle()
 
 
 # ---- Ctrl-C
@@ -235,13 +219,14 @@ def test_an_interrupt_comes_to_who_waits_for_another_thread():
             held.set()
             done.wait(20)
 
-    with in_threads(hold) as [thread]:
+    with ThreadPoolExecutor() as pool:
+        holder = pool.submit(hold)
         held.wait()
         # As a terminal does it: the signal comes to the process, and so to the main thread, which waits for the lock.
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 6, 7]], GREEDY)
-        assert thread.is_alive()  # it still has the lock
+        assert holder.running()  # it still has the lock
         done.set()
     assert len(llm.generate([[5, 6, 7]], GREEDY)) == 1 and not llm.requests
 
@@ -394,13 +379,8 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_behind(
 
 def test_an_interrupt_after_a_step_was_computed_loses_no_output():
     llm, outputs = load("llama2"), []
-    update, rid = llm.scheduler.update, llm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
-
-    def interrupted(*args):
-        update(*args)
-        signal.raise_signal(signal.SIGINT)
-
-    llm.scheduler.update = interrupted
+    update, rid = llm.scheduler.update, llm.add_request([5, 6, 7], tokens(1))
+    llm.scheduler.update = lambda *args: (update(*args), signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         llm.step()
     while llm.has_unfinished_requests():

@@ -24,18 +24,17 @@ def test_text_and_messages(server):
     prompt = server.llm.chat_prompt([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
                                     chat_template=TEMPLATE)
     for given in ("Hi", [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]):
-        found = server.client.responses.create(input=given, instructions="Be kind.", max_output_tokens=8, **GREEDY)
+        fields = dict(input=given, instructions="Be kind.", max_output_tokens=8, **GREEDY)
+        found = server.client.responses.create(**fields)
         assert found.output_text == expected(server, prompt) and found.status == "incomplete"
         assert found.incomplete_details.reason == "max_output_tokens" and found.usage.output_tokens == 8
-        events = list(server.client.responses.create(input=given, instructions="Be kind.", max_output_tokens=8,
-                                                     stream=True, **GREEDY))
+        events = list(server.client.responses.create(stream=True, **fields))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") \
             == events[-1].response.output_text == found.output_text
-        assert [event.type for event in events][:4] == [f"response.{name}" for name in (
-            "created", "in_progress", "output_item.added", "content_part.added")]
-        assert [event.type for event in events][-4:] == [f"response.{name}" for name in (
-            "output_text.done", "content_part.done", "output_item.done", "incomplete")]
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+        assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
 
 
 @needs_grammar

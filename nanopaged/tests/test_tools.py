@@ -50,24 +50,19 @@ def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, 
     ("hermes", HERMES % ARGUMENTS, "", [WEATHER]),
     ("hermes", f"I look.\n\n{HERMES % ARGUMENTS}\n{HERMES % '{}'}\n", "I look.", [WEATHER, ("weather", {})]),
     ("hermes", (HERMES % ARGUMENTS).removesuffix("\n</tool_call>"), "", [WEATHER]),  # its model ended there
-    ("hermes", "a < b, <tool", "a < b, <tool", []),
-    ("hermes", 'no\n<tool_call>\n{"name": "weather", "argu', 'no\n<tool_call>\n{"name": "weather", "argu', []),
-    ("hermes", "<tool_call>\n[1]\n</tool_call> so\n", "<tool_call>\n[1]\n</tool_call> so\n", []),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>' + HERMES % ARGUMENTS,
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', [WEATHER]),
-    ("hermes", "<tool_call>" + "[" * 5000, "<tool_call>" + "[" * 5000, []),
     ("llama3_json", LLAMA % ARGUMENTS, "", [WEATHER]),
     ("llama3_json", f"<|python_tag|>{LLAMA % ARGUMENTS}; " + '{"name": "time", "parameters": {}}', "", [WEATHER, TIME]),
-    ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
-    ("llama3_json", "It is " + LLAMA % ARGUMENTS, "It is " + LLAMA % ARGUMENTS, []),
-    ("llama3_json", "{x", "{x", []),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": %s}, {"name": "time", "arguments": {}}]' % ARGUMENTS,
      "", [WEATHER, TIME]),
     ("mistral", f"Well [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time{{}}", "Well", [WEATHER, TIME]),
-    ("mistral", "[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
     ("forced", '{"name":"weather","arguments":%s}' % ARGUMENTS, "", [WEATHER]),
-    ("forced", '{"name":"we', '{"name":"we', []),
-    (None, "  plain <tool_call> \0\n", "  plain <tool_call> \0\n", [])])
+    *((kind, text, text, []) for kind, text in (  # no calls
+        ("hermes", "a < b, <tool"), ("hermes", 'no\n<tool_call>\n{"name": "weather", "argu'),
+        ("hermes", "<tool_call>\n[1]\n</tool_call> so\n"), ("hermes", "<tool_call>" + "[" * 5000),
+        ("llama3_json", '{"answer": 42} is it'), ("llama3_json", "It is " + LLAMA % ARGUMENTS), ("llama3_json", "{x"),
+        ("mistral", "[TOOL_CALLS]weather"), ("forced", '{"name":"we'), (None, "  plain <tool_call> \0\n")))])
 def test_calls_in_the_formats_of_models(kind, text, content, calls):
     assert read(text, kind) == ("", content, calls)
     if kind != "forced":
@@ -84,15 +79,12 @@ def test_thoughts(text, thinks, thoughts, content):
 
 def test_text_is_sent_as_it_comes():
     reader = Reader("hermes", False)
-    assert reader.add("Hel", ended=False) == {"content": "Hel"}
-    assert reader.add("lo <tool", ended=False) == {"content": "lo"}
-    assert reader.add("box>", ended=False) == {"content": " <toolbox>"}
+    assert [reader.add(text, ended=False)["content"] for text in ("Hel", "lo <tool", "box>")] == [
+        "Hel", "lo", " <toolbox>"]
     assert Reader(None).add("", ended=True) == {"content": ""}  # so an empty answer is no null
-    reader = Reader("forced")
-    [first] = reader.add('{"name":"f","arguments":{"x', ended=False)["tool_calls"]
-    assert first["function"] == {"name": "f", "arguments": '{"x'} and first["id"]
-    assert reader.add('":1}}', ended=False) == {"tool_calls": [{"index": 0, "function": {"arguments": '":1}'}}]}
-    assert reader.add("", ended=True) == {}
+    first, second, third = add_all(Reader("forced"), ['{"name":"f","arguments":{"x', '":1}}', ""])
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x'} and first["tool_calls"][0]["id"]
+    assert second == {"tool_calls": [{"index": 0, "function": {"arguments": '":1}'}}]} and third == {}
 
 
 def test_calls_of_mistral_have_the_ids_that_its_templates_want():
