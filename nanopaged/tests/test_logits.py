@@ -415,8 +415,8 @@ def test_a_bad_word_of_no_tokens_is_refused():
 # ---- In an engine
 
 def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
-    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes. The tables shrink when
-    no row needs them."""
+    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes. The tables shrink
+    once no row needs them."""
     greedy = dict(temperature=0, ignore_eos=True)
     penalties = SamplingParams(**greedy, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
     expected = LLM(device="cpu", num_blocks=20).generate([[20, 21, 22, 23]], penalties)[0].outputs[0].token_ids
@@ -424,7 +424,7 @@ def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
     penalised = llm.requests[llm.add_request([20, 21, 22, 23], penalties, priority=5)].sequences[0]
     llm.step()
     rows = [penalised.row]
-    for length, max_tokens in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few for it; neither
+    for length, max_tokens in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few; neither
         params = SamplingParams(**greedy, max_tokens=max_tokens)
         urgent = llm.add_request(list(range(length)), params, priority=-1)
         while urgent in llm.requests:
