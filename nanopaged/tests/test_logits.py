@@ -111,8 +111,10 @@ def halve(token_ids, logits):
 def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Sequence:
     """A sequence with each setting at some probability, of few tokens so that they repeat; every fourth sequence has no
     settings."""
-    def maybe(value, chance=0.35):
-        return value if rng.random() < chance else None
+    is_plain = rng.random() < 0.25
+
+    def maybe(**settings):
+        return {} if is_plain or rng.random() < 0.65 else settings
 
     def tokens(k, vocab_size=VOCAB):
         return rng.choices(range(vocab_size), k=k)
@@ -121,18 +123,15 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
         """Some of them: a tokenizer may have more tokens than the model, which therefore never draws them."""
         return tokens(k, VOCAB + 3)
 
-    settings = dict(
-        presence_penalty=maybe(rng.uniform(-2, 2)), frequency_penalty=maybe(rng.uniform(-2, 2)),
-        repetition_penalty=maybe(rng.uniform(0.3, 3)), min_tokens=maybe(rng.randint(1, 12)),
-        logit_bias=maybe({token: rng.uniform(-9, 9) for token in tokens(rng.randint(1, 8))}),
-        allowed_token_ids=maybe(tokens(rng.randint(5, 20)), 0.2),
-        logits_processors=maybe(rng.choices([keep_even, halve], k=rng.randint(1, 3))) if processors else None)
-    settings = {name: value for name, value in settings.items() if value is not None and rng.random() > 0.1}
-    if rng.random() < 0.25:
-        settings = {}
-    bad = [unknown(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if settings and rng.random() < 0.4 else []
-    params = SamplingParams(max_tokens=None, **settings, **(dict(bad_words=["word"]) if bad else {}))
-    return sequence(row, params, tokens(rng.randint(1, 30)), tokens(num_output), unknown(rng.randrange(4)), bad)
+    settings = (
+        maybe(presence_penalty=rng.uniform(-2, 2)) | maybe(frequency_penalty=rng.uniform(-2, 2))
+        | maybe(repetition_penalty=rng.uniform(0.3, 3)) | maybe(min_tokens=rng.randint(1, 12))
+        | maybe(logit_bias={token: rng.uniform(-9, 9) for token in tokens(rng.randint(1, 8))})
+        | maybe(allowed_token_ids=tokens(rng.randint(5, 20))) | maybe(bad_words=["word"])
+        | (maybe(logits_processors=rng.choices([keep_even, halve], k=rng.randint(1, 3))) if processors else {}))
+    bad = [unknown(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if "bad_words" in settings else []
+    return sequence(row, SamplingParams(max_tokens=None, **settings), tokens(rng.randint(1, 30)), tokens(num_output),
+                    unknown(rng.randrange(4)), bad)
 
 
 class Engine:
