@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -205,18 +206,15 @@ def tokens_of(outputs):
 
 def prompt_logits(llm, prompt):
     """Logits of every position of a prompt: each of its beginnings is a prompt of its own."""
-    captured, runner = [], llm.runner
+    captured, compute = [], llm.runner._compute
 
-    def capturing(compute):
-        def call(*args):
-            tokens, logits = compute(*args)
-            captured.append(logits.clone())
-            return tokens, logits
-        return call
+    def capture(*args):
+        tokens, logits = compute(*args)
+        captured.append(logits.clone())
+        return tokens, logits
 
-    compute, runner._compute = runner._compute, capturing(runner._compute)
-    llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
-    runner._compute = compute
+    with patch.object(llm.runner, "_compute", capture):
+        llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
     return torch.cat(captured)
 
 

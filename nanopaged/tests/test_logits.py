@@ -5,6 +5,9 @@ knows one sequence, as Python lists.
 """
 import math
 import random
+import re
+from copy import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,8 +111,10 @@ def halve(token_ids, logits):
 def random_sequence(row: int, rng: random.Random, processors: bool = False, num_output: int = 0) -> Sequence:
     """A sequence with each setting at some probability, of few tokens so that they repeat; every fourth sequence has no
     settings."""
-    def maybe(value, chance=0.35):
-        return value if rng.random() < chance else None
+    is_plain = rng.random() < 0.25
+
+    def maybe(**settings):
+        return {} if is_plain or rng.random() < 0.65 else settings
 
     def tokens(k, vocab_size=VOCAB):
         return rng.choices(range(vocab_size), k=k)
@@ -118,18 +123,15 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
         """Some of them: a tokenizer may have more tokens than the model, which therefore never draws them."""
         return tokens(k, VOCAB + 3)
 
-    settings = dict(
-        presence_penalty=maybe(rng.uniform(-2, 2)), frequency_penalty=maybe(rng.uniform(-2, 2)),
-        repetition_penalty=maybe(rng.uniform(0.3, 3)), min_tokens=maybe(rng.randint(1, 12)),
-        logit_bias=maybe({token: rng.uniform(-9, 9) for token in tokens(rng.randint(1, 8))}),
-        allowed_token_ids=maybe(tokens(rng.randint(5, 20)), 0.2),
-        logits_processors=maybe(rng.choices([keep_even, halve], k=rng.randint(1, 3))) if processors else None)
-    settings = {name: value for name, value in settings.items() if value is not None and rng.random() > 0.1}
-    if rng.random() < 0.25:
-        settings = {}
-    bad = [unknown(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if settings and rng.random() < 0.4 else []
-    params = SamplingParams(max_tokens=None, **settings, **(dict(bad_words=["word"]) if bad else {}))
-    return sequence(row, params, tokens(rng.randint(1, 30)), tokens(num_output), unknown(rng.randrange(4)), bad)
+    settings = (
+        maybe(presence_penalty=rng.uniform(-2, 2)) | maybe(frequency_penalty=rng.uniform(-2, 2))
+        | maybe(repetition_penalty=rng.uniform(0.3, 3)) | maybe(min_tokens=rng.randint(1, 12))
+        | maybe(logit_bias={token: rng.uniform(-9, 9) for token in tokens(rng.randint(1, 8))})
+        | maybe(allowed_token_ids=tokens(rng.randint(5, 20))) | maybe(bad_words=["word"])
+        | (maybe(logits_processors=rng.choices([keep_even, halve], k=rng.randint(1, 3))) if processors else {}))
+    bad = [unknown(rng.randint(1, 4)) for _ in range(rng.randint(1, 12))] if "bad_words" in settings else []
+    return sequence(row, SamplingParams(max_tokens=None, **settings), tokens(rng.randint(1, 30)), tokens(num_output),
+                    unknown(rng.randrange(4)), bad)
 
 
 class Engine:
@@ -149,9 +151,8 @@ class Engine:
         on_device = torch.tensor(rows, device=self.device)
         seqs = [self.sequences[row] for row in rows]
         lengths = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-        hooks = [(i, seq.sampling.params.logits_processors or [], output_of(seq), pytest.fail)
-                 for i, seq in enumerate(seqs)]
-        hooks = [hook for hook in hooks if hook[1]]
+        hooks = [(i, functions, output_of(seq), pytest.fail) for i, seq in enumerate(seqs)
+                 if (functions := seq.sampling.params.logits_processors)]
         return self.editor(logits.to(self.device), on_device, lengths.to(self.device), hooks)
 
     def note(self, rows):
@@ -204,10 +205,9 @@ def test_a_row_in_a_batch_equals_the_row_alone(device):
         for i, row in enumerate(rows):
             assert bits(engine.sample([row], logits[i:i + 1])[0]) == bits(together[i])
             other = Engine(device, 1, seed=0)
-            seq = engine.sequences[row]
-            other.sequences[0] = sequence(0, seq.sampling.params, seq.token_ids[:seq.num_prompt_tokens], output_of(seq),
-                                          seq.stop_token_ids, seq.sampling.bad_words)
-            other.editor.start([other.sequences[0]])
+            other.sequences[0] = alone = copy(engine.sequences[row])
+            alone.row = 0
+            other.editor.start([alone])
             assert bits(other.sample([0], logits[i:i + 1])[0]) == bits(together[i])
         engine.note(rows)
 
@@ -313,20 +313,17 @@ def test_the_work_does_not_depend_on_the_number_of_rows(device):
     for each row."""
     engine = Engine(device, 50, seed=6)
     engine.start(range(50))
-    counts = []
-    for rows in ([3, 11], list(range(50))):
+    editing = [seq for seq in engine.sequences.values() if seq.sampling.params.edits_logits]
+
+    def count_operations(rows, num_starts):
         tensor, logits = torch.tensor(rows, device=device), normal(len(rows), VOCAB).to(device)
         with CountOperations() as counter:
+            engine.editor.start(editing[:num_starts])
             engine.editor(logits, tensor, tensor + 30)
             engine.editor.add(tensor, tensor % VOCAB)
-        counts.append(counter.count)
-    assert counts[0] == counts[1] < 80
-    counts, editing = [], [seq for seq in engine.sequences.values() if seq.sampling.params.edits_logits]
-    for num_starts in (2, 20):
-        with CountOperations() as counter:
-            engine.editor.start(editing[:num_starts])
-        counts.append(counter.count)
-    assert counts[0] == counts[1] < 80
+        return counter.count
+
+    assert count_operations([3, 11], num_starts=2) == count_operations(list(range(50)), num_starts=20) < 160
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -392,64 +389,49 @@ def test_logprobs_of_broken_logits_have_ids_of_the_vocabulary(device):
 
 # ---- Bad words as texts
 
-class WordTokenizer:
-    """A tokenizer of known pieces of text, the longest first, with a token of its own for every other character."""
-    pieces = [" bad", "bad", " very", "very", "  ", " "]
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+def tokenizer_of(pieces, prefix=""):
+    """Its tokens are the pieces of a text that a pattern finds. As Llama's, it may put a space before every text."""
+    def encode(text, add_special_tokens=True):
         assert not add_special_tokens
-        ids = []
-        while text:
-            piece = next((piece for piece in self.pieces if text.startswith(piece)), text[0])
-            ids.append(self.pieces.index(piece) if piece in self.pieces else 100 + ord(piece))
-            text = text[len(piece):]
-        return ids
+        return re.findall(pieces, prefix + text.lstrip() if prefix else text)
+    return SimpleNamespace(encode=encode)
 
 
-def test_bad_words_are_banned_with_and_without_a_space_before():
-    """A space that is given makes no difference. Behind a space, x is two tokens, and would begin with the space."""
-    words, ids = ["bad", " bad", "very bad", "x"], [[1], [0], [1], [0], [3, 0], [2, 0], [100 + ord("x")]]
-    assert encode_bad_words(words, WordTokenizer()) == ids
-
-
-def test_a_tokenizer_for_which_the_space_makes_no_difference():
-    class Tokenizer(WordTokenizer):  # as Llama's, which puts a space before every text
-        def encode(self, text, add_special_tokens=True):
-            return super().encode(" " + text.lstrip(), add_special_tokens)
-    assert encode_bad_words(["bad", "x"], Tokenizer()) == [[0], [5, 100 + ord("x")]]
+@pytest.mark.parametrize("words, prefix, tokens", [
+    (["bad", " bad", "very bad"], "", [["bad"], [" bad"], ["bad"], [" bad"], ["very", " bad"], [" very", " bad"]]),
+    (["x"], "", [["x"]]),  # behind a space it is two tokens
+    (["bad", "x"], " ", [[" bad"], [" ", "x"]])])
+def test_bad_words_are_banned_with_and_without_a_space_before(words, prefix, tokens):
+    """A space that is given makes no difference."""
+    assert encode_bad_words(words, tokenizer_of(" ?bad| ?very|.", prefix)) == tokens
 
 
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
-        encode_bad_words(["bad", " "], WordTokenizer())
+        encode_bad_words(["bad", " "], tokenizer_of("[a-z]+"))
 
 
 # ---- In an engine
 
 def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
-    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes."""
-    settings = dict(temperature=0, ignore_eos=True)
-    penalties = SamplingParams(**settings, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
+    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes. The tables shrink
+    once no row needs them."""
+    greedy = dict(temperature=0, ignore_eos=True)
+    penalties = SamplingParams(**greedy, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
     expected = LLM(device="cpu", num_blocks=20).generate([[20, 21, 22, 23]], penalties)[0].outputs[0].token_ids
     llm = LLM(device="cpu", block_size=4, num_blocks=8, scheduling_policy="priority")
-    def run(length, max_tokens):
-        """Until it has ended: one that all others make room for."""
-        params = SamplingParams(**settings, max_tokens=max_tokens)
-        request_id = llm.add_request(list(range(length)), params, priority=-1)
-        while request_id in llm.requests:
-            outputs.update((output.request_id, output) for output in llm.step())
-    outputs, penalised = {}, llm.add_request([20, 21, 22, 23], penalties, priority=5)
-    sequence, rows = llm.requests[penalised].sequences[0], []
+    penalised = llm.requests[llm.add_request([20, 21, 22, 23], penalties, priority=5)].sequences[0]
     llm.step()
-    for given in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few for it; neither
-        rows.append(sequence.row)
-        run(*given)
-    rows.append(sequence.row)
+    rows = [penalised.row]
+    for length, max_tokens in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few; neither
+        params = SamplingParams(**greedy, max_tokens=max_tokens)
+        urgent = llm.add_request(list(range(length)), params, priority=-1)
+        while urgent in llm.requests:
+            llm.step()
+        rows.append(penalised.row)
     while llm.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in llm.step())
-    assert rows == [rows[0], -1, -1, rows[0]] != [-1] * 4
-    assert outputs[penalised].outputs[0].token_ids == expected
-    llm.generate([[1, 2]] * 3, penalties)
+        llm.step()
+    assert rows == [rows[0], -1, -1, rows[0]] != [-1] * 4 and output_of(penalised) == expected
     assert num_entries(llm.runner.editor) > 1000
     llm.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert num_entries(llm.runner.editor) < 300  # a number for each of the 257 rows
