@@ -185,6 +185,14 @@ DUMP = """<script>{
       drafts: document.querySelectorAll("#pools .draft").length,
       lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
       saving: $("saving").innerText} })
+  const unjoined = R.pools > 1 ? stops.flatMap((_, i) => {  // texts in blocks that no line joins to the pool
+    show(i)
+    return [...document.querySelectorAll(".name")].map(e => e.id).filter(name => { show(i, [], name)
+      return $("lines").children.length === 0 &&
+        [...document.querySelectorAll(".lb")].some(e => e.dataset.name === name && $(e.dataset.key)) }) }) : []
+  const next = $("tournext")
+  next.focus(); travel(tour.length - 1)
+  const keeps = document.activeElement === next
   if (tour.length) travel(2)
   const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
   const view = [place("player"), place("stage")]
@@ -203,6 +211,12 @@ DUMP = """<script>{
   pressed.push(!!timer, $("play").textContent)
   press(" ", document.body)
   pressed.push(!timer, $("play").textContent)
+  press(" ", $("slider"))
+  const at = now, back = new KeyboardEvent("keydown", {key: "ArrowLeft", altKey: true, bubbles: true})
+  pressed.push(!!timer)
+  document.body.dispatchEvent(back)
+  pressed.push(now === at)
+  play(false)
   const other = [...document.querySelectorAll(".name")].at(-1), name = other.textContent
   other.click()
   const isChosen = chosen === name
@@ -211,8 +225,8 @@ DUMP = """<script>{
   const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
   const click = new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true})
   $("charts").querySelector("svg").dispatchEvent(click)
-  const result = {all, shown, view, told, keys, pressed, isChosen, clicked: now, words: document.body.innerText,
-    tour: tour.map(t => [t.at, t.title, t.words])}
+  const result = {all, shown, view, told, keys, pressed, isChosen, unjoined, keeps, clicked: now,
+    words: document.body.innerText, tour: tour.map(t => [t.at, t.title, t.words])}
   document.body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
 }</script></html>"""
 
@@ -281,7 +295,8 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
         ["taken", "preempted", "taken"]]  # A0 takes the last free block, so that A1 finds none
     assert any("; right guesses: 3 of 3." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
-    assert result["pressed"] == [True, True, "Pause", True, "Play"]  # Enter on a block, and space twice
+    # Enter on a block, space twice, space on the slider, and Alt with an arrow, which is the browser's.
+    assert result["pressed"] == [True, True, "Pause", True, "Play", True, True] and result["keeps"]
     told, later, focused = result["told"]  # a focused block, and after its text has ended
     assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
@@ -393,7 +408,7 @@ def test_a_browser_plays_other_runs(tmp_path, name, width):
     (tour_top, tour_bottom), (stage_top, _) = result["view"]  # the tour stays above what it explains
     assert 0 <= tour_top < tour_bottom <= stage_top <= tour_bottom + 20 < 600
     if run["host_blocks"]:
-        assert any(table[2] for stop in result["all"] for table in stop["tables"].values())
+        assert result["unjoined"] == [] and any(table[2] for stop in result["all"] for table in stop["tables"].values())
 
 
 @needs_chromium
