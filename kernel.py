@@ -946,7 +946,7 @@ def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     is_fp8 = weight.itemsize == 1
-    rows = 32 if x.shape[1] // count <= SMALL_INNER_SIZE else 64
+    rows = few_rows_form(x.shape[1] // count, 8, False, 0, x.itemsize)["ROWS"]
     fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
     return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
 
