@@ -303,6 +303,8 @@ def test_an_engine_that_is_dropped_leaves_no_process_and_no_file():
 
 
 SCRIPT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background inherits that Ctrl-C is ignored
 from nanopaged import LLM, SamplingParams
 llm = LLM({path!r}, tensor_parallel_size=2, device="cpu", dtype="float32", num_blocks=100)
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
