@@ -97,6 +97,7 @@ OPTIONS = dict(
     gpu_memory_utilization=Option(float, 0.9, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     swap_space=Option(float, 0, "a number of GiB, 0 for none", lambda x: 0 <= x < 2**20),
     enable_prefix_caching=FLAG._replace(default=True),
+    disable_cascade_attn=FLAG._replace(default=None, expected="None, True or False"),
     max_model_len=COUNT,
     max_num_seqs=_integer(256, MOST_SEQS),
     max_num_batched_tokens=_integer(8192, MOST_TOKENS),

@@ -43,7 +43,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: 
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     more = {name: vars(options)[name] for name in (
-        "dtype", "seed", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "warm_up")}
+        "dtype", "seed", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "warm_up",
+        "disable_cascade_attn")}
     more["fp8"] = fp8 = pick_fp8(options.quantization, config, devices, num_ranks)
     more["max_model_len"] = options.max_model_len or config.max_position_embeddings
     more["max_num_drafts"] = drafting.most_in_step(options.max_num_seqs) if drafting else 0

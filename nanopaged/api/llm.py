@@ -33,6 +33,8 @@ class LLM(Core):
     max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
     max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
     enable_prefix_caching: let sequences share the blocks of a common beginning
+    disable_cascade_attn: whether decode reads shared blocks for each sequence by itself. None: only where a text's bits
+        would depend on its batch (fp8 cache, float32, head_dim above 128); False: not there either, if it is possible
     kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
     swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
     generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
@@ -77,7 +79,8 @@ class LLM(Core):
                  tokenizer: str | None = None, tokenizer_revision: str | None = None, skip_tokenizer_init: bool = False,
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
-                 override_generation_config: dict | None = None, max_logprobs: int = 20, **vllm_options: Any):
+                 override_generation_config: dict | None = None, max_logprobs: int = 20,
+                 disable_cascade_attn: bool | None = None, **vllm_options: Any):
         check_options(given := locals(), vllm_options)
         super().__init__(SimpleNamespace(**{name: given[name] for name in OPTIONS}))
         self.script_tokenizer: Any = None

@@ -78,7 +78,7 @@ ENGINE
   --max-model-len N            longest sequence, prompt included [the model's limit]
   --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
   --max-logprobs N             best tokens of --logprobs, or of the API's, at most [20]
-  --no-enable-prefix-caching   compute common beginnings every time
+  --no-enable-prefix-caching, --disable-cascade-attn   compute, read common beginnings every time
   --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
   --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]
   --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
@@ -366,7 +366,7 @@ class _Parser(argparse.ArgumentParser):
         """One sentence instead of the whole usage, with a hint for a typo."""
         import difflib
         unknown = re.search(r"unrecognized arguments: (\S*)", message)
-        names = [name for name in self._option_string_actions if name.startswith("--")]
+        names = map(_option, KINDS)
         close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
         hint = f"; did you mean {close[0]}?" if close else ""
         if unknown and not unknown[1].startswith("-"):
@@ -395,10 +395,10 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in KINDS.items():
-        ways = {bool: dict(action="store_const", const=kind), NoneType: dict(nargs="?", const=""),
+        ways = {bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const=""),
                 tuple: dict(choices=kind)}
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
-        parser.add_argument(*SHORT.get(name, ()), _option(name), dest=name, **how)
+        parser.add_argument(*SHORT.get(name, ()), _option(name).replace("--no-", "--"), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)
     args = parser.parse_args([_with_dashes(word) for word in parser.get_default("words")])
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin

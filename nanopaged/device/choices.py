@@ -106,15 +106,16 @@ def has_block_products(device: torch.device) -> bool:
 
 
 def pick_cascade(config: model.ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,
-                 kernels: kernel.Kernels, device: torch.device) -> Cascade | None:
-    """Finds the blocks that decode reads once for several sequences. None: attention is torch's, all layers have a
-    window, or a text would get other bits."""
+                 kernels: kernel.Kernels, device: torch.device, disable: bool | None) -> Cascade | None:
+    """Finds the blocks that decode reads once for several sequences. disable: None: where a text would get other bits;
+    False: also there, if its tiles fit. None is returned, too, if attention is torch's or all layers have a window."""
     group = config.num_heads // config.num_kv_heads
     tile_n = tiles.decode_config(1, 2, group, config.head_dim, dtype, kv_dtype, device)["TILE_N"]
+    fits = config.head_dim <= 128 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
+    is_wanted = not disable and (disable is False and fits or tiles.has_same_bits(tile_n, dtype, kv_dtype, device))
     is_able = (kernels is kernel.TRITON and 2 * group <= tiles.MAX_PREFIX_COLUMNS
-               and not widest_window(config.sliding_windows)
-               and tiles.has_same_bits(tile_n, dtype, kv_dtype, device))
-    return Cascade(block_size, tile_n, group) if is_able else None
+               and not widest_window(config.sliding_windows))
+    return Cascade(block_size, tile_n, group) if is_able and is_wanted else None
 
 
 def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:

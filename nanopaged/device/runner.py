@@ -69,7 +69,8 @@ class Runner:
     def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
                  kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int,
                  max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False, max_num_drafts: int = 0,
-                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: str | None = None):
+                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: str | None = None,
+                 disable_cascade_attn: bool | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
@@ -91,7 +92,8 @@ class Runner:
         self.rows = self._make_rows()
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
-        self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device)
+        self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device,
+                                             disable_cascade_attn)
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []

@@ -11,8 +11,9 @@ from nanopaged import SamplingParams, tiles
 from nanopaged.scheduling import cascade
 from nanopaged.scheduling.additions import BlockManager, Scheduler, Sequence
 from nanopaged.scheduling.cascade import MOST_ENTRIES, Cascade
-from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_kernel, tokens_of
+from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.weights.fp8 import FP8
 
 # --------------------------------------------------------------------------------------------------
 # Which sequences have blocks in common
@@ -186,7 +187,7 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
     seq_lens = torch.tensor([seq.num_computed_tokens for seq in order], **ints)
     starts = torch.arange(len(order) + 1, **ints)
     caches = torch.randn(2, num_blocks, block_size, num_kv_heads, head_dim, device=device).to(dtype)
-    q = torch.randn(len(order), num_heads, head_dim, device=device).to(dtype)
+    q = torch.randn(len(order), num_heads, head_dim, device=device).to(torch.bfloat16 if dtype is FP8 else dtype)
     shared = torch.tensor(entries + [0] * 8, **ints).view(-1, 4), torch.tensor(num_common, **ints), columns
     inputs = q, *caches, block_tables, seq_lens, starts, head_dim ** -0.5
     options = dict(max_query_len=1, max_seq_len=int(seq_lens.max()))
@@ -206,8 +207,9 @@ def test_kernel_against_float64(sizes, common, nested, heads, block_size):
 
 @pytest.mark.skipif(not CUDA, reason="the bits are those of tensor cores; test_kernel_against_float64 runs on a CPU")
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 1, 80)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
 def test_bits_do_not_depend_on_the_group(heads, dtype):
+    """With an fp8 cache they do (see disable_cascade_attn), by a rounding."""
     torch.manual_seed(0)
     rng = random.Random(0)
     for sizes in ([2], [5, 3, 1], [40], [17, 1, 2]):
@@ -215,17 +217,40 @@ def test_bits_do_not_depend_on_the_group(heads, dtype):
             exact, attention, inputs, shared = attend(rng, sizes, common, heads, block_size, dtype, device="cuda",
                                                       nested=nested)
             together = attention(*inputs, cascade=shared)
+            torch.testing.assert_close(together.double(), exact, rtol=2e-2, atol=2e-2)
+            if dtype is FP8:
+                torch.testing.assert_close(together, attention(*inputs), rtol=1e-2, atol=1e-3)
+                continue
             assert torch.equal(together, attention(*inputs))
             q, k_cache, v_cache, block_tables, seq_lens, starts = inputs
             one = slice(i := rng.randrange(len(q)), i + 1)
             alone = attention(q[one], k_cache, v_cache, block_tables[one], seq_lens[one], starts[:2])
             assert torch.equal(together[one], alone)
-            torch.testing.assert_close(together.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 # --------------------------------------------------------------------------------------------------
 # Engines
 # --------------------------------------------------------------------------------------------------
+
+@needs_kernel
+@pytest.mark.parametrize("same_bits, values", [(True, [None, False]), (False, [False])])
+def test_disable_cascade_attn(same_bits, values, monkeypatch):
+    monkeypatch.setattr(tiles, "has_same_bits", lambda *_: same_bits)
+    seen = [value for value in (None, False, True) if load(attention="triton", disable_cascade_attn=value)
+            .runner.cascade]
+    assert seen == values
+
+
+@needs_gpu
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+def test_an_fp8_cache_in_groups():
+    """Its bits differ from those of a sequence alone, by one rounding of bfloat16 at most, so a group is asked for."""
+    options = dict(dtype="bfloat16", kv_cache_dtype="fp8", graphs=True)
+    assert load(**options).runner.cascade is None
+    llm = load(**options, disable_cascade_attn=False)
+    llm.runner.cascade.least_tokens = 1
+    texts = tokens_of(llm.generate([[*range(3, 68), i] for i in range(4)], GREEDY))
+    assert len(llm.runner.cascade.found[1]) == 4 and all(len(tokens) == 24 for tokens in texts)
 
 @pytest.mark.parametrize("graphs, options", [
     (False, {}), (True, {}), (True, dict(num_blocks=60)), (False, dict(enable_prefix_caching=False)),
