@@ -28,11 +28,13 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
 NO_TOKEN = "the model's output is infinite or not a number, or no token is allowed"  # goes with finish_reason "error"
+by_order = attrgetter("order")  # what queues are sorted by
 
 
 def cdiv(a: int, b: int) -> int:
@@ -320,10 +322,6 @@ class BlockManager:
 # --------------------------------------------------------------------------------------------------
 # Scheduler
 # --------------------------------------------------------------------------------------------------
-
-def by_order(seq: Sequence) -> tuple:
-    return seq.order
-
 
 def discard(queue: list, seq: Sequence) -> None:
     index = bisect_left(queue, seq.order, key=by_order)

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import kernel
-from nanopaged.rope import make_rope_table
 
 # One layer's K and V, [num_blocks, block_size, KV, head_dim] each, and the factors by which an fp8 cache divides them.
 LayerCache = tuple[Tensor, Tensor, float, float]
@@ -65,8 +64,7 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
-    hints: dict[str, Any]  # bounds and a work list for Triton's attention, `shared` for rectangles.py's
-    sampling_indices: Tensor | None = None  # the sequences that sample; only last_layer.py reads it
+    hints: dict[str, Any]  # for attention that is faster: Triton's, and that of rectangles.py and last_layer.py
 
 
 @dataclass
@@ -115,7 +113,7 @@ class ModelConfig:
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
-    rope_tables: list[Tensor]
+    rope_tables: list[Tensor]  # of each of config.ropes, see nanopaged/rope.py
 
     def __init__(self, config: ModelConfig, modules: "Modules | None" = None) -> None:
         super().__init__()
@@ -146,11 +144,6 @@ class Transformer(nn.Module):
         ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # at -1: no rope
         return x, [ropes[i] for i in c.layer_ropes or [0] * c.num_layers]
 
-    def make_rope_tables(self, device: torch.device | str, num_positions: int) -> None:
-        """One table for each of config.ropes, for texts of num_positions tokens (`make_rope_table`)."""
-        self.rope_tables = [make_rope_table(rope, self.config.head_dim, num_positions).to(device)
-                            for rope in self.config.ropes]
-
 
 class Layer(nn.Module):
     """One decoder layer: attention, then the MLP."""
@@ -179,12 +172,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
-        """Write the K and V of all tokens, then attend: [T, D] -> [T, D]."""
-        q = self.write_kv(x, rope, batch, cache, kernels)
-        return self.attention_post_norm(self.o_proj(self.attend(q, batch, cache, kernels).flatten(1)))
-
-    def write_kv(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
-        """Write all tokens' K and V into their slots. Returns Q [T, H, head_dim]."""
+        """Write the K and V of all tokens into their slots, then attend through the block tables: [T, D] -> [T, D]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         qkv = self.qkv_proj(x)  # [T, (H + 2 KV) * head_dim]
         if c.all_heads_norm:
@@ -193,16 +181,12 @@ class Layer(nn.Module):
         qkv = qkv.view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
         # Norm, rope and storing k and v (`store_kv`) wait for memory, so in Triton one launch does all three.
-        return kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
-                                        batch.slot_mapping, k_scale, v_scale)
-
-    def attend(self, q: Tensor, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
-        """Attention of these queries over the cache: [T, H, head_dim] -> [T, H, head_dim]."""
-        k_cache, v_cache, k_scale, v_scale = cache
-        return kernels.attention(
-            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            self.config.attention_scale or self.config.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale,
-            v_scale=v_scale, **batch.hints)
+        q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
+                                     batch.slot_mapping, k_scale, v_scale)
+        o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+                              c.attention_scale or c.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale,
+                              v_scale=v_scale, **batch.hints)  # [T, H, head_dim], like q
+        return self.attention_post_norm(self.o_proj(o.flatten(1)))
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""

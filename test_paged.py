@@ -368,9 +368,6 @@ class FakeModel:
             self.engine.step()
         return self.scheduler.block_manager.step
 
-    def is_out_of_memory(self, error):
-        return False
-
     def launch(self, step):
         if self.fails:
             raise OSError
@@ -887,7 +884,7 @@ def test_the_flat_batch_of_the_models_text():
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
     drawn = {name: cells for name, *cells in as_rows(llm.runner._compute.__doc__, "sequence ")}
     assert drawn["sequence"] == ["A", "C", "B"] and drawn["flat rows"][:3] == ["0", "1", "2..5"]
-    assert batch.sampling_indices.tolist() == list(map(int, drawn["sampling_indices"][:3]))
+    assert batch.hints["sampling_indices"].tolist() == list(map(int, drawn["sampling_indices"][:3]))
     assert batch.logits_indices.tolist() == list(map(int, drawn["last_rows"][:3]))
 
 
@@ -909,7 +906,7 @@ def test_the_rows_of_the_last_layer():
     assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
     needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
     drawing = "logits_indices {} {} (rows), sampling_indices {} {} (A, B)"
-    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].sampling_indices)
+    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].hints["sampling_indices"])
     assert batches[1].logits_indices.tolist() == needed
     assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
 

@@ -395,8 +395,9 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in KINDS.items():
-        ways = {bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const=""),
-                tuple: dict(choices=kind)}
+        ways: dict[type, dict[str, Any]] = {
+            bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const=""),
+            tuple: dict(choices=kind)}
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
         parser.add_argument(*SHORT.get(name, ()), _option(name).replace("--no-", "--"), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)

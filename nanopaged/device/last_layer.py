@@ -7,7 +7,8 @@ and V, and neither attention nor the MLP. A decodes, B brings a whole prompt, an
     K and V           x   x   x   x   x   x   x   x
     attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4 (rows), sampling_indices 0 1 (A, B)
 """
-from dataclasses import replace
+from functools import partial
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -27,21 +28,8 @@ class ShortLastLayer(model.Layer):
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
         """Write the K and V of all tokens, then attend with some: [T, D] -> [rows, D]."""
-        q = self.write_kv(x, rope, batch, cache, kernels)
-        rows, seq_indices = batch.logits_indices, batch.sampling_indices
-        if rows is not None and not len(rows):
-            o = q[:0]
-        elif rows is None or seq_indices is None or not len(seq_indices) or batch.hints["max_query_len"] == 1:
-            # All rows wanted, or rows of prompts alone, or one token each.
-            o = select_rows(self.attend(q, batch, cache, kernels), batch)
-        else:
-            # Some query_len is above 1. Sampling needs each sequence's last row alone, which attends as a decode of
-            # one token. Behind these rows stand those of prompt tokens whose log probabilities are wanted.
-            last_rows, others = rows[:len(seq_indices)], rows[len(seq_indices):]
-            o = self.attend(q.index_select(0, last_rows), decode_only(batch, seq_indices), cache, kernels)
-            if len(others):
-                o = torch.cat([o, self.attend(q, batch, cache, kernels).index_select(0, others)])
-        return self.attention_post_norm(self.o_proj(o.flatten(1)))
+        attention = partial(attend_with_rows, kernels.attention, batch.logits_indices)
+        return super().attention(x, rope, batch, cache, kernels._replace(attention=attention))
 
 
 MODULES = model.PLAIN._replace(last_layer=ShortLastLayer)
@@ -51,12 +39,25 @@ def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
     return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
 
-def decode_only(batch: model.Batch, seq_indices: Tensor) -> model.Batch:
-    """A decode batch of these sequences, each with its last token alone, for attention."""
-    seq_lens = batch.seq_lens.index_select(0, seq_indices)
+def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
+                     block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
+                     sampling_indices: Tensor | None = None, **options: Any) -> Tensor:
+    """`attention` of these rows of q; None: of all. sampling_indices: the sequences that sample; the first rows are the
+    last ones of these. Behind them stand rows of prompt tokens whose log probabilities are wanted."""
+    caches = k_cache, v_cache
+    attend_with_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
+    if rows is None:
+        return attend_with_all()
+    if not len(rows):
+        return q[:0]
+    if sampling_indices is None or not len(sampling_indices) or options["max_query_len"] == 1:
+        return attend_with_all().index_select(0, rows)  # rows of prompts alone, or one token of each sequence
+    # The last row of each sequence attends as a decode of one token.
+    last_rows, others = rows[:len(sampling_indices)], rows[len(sampling_indices):]
+    seq_lens, block_tables = seq_lens.index_select(0, sampling_indices), block_tables.index_select(0, sampling_indices)
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
-    hints = dict(max_query_len=1, max_seq_len=batch.hints["max_seq_len"], shared={})
-    return replace(batch, block_tables=batch.block_tables.index_select(0, seq_indices), seq_lens=seq_lens,
-                   query_start_loc=starts, logits_indices=None, hints=hints)
+    as_decode: dict[str, Any] = dict(max_query_len=1, num_decodes=None, query_tiles=None, cascade=None, shared={})
+    o = attention(q.index_select(0, last_rows), *caches, block_tables, seq_lens, starts, scale, **options | as_decode)
+    return torch.cat([o, attend_with_all().index_select(0, others)]) if len(others) else o

@@ -7,6 +7,7 @@ changed entries of its rows as one message of integers. The sampled tokens stay 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanopaged.device import transfer
 from nanopaged.device.sampler import SETTINGS_INTS, pack_settings
@@ -60,3 +61,10 @@ class Rows:
             self.block_tables.view(-1)[sent[0]] = sent[1]
             if new:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
+
+    def with_last_tokens(self, input_ids: Tensor, rows: Tensor) -> Tensor:
+        """input_ids [T] of a step, with the last tokens of these rows in place of -1. With a lookahead the step that
+        samples such a token is not read yet. It is its sequence's single new token, and such sequences come first."""
+        ones, rest = input_ids[:len(rows)], input_ids[len(rows):]
+        ones = torch.where(ones < 0, self.last_tokens.index_select(0, rows), ones)
+        return torch.cat([ones, rest]) if len(rest) else ones

@@ -23,8 +23,8 @@ its place, those with a * only without enforce_eager:
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
     additions.Engine          RecoveringEngine: undoes steps that fail            everywhere (recovery.py)
 
-pool.py has K and V. warmup.py compiles ahead. choices.py decides types and kernels, and trial.py how large the pool can
-be. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
+choices.py decides types and kernels, trial.py how large the pool (pool.py) can be, and warmup.py compiles ahead. Rare
+features: logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
@@ -86,8 +86,8 @@ class Runner:
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             torch.cuda.empty_cache()
-        shape = self.block_size, config.num_kv_heads, config.head_dim
-        self.pool = Pool(config.num_layers, shape, self.kv_dtype, device)
+        block_shape = self.block_size, config.num_kv_heads, config.head_dim
+        self.pool = Pool(config.num_layers, block_shape, self.kv_dtype, device)
         self.kv_cache: list[model.LayerCache] = []  # of each layer; `trial.allocate_pool` fills it
         self.rows = self._make_rows()
         group = config.num_heads // config.num_kv_heads
@@ -97,11 +97,8 @@ class Runner:
         # Triton's kernels are compiled while the weights are loaded.
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []
-        if tensors is None:
-            tensors = random_tensors(whole or config, self.dtype, device, seed)
-        if fp8:
-            tensors = in_fp8(tensors, fp8, device)
-        self.model = find_blocks(self._build_model(tensors))
+        tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
+        self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
         # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
@@ -136,12 +133,6 @@ class Runner:
     def allocate_host_pool(self, swap_space: float) -> int:
         """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks."""
         return self.pool.allocate_on_host(swap_space) if swap_space else 0
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether a smaller step may succeed. If so, memory is released."""
-        if is_it := isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-        return is_it
 
     @on_its_device
     @torch.inference_mode()
@@ -196,18 +187,14 @@ class Runner:
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
                    max_seq_len: int, num_decodes: int, query_tiles: Tensor, cascade_columns: int = 0) -> model.Batch:
-        # -1 (never without lookahead, graphs.py): the step that samples this token is not read yet, so only last_tokens
-        # has it. It is its sequence's single new token, and such sequences come first.
-        ones, rest = sent.input_ids[:num_decodes], sent.input_ids[num_decodes:]
-        ones = torch.where(ones < 0, self.rows.last_tokens.index_select(0, sent.rows[:num_decodes]), ones)
-        input_ids = torch.cat([ones, rest]) if len(rest) else ones
+        input_ids = self.rows.with_last_tokens(sent.input_ids, sent.rows[:num_decodes])
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
         hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
-                     query_tiles=query_tiles, shared={},
+                     query_tiles=query_tiles, shared={}, sampling_indices=sampling,
                      cascade=(sent.cascade.view(-1, 4), sent.num_common_tokens, cascade_columns)
                      if cascade_columns else None)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
-                           sent.query_start_loc, logits_indices, hints, sampling)
+                           sent.query_start_loc, logits_indices, hints)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
@@ -217,7 +204,7 @@ class Runner:
             logits = editor(logits, rows, positions, needs.processors)
         if needs.grammars:
             logits = self.masker.apply(logits, needs.grammars)
-        tokens = self._draw(logits, rows, positions, needs)
+        tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
@@ -225,9 +212,6 @@ class Runner:
         # reads it: the next one is planned when the host knows the tokens (additions.Engine), and gets this one by id.
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
-
-    def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        return sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """The kernel's work list for prompts, on the host."""

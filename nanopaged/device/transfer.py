@@ -77,8 +77,7 @@ class LaunchedStep:
         self.done: torch.cuda.Event | None = None
 
     def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
-        """The forward pass is launched. sample: launches sampling and returns the tokens; logits: of all rows that need
-        some."""
+        """The forward pass is launched. sample() launches sampling and returns the tokens; logits: of all rows."""
         self.computed = sample, logits
         if self.needs.grammars:
             self.unsampled.add(self)

@@ -7,6 +7,8 @@ probabilities of prompts above all, and other programs may take memory of the sa
 import sys
 from typing import Any
 
+import torch
+
 from nanopaged.scheduling.additions import Engine, Scheduler, SchedulerOutput
 
 STEPS_UNTIL_REGROWTH = 64  # after a step that ran out of memory, until the token budget is doubled again
@@ -40,8 +42,9 @@ class RecoveringEngine(Engine):
             if not isinstance(failed, Exception):  # Ctrl-C
                 error = failed
         budget = self.scheduler.max_num_batched_tokens // 2
-        if budget == 0 or not self.runner.is_out_of_memory(error):
+        if budget == 0 or not isinstance(error, torch.OutOfMemoryError):
             raise error
+        torch.cuda.empty_cache()
         print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
               "gpu_memory_utilization to leave room for more", file=sys.stderr)
         self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0

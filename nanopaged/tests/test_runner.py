@@ -7,7 +7,7 @@ import torch
 
 import kernel
 from nanopaged import LLM, SamplingParams, tiles
-from nanopaged.device import choices
+from nanopaged.device import choices, runner
 from nanopaged.device.choices import pick_dtype
 from nanopaged.tests.helpers import (
     CUDA,
@@ -52,8 +52,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     monkeypatch.setattr(tiles, "MANY_CONTEXTS", 8)
     llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype="float32", num_blocks=64,
               max_num_seqs=max_num_seqs, enforce_eager=True)
-    monkeypatch.setattr(llm.runner, "_draw",
-                        lambda logits, *_: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
+    monkeypatch.setattr(runner, "sample", lambda logits, *_: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
     for future in llm.runner.start_compiling():
         future.result()

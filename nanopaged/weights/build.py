@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.rope import make_rope_table
 from nanopaged.weights.folding import fold, unmerge
 
 
@@ -32,7 +33,7 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     model.load_weights(built, unmerge(tensors, config), *part)
     for name, parameter in built.named_parameters():
         parameter.data = fold(name, parameter.data, config)
-    built.make_rope_tables(device, num_positions)
+    built.rope_tables = [make_rope_table(rope, config.head_dim, num_positions).to(device) for rope in config.ropes]
     return built.eval().requires_grad_(False)
 
 

@@ -120,10 +120,11 @@ def num_scales(size: int, form: str) -> int:
     return cdiv(size, BLOCK[1]) if form == "block" else 1
 
 
-def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, with ordinary matrices cut to 8 bits on the device."""
+def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str | None,
+           device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; with `keep` ordinary matrices are cut to 8 bits on the device."""
     for name, tensor in tensors:
-        if is_ordinary(name, tensor):
+        if keep and is_ordinary(name, tensor):
             yield from as_tensors(name, *quantize(tensor.to(device), keep), keep)
         else:
             yield name, tensor
