@@ -394,8 +394,14 @@ SHARED = {  # samples, prompts, tokens that a prompt has in common with the othe
 
 
 def shared(limits: Limits, quick: bool) -> None:
+    for cache in ("auto", "fp8"):
+        shared_over(cache)
+
+
+def shared_over(cache: str) -> None:
     """Decode steps of texts that have blocks in common, beside the same steps without a cascade."""
-    llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False)
+    llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False,
+                     kv_cache_dtype=cache, disable_cascade_attn=False)
     cascade = llm.runner.cascade
     for name, (n, count, common, own, groups) in SHARED.items():
         starts, ends = random_prompts(2, [common] * groups), random_prompts(3, [own] * count)
@@ -404,7 +410,7 @@ def shared(limits: Limits, quick: bool) -> None:
         for llm.runner.cascade in (cascade, None):
             step_times(llm, prompts, 5, n=n)  # warm up
             times.append(min(statistics.mean(step_times(llm, prompts, 50, n=n)) for _ in range(3)))
-        row(f"0.6B decode, {name}", times[0], "ms/step",
+        row(f"0.6B decode, {name}" + ", fp8" * (cache == "fp8"), times[0], "ms/step",
             note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 

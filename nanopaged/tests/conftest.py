@@ -12,14 +12,16 @@ IS_AHEAD = "NANOPAGED_TESTS_AHEAD"  # an environment variable of the processes t
 
 
 def pytest_collection_finish(session):
-    """For the whole suite on a GPU, run the tests that compile much (`helpers.compiles`) in several processes while the
-    others run. What they compile is in Triton's cache, on disk, when their turn comes. Their results in these processes
-    are not read."""
-    items = [item for item in session.items if getattr(item.obj, "compiles", False)]
+    """For the whole suite on a GPU, run the tests of kernels, and others that compile much (`helpers.compiles`), in
+    several processes while the others run. What they compile is in Triton's cache, on disk, when their turn comes. The
+    results of these processes are not read."""
+    from nanopaged.tests.helpers import needs_kernel
+    items = [item for item in session.items
+             if getattr(item.obj, "compiles", False) or needs_kernel.mark in item.own_markers]
     session.ahead = []
     if torch.cuda.is_available() and len(items) > 50 and IS_AHEAD not in os.environ \
             and not session.config.option.collectonly:
-        count = min(8, os.cpu_count() or 1)
+        count = min(12, os.cpu_count() or 1)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         for first in range(count):
             session.ahead.append(subprocess.Popen(

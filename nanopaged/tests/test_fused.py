@@ -76,9 +76,8 @@ def test_activation_and_product(dtype, gated, activation):
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
-@pytest.mark.parametrize("size_in, size_out", [(5, 3), (64, 8), (1500, 6), (2048, 40)])
+@pytest.mark.parametrize("size_in, size_out, bias", [(5, 3, True), (64, 8, False), (1500, 6, True), (2048, 40, False)])
 def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     torch.manual_seed(0)
     x, weight = made(rows, size_in, dtype=dtype), made(size_out, size_in, dtype=dtype) / size_in ** 0.5
@@ -88,10 +87,10 @@ def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     assert_close(kernel.few_rows_linear(x, weight, shift), exact)
     out = x.new_full((rows, size_out), torch.nan)
     assert kernel.few_rows_linear(x, weight, shift, out) is out and out.isfinite().all()
-    for activation, gated in (("silu", size_out % 2 == 0), ("relu", False)):
-        assert_close(kernel.few_rows_linear(x, weight, shift, None, activation, gated),
-                     activate(exact.to(dtype).double(), activation, gated), 4)
-    if rows > 1 and not bias and size_in % 4 == 0:
+    activation = ("silu", True) if size_out % 2 == 0 else ("relu", False)
+    assert_close(kernel.few_rows_linear(x, weight, shift, None, *activation),
+                 activate(exact.to(dtype).double(), *activation), 4)
+    if rows > 1 and not bias:
         parts = kernel.few_rows_linear(x, weight, None, count=4)
         assert parts.shape == (4, rows, size_out)
         assert_close(parts.double().sum(0).to(dtype), exact, 4)
