@@ -394,11 +394,11 @@ SHARED = {  # samples, prompts, tokens that a prompt has in common with the othe
 
 
 def shared(limits: Limits, quick: bool) -> None:
-    for cache in ("auto", "fp8"):
-        shared_over(cache)
+    for cache, label in (("auto", "decode"), ("fp8", "fp8 cache")):
+        shared_over(cache, label)
 
 
-def shared_over(cache: str) -> None:
+def shared_over(cache: str, label: str) -> None:
     """Decode steps of texts that have blocks in common, beside the same steps without a cascade."""
     llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False,
                      kv_cache_dtype=cache, disable_cascade_attn=False)
@@ -410,7 +410,7 @@ def shared_over(cache: str) -> None:
         for llm.runner.cascade in (cascade, None):
             step_times(llm, prompts, 5, n=n)  # warm up
             times.append(min(statistics.mean(step_times(llm, prompts, 50, n=n)) for _ in range(3)))
-        row(f"0.6B decode, {name}" + ", fp8" * (cache == "fp8"), times[0], "ms/step",
+        row(f"0.6B {label}, {name}", times[0], "ms/step",
             note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 

@@ -196,7 +196,7 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
 @pytest.mark.parametrize("method, options, is_bad", [
     ("launch", {}, lambda call: call % 3 == 2),
     ("launch", dict(num_blocks=30, block_size=4), lambda call: call % 3 == 2),
-    ("sample", {}, lambda call: call % 6 < 3)], ids=str)
+    ("sample", {}, lambda call: call % 6 < 3)], ids=["launch", "few blocks", "sample"])
 def test_steps_that_fail_are_undone(method, options, is_bad, expected, monkeypatch):
     """Also while a void token is under way, and several times."""
     llm, calls = load(device="cpu", lookahead=1, **options), count()

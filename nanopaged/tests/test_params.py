@@ -75,7 +75,7 @@ def test_the_tables_name_every_field():
 
 
 @pytest.mark.parametrize("name, value, wrong", [*PARTS, *((name, value, value) for name in BAD for value in BAD[name])],
-                         ids=lambda value: f"{value!r:.30}")
+                         ids=lambda value: f"{value!r:.30}".partition(" at 0x")[0])
 def test_a_wrong_value_is_refused_with_its_name(name, value, wrong):
     """The sentence quotes what is wrong, in a list or a dict the wrong part."""
     message = refusal(**{name: value})
