@@ -7,16 +7,14 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import MOST_TOKENS, always, check_fields, check_kind, check_number, checked, is_one_of
+from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
 # What several settings must be: the type, the range of a value of this type, and the words for both
 FLAG = bool, always, "True or False"
-PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
 COUNT = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
-SEQUENCES = Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"
 TOKENS = list, tuple, set, frozenset
 BIAS = "a dict from token ids to numbers"
 # The entries of a generation_config.json that are read, and the settings that they give.
@@ -61,7 +59,7 @@ class StructuredOutputsParams:
 
     @property
     def source(self) -> tuple[str, str]:
-        """llguidance's name for the kind, and the grammar as text."""
+        """llguidance's name for the kind, and the grammar as text. ValueError if json is no JSON."""
         if self.choice is not None:
             # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
             return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, self.choice))}"
@@ -70,9 +68,12 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return "grammar" if "::=" in self.grammar else "lark", self.grammar
         schema = {"type": "object"} if self.json is None else self.json
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
-            text = json.dumps(_close_objects(json.loads(text)))
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
+                text = json.dumps(_close_objects(json.loads(text)))
+        except (ValueError, TypeError, RecursionError) as problem:
+            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
         return "json", text
 
 
@@ -134,14 +135,14 @@ class SamplingParams:
 
     Raises ValueError, one sentence, for a value out of range.
     """
-    n: int = checked(1, *SEQUENCES)
-    presence_penalty: float = checked(0.0, *PENALTY)
-    frequency_penalty: float = checked(0.0, *PENALTY)
+    n: int = checked(1, *between(Integral, 1, MOST_SEQUENCES))
+    presence_penalty: float = checked(0.0, *between(Real, -2, 2))
+    frequency_penalty: float = checked(0.0, *between(Real, -2, 2))
     repetition_penalty: float = checked(1.0, Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
     temperature: float = checked(1.0, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
     top_p: float = checked(1.0, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
     top_k: int = checked(0, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
-    min_p: float = checked(0.0, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    min_p: float = checked(0.0, *between(Real, 0, 1))
     seed: int | None = checked(None, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
     stop: str | list[str] | None = checked(
         None, (str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
@@ -149,7 +150,7 @@ class SamplingParams:
     stop_token_ids: list[int] | None = checked(None, TOKENS, always, "a list of token ids")
     ignore_eos: bool = checked(False, *FLAG)
     max_tokens: int | None = checked(16, (Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None")
-    min_tokens: int = checked(0, Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}")
+    min_tokens: int = checked(0, *between(Integral, 0, MOST_TOKENS))
     logprobs: int | None = checked(None, *COUNT)
     prompt_logprobs: int | None = checked(None, *COUNT)
     detokenize: bool = checked(True, *FLAG)
@@ -292,17 +293,15 @@ class BeamSearchParams:
 
     Raises ValueError, one sentence, for a value out of range.
     """
-    beam_width: int = checked(MISSING, *SEQUENCES)
+    beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
     max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
-    length_penalty: float = checked(1.0, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
+    length_penalty: float = checked(1.0, *between(Real, -30, 30))
     ignore_eos: bool = checked(False, *FLAG)
-    early_stopping: bool | str = False
+    early_stopping: bool | str = checked(False, (bool, str), lambda x: not isinstance(x, str) or x == "never",
+                                         "True, False or 'never'")
     temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not is_one_of(self.early_stopping, ("never",)):
-            check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
+    __post_init__ = check_fields
 
 
 class SequenceSampling(NamedTuple):

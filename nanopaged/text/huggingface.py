@@ -11,7 +11,8 @@ from typing import Any
 
 from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, rust_errors
 
-ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # default flags
+ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+               "special": False}  # default flags
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -25,9 +26,9 @@ class HuggingFaceTokenizer(Tokenizer):
         with rust_errors("the package tokenizers cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        flags = (*ADDED_TOKEN, "special")
-        self._tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags})
-                                    for token in spec["added_tokens"] if token["content"] not in known])
+        self._tokenizer.add_tokens([
+            tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in ADDED_TOKEN})
+            for token in spec["added_tokens"] if token["content"] not in known])
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
