@@ -84,20 +84,23 @@ class ChatTemplate:
 
         Raises ValueError for messages of another form, and if the template refuses the messages or fails.
         """
-        for name, value in (("add_generation_prompt", add_generation_prompt),
-                            ("continue_final_message", continue_final_message)):
-            check_kind(name, value, bool, "True or False")
+        check_kind("add_generation_prompt", add_generation_prompt, bool, "True or False")
+        check_kind("continue_final_message", continue_final_message, bool, "True or False")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message continues the last message and add_generation_prompt begins a new "
                              "one; set one of them to False")
         if taken := [name for name in variables or () if not isinstance(name, str) or name in GIVEN]:
             raise ValueError("the names of a chat template's variables are strings other than the reserved "
                              f"{', '.join(GIVEN)}; leave {taken[0]!r:.80} out")
-        check_number("messages", messages, (list, tuple), lambda x: x,
+        check_number("messages", messages, (list, tuple), len,
                      "a list of at least one dict like {'role': 'user', 'content': 'Hello'}")
         check_number("tools", tools, (list, NoneType), lambda x: all(isinstance(tool, dict) for tool in x),
                      "a list of dicts, each the JSON schema of a function")
-        source = self._choose(tools)
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
+                             "'default'; pass a template as chat_template=")
+        source = self.templates[name]
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
@@ -105,13 +108,6 @@ class ChatTemplate:
         text = _mark_end(messages[-1]) if continue_final_message else ""
         prompt = _run(source, self.special_tokens | given, self.seconds)
         return _cut_at_mark(prompt, text) if continue_final_message else prompt
-
-    def _choose(self, tools: list[dict] | None) -> str:
-        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
-                             "'default'; pass a template as chat_template=")
-        return self.templates[name]
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
 
-BUNDLED = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
+BUNDLED: dict[Any, Path] = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 # A name on the Hub is "org/name", or "name" for the oldest models. The Hub's rules exclude paths: ./x, ~/x, x/y/z.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 WEIGHT_FILES = (  # in the order of preference: the first that exists is read
@@ -45,8 +45,7 @@ def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
     Raises FileNotFoundError if no such directory exists or if the directory lacks config.json. Raises ValueError for a
     directory with a revision, for an adapter, for a model in GGUF format, for a URL and for a name of ollama.
     """
-    bundled = BUNDLED.get(model) if isinstance(model, str) else None
-    path = bundled or Path(os.path.expanduser(model))
+    path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if os.path.isfile(path):  # which is False, where Path.is_file raises an error, for a name that is too long
         refuse_other_formats(f"model {str(model)!r}", [path.name])
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
@@ -244,14 +243,11 @@ def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except Exception as error:  # on damaged input zip, pickle and torch each raise exceptions of their own
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{file} cannot be loaded: it is damaged or holds more than tensors ({reason})") from error
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) and _is_plain(tensor)
-                                                for name, tensor in tensors.items()):
+    if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+            for name, tensor in tensors.items()):
         raise ValueError(f"{file}: expected a dict of names to tensors and nothing else (nor tensors that are sparse, "
                          "quantised or without data)")
     for name in list(tensors):
         yield name, tensors.pop(name)  # drops our reference, so the caller can free a tensor that is not mapped
-
-
-def _is_plain(tensor: Any) -> bool:
-    return (isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided
-            and not tensor.is_quantized and not tensor.is_nested)

@@ -17,7 +17,6 @@ from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.fp8 import read_form
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -53,9 +52,9 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
             length = check_size("max_position_embeddings", int(rope["factor"] * rope[STRETCHED[rope["rope_type"]]]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
+    if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype, config.fp8 = DTYPES[dtype], fp8
+    config.torch_dtype, config.fp8 = getattr(torch, dtype), fp8
     return config
 
 
