@@ -201,11 +201,7 @@ def as_list(prompts: Any) -> list[Any]:
 
 def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
                 max_model_len: int) -> tuple[str | None, list[int]]:
-    """A prompt as (text or None, token ids).
-
-    Raises ValueError for a prompt that can never run: an empty one, one that is too long, or one with ids outside of
-    the vocabulary.
-    """
+    """A prompt as (text or None, token ids). ValueError if it can never run."""
     if not isinstance(prompt, dict):
         prompt = as_python(prompt)
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}

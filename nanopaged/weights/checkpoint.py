@@ -40,11 +40,8 @@ DTYPES = {
 
 def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
     """The directory of a checkpoint: a bundled name ("shakespeare") or a path. None for a name on the Hub
-    ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name.
-
-    Raises FileNotFoundError if no such directory exists or if the directory lacks config.json. Raises ValueError for a
-    directory with a revision, for an adapter, for a model in GGUF format, for a URL and for a name of ollama.
-    """
+    ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name. Anything else raises FileNotFoundError or
+    ValueError, with what to pass instead."""
     path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if os.path.isfile(path):  # which is False, where Path.is_file raises an error, for a name that is too long
         refuse_other_formats(f"model {str(model)!r}", [path.name])
@@ -146,9 +143,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of the checkpoint directory `path`, in its stored dtype, one file at a time.
 
     The tensors are views of the mapped file: copy those you keep and drop the others. Writing to a tensor does not
-    change the file. If a checkpoint has both safetensors and .bin files, safetensors is read.
-
-    Iterating raises FileNotFoundError for missing weights or a missing shard, and ValueError for a damaged file.
+    change the file. Iterating raises FileNotFoundError for missing weights or a missing shard, and ValueError for a
+    damaged file.
     """
     path = Path(path)
     first, shards = find_weights(path)
