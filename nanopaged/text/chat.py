@@ -46,14 +46,14 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     tokenizer_config.json, and last the older chat_template.json. Raises ValueError if one of these cannot be read.
     """
     path = Path(path)
-    config = read_json(path / "tokenizer_config.json", {})
+    config = read_tokenizer_config(path)
     files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     if (path / "chat_template.jinja").exists():
         files["default"] = path / "chat_template.jinja"
     for found in (source, {name: file.read_text("utf-8") for name, file in files.items()} or None,
                   config.get("chat_template"), read_json(path / "chat_template.json", {}).get("chat_template")):
         if found is not None:
-            return ChatTemplate(found, special_tokens(read_tokenizer_config(path)))
+            return ChatTemplate(found, special_tokens(config))
     return None
 
 

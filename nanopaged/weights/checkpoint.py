@@ -169,30 +169,13 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                              "in all); fetch the checkpoint again")
 
 
-def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, CPU tensor) of one safetensors file; `read_tensors` describes the tensors and the errors."""
-    entries, data_start = _read_header(file)
-    size = file.stat().st_size
-    expected = data_start + max((end for *_, end in entries.values()), default=0)
-    if size != expected:
-        problem = "is truncated" if size < expected else "has stray bytes at its end"
-        raise ValueError(f"{file} {problem}: expected {expected:,} bytes according to its header, found {size:,}; "
-                         "fetch the file again")
-    contents = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # [size], a private mapping
-    for name, (dtype, shape, begin, end) in entries.items():
-        raw = contents[data_start + begin:data_start + end]
-        if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # torch views bytes as wider numbers only if aligned; the format promises no alignment
-        yield name, raw.view(dtype).reshape(shape)
-
-
 def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     refuse_git_lfs_pointer(file)
     return read_safetensors(file) if file.suffix == ".safetensors" else _read_bin(file)
 
 
-def _read_header(file: Path) -> tuple[dict[str, tuple[torch.dtype, list[int], int, int]], int]:
-    """The table of contents, name -> (dtype, shape, begin, end), and the data's position in the file."""
+def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (name, CPU tensor) of one safetensors file; `read_tensors` describes the tensors and the errors."""
     size = file.stat().st_size
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -207,7 +190,19 @@ def _read_header(file: Path) -> tuple[dict[str, tuple[torch.dtype, list[int], in
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is a JSON {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
-    return {name: _parse_entry(f"{file}: tensor {name!r}", entry) for name, entry in header.items()}, 8 + length
+    entries = {name: _parse_entry(f"{file}: tensor {name!r}", entry) for name, entry in header.items()}
+    data_start = 8 + length
+    expected = data_start + max((end for *_, end in entries.values()), default=0)
+    if size != expected:
+        problem = "is truncated" if size < expected else "has stray bytes at its end"
+        raise ValueError(f"{file} {problem}: expected {expected:,} bytes according to its header, found {size:,}; "
+                         "fetch the file again")
+    contents = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # [size], a private mapping
+    for name, (dtype, shape, begin, end) in entries.items():
+        raw = contents[data_start + begin:data_start + end]
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()  # torch views bytes as wider numbers only if aligned; the format promises no alignment
+        yield name, raw.view(dtype).reshape(shape)
 
 
 def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, int]:
@@ -216,12 +211,11 @@ def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, 
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype = DTYPES.get(dtype_name)
         num_bytes = torch.empty([*shape], dtype=dtype, device="meta").nbytes  # refuses shapes that no tensor has
-        is_valid = type(begin) is type(end) is int and begin >= 0 and end < 2**63
+        if not (type(begin) is type(end) is int and begin >= 0 and end < 2**63):
+            raise ValueError
     except (TypeError, KeyError, ValueError, RuntimeError):
-        is_valid = False
-    if not is_valid:
         raise ValueError(f"{label} has a malformed header entry, {str(entry)[:200]}; expected dtype, shape and "
-                         "data_offsets")
+                         "data_offsets") from None
     if dtype is None:
         raise ValueError(f"{label} has the unknown dtype {dtype_name!r}; expected one of {', '.join(DTYPES)}")
     if end - begin != num_bytes:

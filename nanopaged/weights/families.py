@@ -1,8 +1,8 @@
 """Model families: the meaning of a checkpoint's config.json, and the names of its tensors.
 
 `read_model_config` turns a config.json into a `ModelConfig`, the switches of the one decoder in model.py. Each family
-has one function here, which knows the family's keys, defaults and tensor names. A setting that the decoder does not
-implement raises a ValueError, and so does an impossible value.
+has a function here, or an entry of FAMILIES, which knows the family's keys, defaults and tensor names. A setting that
+the decoder does not implement raises a ValueError, and so does an impossible value.
 """
 import re
 import warnings
@@ -223,14 +223,6 @@ def mistral(hf: dict[str, Any]) -> model.ModelConfig:
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf))
 
 
-def qwen2(hf: dict[str, Any]) -> model.ModelConfig:
-    return qwen(hf, qkv_bias=True, o_bias=False)
-
-
-def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
-    return qwen({"head_dim": 128} | hf, qk_norm=True)
-
-
 def qwen(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     """If use_sliding_window is true, the layers from max_window_layers on have a window."""
     hf = {"use_sliding_window": False, "max_window_layers": 28} | hf
@@ -311,7 +303,9 @@ GEMMA3: dict[str, Any] = dict(
     sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4)
 FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
-    "MinistralForCausalLM": mistral, "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+    "MinistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
+    "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
-from nanopaged.weights.folding import fold
+from nanopaged.weights.build import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
