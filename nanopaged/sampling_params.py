@@ -180,7 +180,7 @@ class SamplingParams:
                          f"at most max_tokens {self.max_tokens}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (tokens := getattr(self, name)) is not None:
-                setattr(self, name, [_read_token(name, token, "a list of token ids") for token in tokens])
+                setattr(self, name, _read_ids(name, tokens, "a list of token ids"))
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.stop and not self.detokenize:
@@ -262,18 +262,16 @@ def wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _read_token(name: str, token: Any, expected: str) -> int:
-    return check_number(name, token, Integral, lambda x: x >= 0, expected)
+def _read_ids(name: str, tokens: Iterable[Any], expected: str) -> list[int]:
+    return [check_number(name, token, Integral, lambda x: x >= 0, expected) for token in tokens]
 
 
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
-    result: dict[int, float] = {}
-    for token, value in bias.items():
-        token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        value = check_number("logit_bias", value, Real, lambda x: x == x, BIAS)
-        result[_read_token("logit_bias", token, BIAS)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
-    return result
+    tokens = [int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token for token in bias]
+    numbers = [check_number("logit_bias", value, Real, lambda x: x == x, BIAS) for value in bias.values()]
+    return dict(zip(_read_ids("logit_bias", tokens, BIAS),
+                    (min(LARGEST_BIAS, max(-LARGEST_BIAS, number)) for number in numbers)))
 
 
 @dataclass

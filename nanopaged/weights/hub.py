@@ -59,10 +59,10 @@ def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | Non
     """Download what the cache lacks: config.json, then the settings and a tokenizer, at last the weights."""
     from huggingface_hub import HfApi, snapshot_download
 
-    def fetch(patterns: Iterable[str]) -> Path:
-        with _explained(repo_id, revision):
-            return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token,
-                                          allow_patterns=[*patterns]))
+    @_explained(repo_id, revision)
+    def fetch(patterns: list[str]) -> Path:
+        return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token,
+                                      allow_patterns=patterns))
 
     with _explained(repo_id, revision):
         info = HfApi(token=token).model_info(repo_id, revision=revision)
