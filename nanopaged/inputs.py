@@ -235,8 +235,7 @@ def read_cache_salt(prompt: Any) -> str | None:
 
 
 def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file, or the default, if one is given, in place of a file that does not exist.
-    Raises FileNotFoundError or ValueError, in one sentence."""
+    """The JSON object in a checkpoint's file, or the default, if one is given, where the file does not exist."""
     if default is not None and not file.exists():
         return default
     if not file.is_file():
@@ -252,8 +251,7 @@ def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def refuse_git_lfs_pointer(file: Path) -> None:
-    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights.
-    OSError if it cannot be read."""
+    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights."""
     try:
         with file.open("rb") as f:
             begin = f.read(23)

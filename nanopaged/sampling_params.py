@@ -1,4 +1,5 @@
-"""The settings of a request: the sampling of its tokens, and the conditions that end its text."""
+"""The settings of a request: the sampling of its tokens, and the conditions that end its text. A value out of range
+raises ValueError, in one sentence."""
 import copy
 import json
 from collections.abc import Callable, Iterable
@@ -38,8 +39,6 @@ class StructuredOutputsParams:
     disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
         additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
         are parts of one object
-
-    Raises ValueError, one sentence, for anything else.
     """
     json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
     regex: str | None = checked(None, str, always, "a string")
@@ -132,8 +131,6 @@ class SamplingParams:
         last. A complete text ends, whatever ignore_eos says
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
         between logit_bias and the penalties. They need the last token on the host, so the engine cannot look ahead
-
-    Raises ValueError, one sentence, for a value out of range.
     """
     n: int = checked(1, *between(Integral, 1, MOST_SEQUENCES))
     presence_penalty: float = checked(0.0, *between(Real, -2, 2))
@@ -288,8 +285,6 @@ class BeamSearchParams:
     temperature: 0, as in vLLM's examples
     early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
         False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
-
-    Raises ValueError, one sentence, for a value out of range.
     """
     beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
     max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")

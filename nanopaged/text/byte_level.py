@@ -107,8 +107,6 @@ class Tokenizer:
         """The token ids of `text`. Added tokens in the text are recognised.
 
         add_special_tokens: also add the tokens that the model expects around a text (Llama 3's BOS)
-
-        Raises ValueError for a lone surrogate, which is half a character.
         """
         check_text(text)
         ids = self._added.encode(text, self._encode_segment)

@@ -43,7 +43,7 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     """The chat template in `source`, otherwise that of the checkpoint directory `path`; None if both are missing.
 
     chat_template.jinja comes first, with additional_chat_templates/NAME.jinja. Then comes `chat_template` in
-    tokenizer_config.json, and last the older chat_template.json. Raises ValueError if one of these cannot be read.
+    tokenizer_config.json, and last the older chat_template.json.
     """
     path = Path(path)
     config = read_tokenizer_config(path)
@@ -81,8 +81,6 @@ class ChatTemplate:
         the list. Any other template gets the texts joined by newlines, as in vLLM; transformers passes the list, which
         such a template prints. With `continue_final_message` the prompt ends with the last message's text, and the
         model continues this text. `variables` are further variables of the template; the names in GIVEN are reserved.
-
-        Raises ValueError for messages of another form, and if the template refuses the messages or fails.
         """
         check_kind("add_generation_prompt", add_generation_prompt, bool, "True or False")
         check_kind("continue_final_message", continue_final_message, bool, "True or False")
@@ -170,8 +168,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
-    """Render the template. ValueError in one sentence if the template refuses the conversation or fails, or computes
-    for more than these seconds."""
+    """Render the template. ValueError if it refuses the conversation, fails, or takes more than these seconds."""
     sandbox = _sandbox()
     try:
         template = sandbox.compile_template(source)

@@ -20,10 +20,7 @@ class _Unreadable(Exception):
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of the checkpoint directory `path`: its tokenizer.json, or GPT-2's pair vocab.json and merges.txt.
-
-    Raises ValueError, in one sentence, if the directory has no tokenizer or a damaged one, or if the tokenizer needs
-    the package `tokenizers` and this package is missing.
-    """
+    ValueError, in one sentence, if there is none, or none that can be read."""
     path = Path(path)
     try:
         return _load(path)

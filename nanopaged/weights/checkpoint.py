@@ -98,7 +98,6 @@ def eos_token_ids(path: Path) -> set[int]:
     """The end-of-sequence token ids of config.json and generation_config.json in the checkpoint directory `path`.
 
     Both files count: chat models often name the end of a turn in one file and the end of a document in the other.
-    Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):

@@ -48,8 +48,8 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     except (TypeError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
         raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
     for rope in config.ropes:
-        if rope["rope_type"] in STRETCHED:  # as in vLLM, texts may be longer by the factor
-            length = check_size("max_position_embeddings", int(rope["factor"] * rope[STRETCHED[rope["rope_type"]]]))
+        if trained := STRETCHED.get(rope["rope_type"]):  # as in vLLM, texts may be longer by the factor
+            length = check_size("max_position_embeddings", int(rope["factor"] * rope[trained]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in ("float32", "float16", "bfloat16"):
