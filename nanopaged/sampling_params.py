@@ -294,7 +294,8 @@ class BeamSearchParams:
                                          "True, False or 'never'")
     temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class SequenceSampling(NamedTuple):
