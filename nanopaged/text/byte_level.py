@@ -23,6 +23,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import regex
@@ -61,7 +62,7 @@ class Tokenizer:
     def __init__(self, spec: dict[str, Any], config: dict[str, Any]):
         self._read_tokens(spec, config)
         _check_byte_level(spec)
-        self._nfc = bool(spec.get("normalizer"))
+        self._normalize: Callable[[str], str] = partial(unicodedata.normalize, "NFC") if spec.get("normalizer") else str
         self._split, self._add_prefix_space = _split_pattern(spec.get("pre_tokenizer"))
         self._before, self._after = _template_ids(spec.get("post_processor"))
         # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
@@ -130,9 +131,6 @@ class Tokenizer:
 
     def special_token_ids(self) -> set[int]:
         return self._special
-
-    def _normalize(self, text: str) -> str:
-        return unicodedata.normalize("NFC", text) if self._nfc else text
 
     def _encode_segment(self, text: str) -> list[int]:
         return self._added_normalized.encode(self._normalize(text), self._encode_ordinary)

@@ -116,11 +116,13 @@ def read_generation_config(path: Path) -> dict:
 
 
 def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:
-    """The name of the file in the directory that has the weights, or "". If it is an index, also its shards: a file's
-    name -> the names of the tensors in it. ValueError if the index has no map of them, or names a file elsewhere."""
+    """The first of WEIGHT_FILES in the directory, or "", and what is read: a file's name -> the names of its tensors, if
+    an index gives them. ValueError if the index has no map of them, or names a file elsewhere."""
     first = next((name for name in WEIGHT_FILES if (path / name).is_file()), "")
     shards: dict[str, set[str]] = {}
-    if first.endswith(".json"):
+    if not first.endswith(".json"):
+        shards[first] = set()
+    else:
         weight_map = read_json(path / first).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError(f"{path / first}: expected a \"weight_map\" of tensor names to file names")
@@ -151,26 +153,22 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         names = sorted(file.name for file in path.glob("*"))
         refuse_other_formats(str(path), names)
         other = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-        found = f" (not read: {', '.join(other[:5])})" if other else ""
-        raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{found}")
-    if not first.endswith(".json"):
-        yield from _read_weights(path / first)
+        ending = f" (not read: {', '.join(other[:5])})" if other else ""
+        raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{ending}")
     if missing := [shard for shard in shards if not (path / shard).is_file()]:  # before the first tensor
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(shards)} shards named by {first} are missing, the "
                                 f"first is {missing[0]}; fetch the checkpoint again")
-    for shard, absent in shards.items():
-        for name, tensor in _read_weights(path / shard):
-            if name in absent:
-                absent.remove(name)
+    for shard, wanted in shards.items():
+        found = set()
+        refuse_git_lfs_pointer(path / shard)
+        read = read_safetensors if shard.endswith(".safetensors") else _read_bin
+        for name, tensor in read(path / shard):
+            if name in wanted or not wanted:  # without an index all are
+                found.add(name)
                 yield name, tensor
-        if absent:
+        if absent := wanted - found:
             raise ValueError(f"{path / shard} lacks {min(absent)!r}, which {first} places there ({len(absent)} missing "
                              "in all); fetch the checkpoint again")
-
-
-def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    refuse_git_lfs_pointer(file)
-    return read_safetensors(file) if file.suffix == ".safetensors" else _read_bin(file)
 
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
