@@ -116,8 +116,8 @@ def read_generation_config(path: Path) -> dict:
 
 
 def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:
-    """The first of WEIGHT_FILES in the directory, or "", and what is read: a file's name -> the names of its tensors, if
-    an index gives them. ValueError if the index has no map of them, or names a file elsewhere."""
+    """The first of WEIGHT_FILES in the directory, or "", and what is read: a file's name -> the names of its tensors,
+    if an index gives them. ValueError if the index has no map of them, or names a file elsewhere."""
     first = next((name for name in WEIGHT_FILES if (path / name).is_file()), "")
     shards: dict[str, set[str]] = {}
     if not first.endswith(".json"):
