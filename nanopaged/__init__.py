@@ -81,18 +81,14 @@ def _chapter(name: str) -> ModuleType:
     """The module of kernel.py, model.py or engine.py, always the same one. It is the plain module `kernel` where that
     name finds this file, also as the program that runs. Where a user's own kernel.py has that name, the file is loaded
     under the name `nanopaged.kernel`."""
-    file = Path(__file__).parent.parent / f"{name}.py"
+    file = (Path(__file__).parent.parent / f"{name}.py").resolve()
     for loaded in (f"nanopaged.{name}", name, "__main__"):
-        if loaded in sys.modules and _is_file(getattr(sys.modules[loaded], "__file__", None), file):
+        if Path(getattr(sys.modules.get(loaded), "__file__", None) or "").resolve() == file:
             return sys.modules[loaded]
-    if name not in sys.modules and (found := util.find_spec(name)) and _is_file(found.origin, file):
+    if name not in sys.modules and (found := util.find_spec(name)) and Path(found.origin or "").resolve() == file:
         return import_module(name)
     spec = util.spec_from_file_location(f"nanopaged.{name}", file)
     assert spec is not None and spec.loader is not None  # both are there for any .py file
     module = sys.modules[f"nanopaged.{name}"] = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _is_file(path: str | None, file: Path) -> bool:
-    return path is not None and Path(path).resolve() == file.resolve()

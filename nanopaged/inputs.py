@@ -45,21 +45,22 @@ def always(value: Any) -> bool:
     return True
 
 
+def between(kind: type, low: float, high: float) -> tuple[type, Callable[[Any], bool], str]:
+    """`check_number`'s arguments for a number of this range."""
+    noun = "a number" if kind is Real else "an integer"
+    return kind, lambda x: low <= x <= high, f"{noun} from {low} to {high}"
+
+
 class Option(NamedTuple):
     """An option of LLM and of the command line. Without `expected`, whoever uses the value checks it."""
-    kind: type  # that the command line reads
     default: Any  # None may be given only where it is the default
-    expected: str = ""  # in the sentence that refuses a value
+    kind: type  # that the command line reads
     in_range: Callable[[Any], object] = always
+    expected: str = ""  # in the sentence that refuses a value
 
 
-def _integer(default: int | None, most: int) -> Option:
-    return Option(int, default, f"an integer from 1 to {most}", lambda x: 1 <= x <= most)
-
-
-def _choice(default: str, *others: str) -> Option:
-    choices = default, *others
-    return Option(str, default, " or ".join(map(repr, choices)), lambda x: x in choices)
+def _choice(*choices: str) -> Option:
+    return Option(choices[0], str, lambda x: x in choices, " or ".join(map(repr, choices)))
 
 
 def _may_be_path(path: str | Path) -> bool:
@@ -68,64 +69,52 @@ def _may_be_path(path: str | Path) -> bool:
             and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
 
 
-FLAG, COUNT = Option(bool, False, "True or False"), _integer(None, MOST_TOKENS)
-ACCEPTED: dict[type, Kind] = {bool: bool, int: int, float: (int, float), str: (str, Path), dict: dict}  # by LLM
+FLAG = Option(False, bool, always, "True or False")
+COUNT = Option(None, *between(int, 1, MOST_TOKENS))
+ACCEPTED: dict[type, Kind] = {float: (int, float), str: (str, Path)}  # by LLM
 # LLM's docstring says what they are for, and the signature of LLM.__init__ repeats the defaults.
 OPTIONS = dict(
-    model=Option(str, "shakespeare", "a directory or a name on the Hub"),
-    revision=Option(str, None),
-    tokenizer=Option(str, None, "a directory or a name on the Hub"),
-    tokenizer_revision=Option(str, None),
+    model=Option("shakespeare", str, always, "a directory or a name on the Hub"),
+    revision=Option(None, str),
+    tokenizer=Option(None, str, always, "a directory or a name on the Hub"),
+    tokenizer_revision=Option(None, str),
     skip_tokenizer_init=FLAG,
-    hf_token=Option(str, None, "a token of the Hugging Face Hub, or None for the stored one",
-                    lambda x: isinstance(x, str) and x.isascii() and x.isprintable()),
-    download_dir=Option(str, None, "a directory that can be made", _may_be_path),
-    hf_overrides=Option(dict, None, "a dict of entries of config.json"),
+    hf_token=Option(None, str, lambda x: isinstance(x, str) and x.isascii() and x.isprintable(),
+                    "a token of the Hugging Face Hub, or None for the stored one"),
+    download_dir=Option(None, str, _may_be_path, "a directory that can be made"),
+    hf_overrides=Option(None, dict, always, "a dict of entries of config.json"),
     generation_config=_choice("auto", "vllm"),
-    override_generation_config=Option(dict, None, "a dict of entries of generation_config.json"),
+    override_generation_config=Option(None, dict, always, "a dict of entries of generation_config.json"),
     warm_up=FLAG,
-    max_logprobs=Option(int, 20, "an integer of at least 0, or -1 for any number", lambda x: x >= -1),
+    max_logprobs=Option(20, int, lambda x: x >= -1, "an integer of at least 0, or -1 for any number"),
     load_format=_choice("auto", "dummy"),
-    dtype=Option(str, "auto"),
-    device=Option(str, "auto"),
-    attention=Option(str, "auto"),
+    dtype=Option("auto", str),
+    device=Option("auto", str),
+    attention=Option("auto", str),
     kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
-    quantization=Option(str, None, "'fp8', or None for weights as they are stored", lambda x: x == "fp8"),
+    quantization=Option(None, str, lambda x: x == "fp8", "'fp8', or None for weights as they are stored"),
     block_size=COUNT,
     num_blocks=COUNT,
     num_gpu_blocks_override=COUNT,
-    gpu_memory_utilization=Option(float, 0.9, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
-    swap_space=Option(float, 0, "a number of GiB, 0 for none", lambda x: 0 <= x < 2**20),
+    gpu_memory_utilization=Option(0.9, float, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    swap_space=Option(0, float, lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none"),
     enable_prefix_caching=FLAG._replace(default=True),
     disable_cascade_attn=FLAG._replace(default=None, expected="None, True or False"),
     max_model_len=COUNT,
-    max_num_seqs=_integer(256, MOST_SEQS),
-    max_num_batched_tokens=_integer(8192, MOST_TOKENS),
+    max_num_seqs=Option(256, *between(int, 1, MOST_SEQS)),
+    max_num_batched_tokens=Option(8192, *between(int, 1, MOST_TOKENS)),
     scheduling_policy=_choice("fcfs", "priority"),
-    data_parallel_size=_integer(1, MOST_GPUS),
-    tensor_parallel_size=_integer(1, MOST_GPUS),
-    speculative_config=Option(dict, None),
+    data_parallel_size=Option(1, *between(int, 1, MOST_GPUS)),
+    tensor_parallel_size=Option(1, *between(int, 1, MOST_GPUS)),
+    speculative_config=Option(None, dict),
     enforce_eager=FLAG,
-    seed=Option(int, 0, "an integer of at most 64 bits", lambda x: -2**63 <= x < 2**63))
+    seed=Option(0, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"))
 
 
 def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of LLM with an unusable value. options: those of OPTIONS, and maybe other names"""
-    check_vllm_options(vllm_options)
-    for name, option in OPTIONS.items():
-        if option.expected and (options[name] is not None or option.default is not None):
-            check_number(name, options[name], ACCEPTED[option.kind], option.in_range, option.expected)
-    if options["num_blocks"] is not None and options["num_gpu_blocks_override"] is not None:
-        raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
-    data_parallel, tensor_parallel = options["data_parallel_size"], options["tensor_parallel_size"]
-    if data_parallel > 1 < tensor_parallel:
-        raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
-                         "together; use one of them")
-
-
-def check_vllm_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unknown option, and for an option of vLLM that nanopaged does not support."""
-    for name, value in options.items():
+    """Raise ValueError for an unusable value, an unknown option, and an option of vLLM that nanopaged does not support.
+    options: those of OPTIONS, and maybe other names"""
+    for name, value in vllm_options.items():
         if name not in VLLM_OPTIONS:
             near = difflib.get_close_matches(name, [*OPTIONS, *VLLM_OPTIONS], 1)
             advice = f"did you mean {near[0]!r}?" if near else "help(nanopaged.LLM) lists its options"
@@ -133,6 +122,15 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
         accepted = VLLM_OPTIONS[name]
         if accepted is not None and not is_one_of(value, accepted):
             raise ValueError(f"nanopaged cannot do {name}={value!r:.80}, which vLLM may support; leave the option out")
+    for name, option in OPTIONS.items():
+        if option.expected and (options[name] is not None or option.default is not None):
+            check_number(name, options[name], ACCEPTED.get(option.kind, option.kind), option.in_range, option.expected)
+    if options["num_blocks"] is not None and options["num_gpu_blocks_override"] is not None:
+        raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
+    data_parallel, tensor_parallel = options["data_parallel_size"], options["tensor_parallel_size"]
+    if data_parallel > 1 < tensor_parallel:
+        raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
+                         "together; use one of them")
 
 
 def shown(value: Any) -> str:
@@ -152,8 +150,9 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
     """Raise ValueError unless the value is of this type, or of one of these types, and None or in range. A bool is not
     a number, and NaN fails every comparison. Returns the value, a number as one of Python's: numpy's numbers overflow
     in comparisons and sums, where uint8(200) + 57 is 1."""
-    is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if is_right and isinstance(value, Real) and kind is not bool:
+    is_bool = isinstance(value, bool)
+    is_right = isinstance(value, kind) and not (is_bool and isinstance(1, kind))
+    if is_right and isinstance(value, Real) and not is_bool:
         with suppress(OverflowError):  # a huge fraction, which is outside of every range
             value = int(value) if isinstance(value, Integral) else float(value)
     if not is_right or value is not None and not in_range(value):
@@ -203,20 +202,13 @@ def as_list(prompts: Any) -> list[Any]:
 
 def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
                 max_model_len: int) -> tuple[str | None, list[int]]:
-    """A prompt as (text or None, token ids).
-
-    Raises ValueError for a prompt that can never run: an empty one, one that is too long, or one with ids outside of
-    the vocabulary.
-    """
+    """A prompt as (text or None, token ids). ValueError if it can never run."""
     if not isinstance(prompt, dict):
         prompt = as_python(prompt)
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    keys = {"prompt", "prompt_token_ids"}
-    if not prompt.keys() & keys:
-        raise ValueError(f"a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', not {list(prompt)}")
-    if unknown := [key for key in prompt if key not in keys | {"cache_salt"} and prompt[key] is not None]:
-        raise ValueError("a prompt given as a dict has the keys 'prompt', 'prompt_token_ids' and 'cache_salt'; "
-                         f"leave {unknown[0]!r} out")
+    if unknown := [key for key in prompt if key not in TokensPrompt.__annotations__ and prompt[key] is not None]:
+        raise ValueError("a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', and maybe 'cache_salt'; "
+                         f"leave {unknown[0]!r:.80} out")
     text, token_ids = prompt.get("prompt"), as_python(prompt.get("prompt_token_ids"))
     check_kind("the key 'prompt'", text, (str, NoneType), "a string")
     if token_ids is None and text is not None:
@@ -232,9 +224,8 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
         raise ValueError(f"This model's maximum context length is {max_model_len} tokens, and the prompt has "
                          f"{len(token_ids)} tokens: with at least one new token that is more than max_model_len "
                          f"{max_model_len}; shorten the prompt")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ValueError(f"the prompt has token id {wrong}; the model's ids are 0 to {vocab_size - 1}")
+    if wrong := [token for token in token_ids if not 0 <= token < vocab_size]:
+        raise ValueError(f"the prompt has token id {wrong[0]}; the model's ids are 0 to {vocab_size - 1}")
     return text, token_ids
 
 
@@ -245,8 +236,7 @@ def read_cache_salt(prompt: Any) -> str | None:
 
 
 def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file, or the default, if one is given, in place of a file that does not exist.
-    Raises FileNotFoundError or ValueError, in one sentence."""
+    """The JSON object in a checkpoint's file, or the default, if one is given, where the file does not exist."""
     if default is not None and not file.exists():
         return default
     if not file.is_file():
@@ -262,8 +252,7 @@ def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def refuse_git_lfs_pointer(file: Path) -> None:
-    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights.
-    OSError if it cannot be read."""
+    """Raise ValueError if the file is a git-lfs pointer: a clone made without git-lfs has these in place of weights."""
     try:
         with file.open("rb") as f:
             begin = f.read(23)

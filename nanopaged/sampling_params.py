@@ -1,4 +1,5 @@
-"""The settings of a request: the sampling of its tokens, and the conditions that end its text."""
+"""The settings of a request: the sampling of its tokens, and the conditions that end its text. A value out of range
+raises ValueError, in one sentence."""
 import copy
 import json
 from collections.abc import Callable, Iterable
@@ -7,16 +8,14 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import MOST_TOKENS, always, check_fields, check_kind, check_number, checked, is_one_of
+from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
 # What several settings must be: the type, the range of a value of this type, and the words for both
 FLAG = bool, always, "True or False"
-PENALTY = Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"
 COUNT = Integral, lambda x: x >= -1, "an integer of at least 0, or -1 for all tokens"
-SEQUENCES = Integral, lambda x: 1 <= x <= MOST_SEQUENCES, f"an integer from 1 to {MOST_SEQUENCES}"
 TOKENS = list, tuple, set, frozenset
 BIAS = "a dict from token ids to numbers"
 # The entries of a generation_config.json that are read, and the settings that they give.
@@ -40,8 +39,6 @@ class StructuredOutputsParams:
     disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
         additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
         are parts of one object
-
-    Raises ValueError, one sentence, for anything else.
     """
     json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
     regex: str | None = checked(None, str, always, "a string")
@@ -61,7 +58,7 @@ class StructuredOutputsParams:
 
     @property
     def source(self) -> tuple[str, str]:
-        """llguidance's name for the kind, and the grammar as text."""
+        """llguidance's name for the kind, and the grammar as text. ValueError if json is no JSON."""
         if self.choice is not None:
             # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
             return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, self.choice))}"
@@ -70,9 +67,12 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return "grammar" if "::=" in self.grammar else "lark", self.grammar
         schema = {"type": "object"} if self.json is None else self.json
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
-            text = json.dumps(_close_objects(json.loads(text)))
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
+                text = json.dumps(_close_objects(json.loads(text)))
+        except (ValueError, TypeError, RecursionError) as problem:
+            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
         return "json", text
 
 
@@ -131,17 +131,15 @@ class SamplingParams:
         last. A complete text ends, whatever ignore_eos says
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
         between logit_bias and the penalties. They need the last token on the host, so the engine cannot look ahead
-
-    Raises ValueError, one sentence, for a value out of range.
     """
-    n: int = checked(1, *SEQUENCES)
-    presence_penalty: float = checked(0.0, *PENALTY)
-    frequency_penalty: float = checked(0.0, *PENALTY)
+    n: int = checked(1, *between(Integral, 1, MOST_SEQUENCES))
+    presence_penalty: float = checked(0.0, *between(Real, -2, 2))
+    frequency_penalty: float = checked(0.0, *between(Real, -2, 2))
     repetition_penalty: float = checked(1.0, Real, lambda x: 1e-6 <= x <= 1e6, "a number from 1e-6 to 1e6")
     temperature: float = checked(1.0, Real, lambda x: 0 <= x <= 1e6, "a number from 0 to 1e6")
     top_p: float = checked(1.0, Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
     top_k: int = checked(0, Integral, lambda x: -1 <= x < 2**63, "an integer of at least 1, or 0 for all tokens")
-    min_p: float = checked(0.0, Real, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    min_p: float = checked(0.0, *between(Real, 0, 1))
     seed: int | None = checked(None, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
     stop: str | list[str] | None = checked(
         None, (str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
@@ -149,7 +147,7 @@ class SamplingParams:
     stop_token_ids: list[int] | None = checked(None, TOKENS, always, "a list of token ids")
     ignore_eos: bool = checked(False, *FLAG)
     max_tokens: int | None = checked(16, (Integral, NoneType), lambda x: x >= 1, "an integer of at least 1, or None")
-    min_tokens: int = checked(0, Integral, lambda x: 0 <= x <= MOST_TOKENS, f"an integer from 0 to {MOST_TOKENS}")
+    min_tokens: int = checked(0, *between(Integral, 0, MOST_TOKENS))
     logprobs: int | None = checked(None, *COUNT)
     prompt_logprobs: int | None = checked(None, *COUNT)
     detokenize: bool = checked(True, *FLAG)
@@ -179,7 +177,7 @@ class SamplingParams:
                          f"at most max_tokens {self.max_tokens}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (tokens := getattr(self, name)) is not None:
-                setattr(self, name, [_read_token(name, token, "a list of token ids") for token in tokens])
+                setattr(self, name, _read_ids(name, tokens, "a list of token ids"))
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
         if self.stop and not self.detokenize:
@@ -261,18 +259,16 @@ def wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _read_token(name: str, token: Any, expected: str) -> int:
-    return check_number(name, token, Integral, lambda x: x >= 0, expected)
+def _read_ids(name: str, tokens: Iterable[Any], expected: str) -> list[int]:
+    return [check_number(name, token, Integral, lambda x: x >= 0, expected) for token in tokens]
 
 
 def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """logit_bias with Python's integers as ids, and clamped numbers."""
-    result: dict[int, float] = {}
-    for token, value in bias.items():
-        token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        value = check_number("logit_bias", value, Real, lambda x: x == x, BIAS)
-        result[_read_token("logit_bias", token, BIAS)] = min(LARGEST_BIAS, max(-LARGEST_BIAS, value))
-    return result
+    tokens = [int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token for token in bias]
+    numbers = [check_number("logit_bias", value, Real, lambda x: x == x, BIAS) for value in bias.values()]
+    return dict(zip(_read_ids("logit_bias", tokens, BIAS),
+                    (min(LARGEST_BIAS, max(-LARGEST_BIAS, number)) for number in numbers)))
 
 
 @dataclass
@@ -289,20 +285,17 @@ class BeamSearchParams:
     temperature: 0, as in vLLM's examples
     early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
         False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
-
-    Raises ValueError, one sentence, for a value out of range.
     """
-    beam_width: int = checked(MISSING, *SEQUENCES)
+    beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
     max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
-    length_penalty: float = checked(1.0, Real, lambda x: -30 <= x <= 30, "a number from -30 to 30")
+    length_penalty: float = checked(1.0, *between(Real, -30, 30))
     ignore_eos: bool = checked(False, *FLAG)
-    early_stopping: bool | str = False
+    early_stopping: bool | str = checked(False, (bool, str), lambda x: not isinstance(x, str) or x == "never",
+                                         "True, False or 'never'")
     temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not is_one_of(self.early_stopping, ("never",)):
-            check_kind("early_stopping", self.early_stopping, bool, "True, False or 'never'")
 
 
 class SequenceSampling(NamedTuple):

@@ -23,6 +23,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import regex
@@ -61,7 +62,7 @@ class Tokenizer:
     def __init__(self, spec: dict[str, Any], config: dict[str, Any]):
         self._read_tokens(spec, config)
         _check_byte_level(spec)
-        self._nfc = bool(spec.get("normalizer"))
+        self._normalize: Callable[[str], str] = partial(unicodedata.normalize, "NFC") if spec.get("normalizer") else str
         self._split, self._add_prefix_space = _split_pattern(spec.get("pre_tokenizer"))
         self._before, self._after = _template_ids(spec.get("post_processor"))
         # Two passes: the normalized text between the other added tokens is searched for tokens marked "normalized".
@@ -72,7 +73,23 @@ class Tokenizer:
         self._token_bytes = {i: bytes_of(token) for token, i in self.tokens.items()}
         self._token_bytes |= {token["id"]: bytes_of(text) for text, token in normalized.items()}
         self._special = {token["id"] for token in added if token["special"]}
-        self._prepare_bpe(spec["model"])
+        self._vocab: dict[str, int] = spec["model"]["vocab"]
+        self._ignore_merges = bool(spec["model"].get("ignore_merges"))
+        pairs: Any = (tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in spec["model"]["merges"])
+        self._merges: Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
+        self._missing_bytes = {b for b in _BYTES_OF_UTF8 if CHAR_OF[b] not in self._vocab}
+        if spec["model"].get("unk_token") is not None and self._missing_bytes:
+            raise NotByteLevel("an unknown token in place of missing bytes")
+        self._encoding = None
+        if ranks := tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
+            self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
+            byte_ranks = {bytes_of(token): rank for token, rank in ranks.items()}
+            try:
+                with rust_errors("tiktoken cannot read it"):
+                    self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
+                                                       special_tokens={})
+            except ValueError as error:
+                raise NotByteLevel("a split regex that it cannot parse") from error
 
     def _read_tokens(self, spec: dict[str, Any], config: dict[str, Any]) -> None:
         vocab = spec["model"]["vocab"]
@@ -87,31 +104,10 @@ class Tokenizer:
         self.bos_token_id = self.tokens.get(config.get("bos_token", default))
         self.eos_token_id = self.tokens.get(config.get("eos_token", default))
 
-    def _prepare_bpe(self, model: dict[str, Any]) -> None:
-        self._vocab: dict[str, int] = model["vocab"]
-        self._ignore_merges = bool(model.get("ignore_merges"))
-        pairs: Any = (tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
-        self._merges: Merges = {pair: rank for rank, pair in enumerate(pairs)}  # a pair listed twice: later rank
-        self._missing_bytes = {b for b in _BYTES_OF_UTF8 if CHAR_OF[b] not in self._vocab}
-        if model.get("unk_token") is not None and self._missing_bytes:
-            raise NotByteLevel("an unknown token in place of missing bytes")
-        self._encoding = None
-        if ranks := tiktoken_ranks(self._vocab, self._merges, self._ignore_merges):
-            self._id_of_rank = {rank: self._vocab.get(token) for token, rank in ranks.items()}  # ids follow no order
-            byte_ranks = {bytes_of(token): rank for token, rank in ranks.items()}
-            try:
-                with rust_errors("tiktoken cannot read it"):
-                    self._encoding = tiktoken.Encoding("nanopaged", pat_str=self._split, mergeable_ranks=byte_ranks,
-                                                       special_tokens={})
-            except ValueError as error:
-                raise NotByteLevel("a split regex that it cannot parse") from error
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`. Added tokens in the text are recognised.
 
         add_special_tokens: also add the tokens that the model expects around a text (Llama 3's BOS)
-
-        Raises ValueError for a lone surrogate, which is half a character.
         """
         check_text(text)
         ids = self._added.encode(text, self._encode_segment)
@@ -135,9 +131,6 @@ class Tokenizer:
 
     def special_token_ids(self) -> set[int]:
         return self._special
-
-    def _normalize(self, text: str) -> str:
-        return unicodedata.normalize("NFC", text) if self._nfc else text
 
     def _encode_segment(self, text: str) -> list[int]:
         return self._added_normalized.encode(self._normalize(text), self._encode_ordinary)

@@ -43,17 +43,17 @@ def load_chat_template(path: Path, source: str | None = None) -> "ChatTemplate |
     """The chat template in `source`, otherwise that of the checkpoint directory `path`; None if both are missing.
 
     chat_template.jinja comes first, with additional_chat_templates/NAME.jinja. Then comes `chat_template` in
-    tokenizer_config.json, and last the older chat_template.json. Raises ValueError if one of these cannot be read.
+    tokenizer_config.json, and last the older chat_template.json.
     """
     path = Path(path)
-    config = read_json(path / "tokenizer_config.json", {})
+    config = read_tokenizer_config(path)
     files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     if (path / "chat_template.jinja").exists():
         files["default"] = path / "chat_template.jinja"
     for found in (source, {name: file.read_text("utf-8") for name, file in files.items()} or None,
                   config.get("chat_template"), read_json(path / "chat_template.json", {}).get("chat_template")):
         if found is not None:
-            return ChatTemplate(found, special_tokens(read_tokenizer_config(path)))
+            return ChatTemplate(found, special_tokens(config))
     return None
 
 
@@ -81,23 +81,24 @@ class ChatTemplate:
         the list. Any other template gets the texts joined by newlines, as in vLLM; transformers passes the list, which
         such a template prints. With `continue_final_message` the prompt ends with the last message's text, and the
         model continues this text. `variables` are further variables of the template; the names in GIVEN are reserved.
-
-        Raises ValueError for messages of another form, and if the template refuses the messages or fails.
         """
-        for name, value in (("add_generation_prompt", add_generation_prompt),
-                            ("continue_final_message", continue_final_message)):
-            check_kind(name, value, bool, "True or False")
+        check_kind("add_generation_prompt", add_generation_prompt, bool, "True or False")
+        check_kind("continue_final_message", continue_final_message, bool, "True or False")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message continues the last message and add_generation_prompt begins a new "
                              "one; set one of them to False")
         if taken := [name for name in variables or () if not isinstance(name, str) or name in GIVEN]:
             raise ValueError("the names of a chat template's variables are strings other than the reserved "
                              f"{', '.join(GIVEN)}; leave {taken[0]!r:.80} out")
-        check_number("messages", messages, (list, tuple), lambda x: x,
+        check_number("messages", messages, (list, tuple), len,
                      "a list of at least one dict like {'role': 'user', 'content': 'Hello'}")
         check_number("tools", tools, (list, NoneType), lambda x: all(isinstance(tool, dict) for tool in x),
                      "a list of dicts, each the JSON schema of a function")
-        source = self._choose(tools)
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
+                             "'default'; pass a template as chat_template=")
+        source = self.templates[name]
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
@@ -105,13 +106,6 @@ class ChatTemplate:
         text = _mark_end(messages[-1]) if continue_final_message else ""
         prompt = _run(source, self.special_tokens | given, self.seconds)
         return _cut_at_mark(prompt, text) if continue_final_message else prompt
-
-    def _choose(self, tools: list[dict] | None) -> str:
-        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
-                             "'default'; pass a template as chat_template=")
-        return self.templates[name]
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
@@ -174,8 +168,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
-    """Render the template. ValueError in one sentence if the template refuses the conversation or fails, or computes
-    for more than these seconds."""
+    """Render the template. ValueError if it refuses the conversation, fails, or takes more than these seconds."""
     sandbox = _sandbox()
     try:
         template = sandbox.compile_template(source)

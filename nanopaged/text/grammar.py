@@ -17,7 +17,6 @@ import ctypes
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import OrderedDict
 from collections.abc import Collection
 from itertools import takewhile
 from typing import Any
@@ -64,7 +63,7 @@ class GrammarCompiler:
         if not eos:
             raise ValueError("structured outputs need an end-of-sequence token, and the checkpoint names none")
         self.llguidance, self.eos_token_ids = llguidance, eos
-        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # or why not; least recently used first
+        self.compiled: dict[tuple[str, str], Any] = {}  # or why not; least recently used first
         self.process: Process | None = None  # runs TRIAL
         self.turn = asyncio.Lock()  # to use it
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos, vocab_size))
@@ -76,7 +75,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
-        source = self._source(params)
+        source = params.source
         found = self.compiled.get(source) or self._compile(*source)
         self._keep(source, found)
         if isinstance(found, str):
@@ -89,7 +88,7 @@ class GrammarCompiler:
         llguidance takes hours for some schemas of 900 bytes, and a thread cannot be ended. So a process compiles the
         grammar first, which ends itself when the time is over.
         """
-        source = self._source(params)
+        source = params.source
         if source in self.compiled:
             return
         async with self.turn:
@@ -114,18 +113,11 @@ class GrammarCompiler:
             self.process.kill()
             await self.process.wait()
 
-    @staticmethod
-    def _source(params: StructuredOutputsParams) -> tuple[str, str]:
-        try:
-            return params.source
-        except (ValueError, TypeError, RecursionError) as problem:
-            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
-
     def _keep(self, source: tuple[str, str], found: Any) -> None:
         self.compiled.pop(source, None)
         self.compiled[source] = found  # as the last, used most recently
         while len(self.compiled) > self.most_compiled:
-            self.compiled.popitem(last=False)
+            self.compiled.pop(next(iter(self.compiled)), None)
 
     def _compile(self, kind: str, source: str) -> Any:
         """The matcher, or the reason why there is none."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, rust_errors
 
-ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # default flags
+ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+               "special": False}  # default flags
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -21,13 +22,18 @@ class HuggingFaceTokenizer(Tokenizer):
         import tokenizers
 
         self._read_tokens(spec, config)
-        _check_merges(spec["model"])
+        # A merge without the prefix ends the process: the package cuts the prefix off without looking.
+        prefix = spec["model"].get("continuing_subword_prefix") or ""
+        for pair in spec["model"].get("merges", []) if prefix else []:
+            second = pair.rpartition(" ")[2] if isinstance(pair, str) else pair[-1]
+            if not second.startswith(prefix):
+                raise ValueError(f"the merge {pair!r:.80} lacks the continuing_subword_prefix {prefix!r:.80}")
         with rust_errors("the package tokenizers cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        flags = (*ADDED_TOKEN, "special")
-        self._tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags})
-                                    for token in spec["added_tokens"] if token["content"] not in known])
+        self._tokenizer.add_tokens([
+            tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in ADDED_TOKEN})
+            for token in spec["added_tokens"] if token["content"] not in known])
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -52,15 +58,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         skipped = self.special_token_ids() if skip_special_tokens else set()
         return _PrefixDetokenizer(self.decode, self._tokenizer.id_to_token, skipped, prompt_token_ids)
-
-
-def _check_merges(model: dict[str, Any]) -> None:
-    """Raise ValueError for merges that end the process: the package cuts the prefix off without looking."""
-    prefix = model.get("continuing_subword_prefix") or ""
-    for pair in model.get("merges", []) if prefix else []:
-        second = pair.rpartition(" ")[2] if isinstance(pair, str) else pair[-1]
-        if not second.startswith(prefix):
-            raise ValueError(f"the merge {pair!r:.80} lacks the continuing_subword_prefix {prefix!r:.80}")
 
 
 class _PrefixDetokenizer(Detokenizer):

@@ -4,6 +4,7 @@ jinja2 itself keeps a template from Python's objects and from changes to its var
 and macros check the time, and products have a largest size. Importing this file needs jinja2.
 """
 import json
+import math
 import threading
 import time
 from datetime import datetime
@@ -66,13 +67,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return True
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        size = 0
         if isinstance(left, int) and isinstance(right, int):
             size = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
-        elif isinstance(left, int) and isinstance(right, (str, list, tuple)):
-            size = left * len(right)
-        elif isinstance(right, int) and isinstance(left, (str, list, tuple)):
-            size = len(left) * right
+        else:  # a text or a list, so many times
+            size = math.prod(x if isinstance(x, int) else len(x) if isinstance(x, (str, list, tuple)) else 0
+                             for x in (left, right))
         if size > MOST_IN_PRODUCT:
             raise OverflowError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)

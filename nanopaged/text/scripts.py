@@ -84,16 +84,17 @@ class ScriptTokenizer:
         """
         options = {name: variables.pop(name) for name in PADDING & variables.keys()}
         source = self.chat_template if chat_template is None else chat_template
-        template = None if source is None else load_chat_template(self._path, source)
-        if template is None:
+        if source is None:
             raise ValueError(NO_CHAT_TEMPLATE)
+        template: Any = load_chat_template(self._path, source)
         is_batch = bool(conversation) and isinstance(conversation[0], (list, tuple))
         texts = [template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
                  for messages in (conversation if is_batch else [conversation])]
+        given = texts if is_batch else texts[0]
         if not tokenize:
-            return texts if is_batch else texts[0]
+            return given
         if options:
-            encoding = self(texts if is_batch else texts[0], add_special_tokens=False, **options)
+            encoding = self(given, add_special_tokens=False, **options)
         else:
             rows = [self.encode(text, add_special_tokens=False) for text in texts]
             encoding = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}

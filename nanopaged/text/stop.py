@@ -36,7 +36,9 @@ class StopChecker:
             end, i = min(ends)  # the first of those that end there
             self.matched, self._begun = self.stop[i], ""
             return text[shown:end if self.include else end - len(self.matched)]
-        held = len(text) - max((_num_begun(text, string) for string in self.stop), default=0)
+        # From here on the text is the beginning of a stop string, and not all of it.
+        held = next((i for i in range(len(text)) if any(
+            string.startswith(text[i:]) and string != text[i:] for string in self.stop)), len(text))
         self._begun = text[held:]
         return text[shown:] if self.include else text[:held]
 
@@ -44,8 +46,3 @@ class StopChecker:
         """The text that was held back, when generation has ended without a stop string."""
         rest, self._begun = "" if self.include else self._begun, ""
         return rest
-
-
-def _num_begun(text: str, stop: str) -> int:
-    """The length of the longest end of the text that the stop string begins with, and does not end with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

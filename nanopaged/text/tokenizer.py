@@ -20,10 +20,7 @@ class _Unreadable(Exception):
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of the checkpoint directory `path`: its tokenizer.json, or GPT-2's pair vocab.json and merges.txt.
-
-    Raises ValueError, in one sentence, if the directory has no tokenizer or a damaged one, or if the tokenizer needs
-    the package `tokenizers` and this package is missing.
-    """
+    ValueError, in one sentence, if there is none, or none that can be read."""
     path = Path(path)
     try:
         return _load(path)
@@ -75,13 +72,12 @@ def _load(path: Path) -> Tokenizer:
                           "a tokenizer.json (save_pretrained of a fast tokenizer writes one)")
     try:
         return Tokenizer(spec, config)
-    except NotByteLevel as error:
-        reason = str(error)
-    try:
-        return HuggingFaceTokenizer(path / "tokenizer.json", spec, config)
-    except ImportError:
-        raise _Unreadable(f"{path / 'tokenizer.json'} is not a byte-level BPE that tiktoken can run (it has {reason}); "
-                          "`pip install tokenizers` to read it") from None
+    except NotByteLevel as reason:
+        try:
+            return HuggingFaceTokenizer(path / "tokenizer.json", spec, config)
+        except ImportError:
+            raise _Unreadable(f"{path / 'tokenizer.json'} is not a byte-level BPE that tiktoken can run (it has "
+                              f"{reason}); `pip install tokenizers` to read it") from None
 
 
 def _read(read: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -89,13 +85,12 @@ def _read(read: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     try:
         return read(*args)
     except ValueError as error:
-        raise _Unreadable(str(error)) from None
+        raise _Unreadable(error) from None
 
 
 def _tokens_of_config(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The added tokens of tokenizer_config.json, in the form of tokenizer.json."""
-    return [ADDED_TOKEN | {"special": False} | token | {"id": int(i)}
-            for i, token in config.get("added_tokens_decoder", {}).items()]
+    return [ADDED_TOKEN | token | {"id": int(i)} for i, token in config.get("added_tokens_decoder", {}).items()]
 
 
 def _spec_of_vocab_and_merges(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
 
-BUNDLED = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
+BUNDLED: dict[Any, Path] = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 # A name on the Hub is "org/name", or "name" for the oldest models. The Hub's rules exclude paths: ./x, ~/x, x/y/z.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{0,94}\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 WEIGHT_FILES = (  # in the order of preference: the first that exists is read
@@ -40,13 +40,9 @@ DTYPES = {
 
 def find_on_disk(model: str | Path, revision: str | None = None) -> Path | None:
     """The directory of a checkpoint: a bundled name ("shakespeare") or a path. None for a name on the Hub
-    ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name.
-
-    Raises FileNotFoundError if no such directory exists or if the directory lacks config.json. Raises ValueError for a
-    directory with a revision, for an adapter, for a model in GGUF format, for a URL and for a name of ollama.
-    """
-    bundled = BUNDLED.get(model) if isinstance(model, str) else None
-    path = bundled or Path(os.path.expanduser(model))
+    ("Qwen/Qwen3-0.6B"); a directory takes precedence over such a name. Anything else raises FileNotFoundError or
+    ValueError, with what to pass instead."""
+    path = BUNDLED.get(model) or Path(os.path.expanduser(model))
     if os.path.isfile(path):  # which is False, where Path.is_file raises an error, for a name that is too long
         refuse_other_formats(f"model {str(model)!r}", [path.name])
         raise FileNotFoundError(f"model {model!r} is a file; pass the directory that holds config.json and the weights")
@@ -102,7 +98,6 @@ def eos_token_ids(path: Path) -> set[int]:
     """The end-of-sequence token ids of config.json and generation_config.json in the checkpoint directory `path`.
 
     Both files count: chat models often name the end of a turn in one file and the end of a document in the other.
-    Raises ValueError if a file's `eos_token_id` is not an integer, a list of integers or null.
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -121,11 +116,13 @@ def read_generation_config(path: Path) -> dict:
 
 
 def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:
-    """The name of the file in the directory that has the weights, or "". If it is an index, also its shards: a file's
-    name -> the names of the tensors in it. ValueError if the index has no map of them, or names a file elsewhere."""
+    """The first of WEIGHT_FILES in the directory, or "", and what is read: a file's name -> the names of its tensors,
+    if an index gives them. ValueError if the index has no map of them, or names a file elsewhere."""
     first = next((name for name in WEIGHT_FILES if (path / name).is_file()), "")
     shards: dict[str, set[str]] = {}
-    if first.endswith(".json"):
+    if not first.endswith(".json"):
+        shards[first] = set()
+    else:
         weight_map = read_json(path / first).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError(f"{path / first}: expected a \"weight_map\" of tensor names to file names")
@@ -147,9 +144,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of the checkpoint directory `path`, in its stored dtype, one file at a time.
 
     The tensors are views of the mapped file: copy those you keep and drop the others. Writing to a tensor does not
-    change the file. If a checkpoint has both safetensors and .bin files, safetensors is read.
-
-    Iterating raises FileNotFoundError for missing weights or a missing shard, and ValueError for a damaged file.
+    change the file. Iterating raises FileNotFoundError for missing weights or a missing shard, and ValueError for a
+    damaged file.
     """
     path = Path(path)
     first, shards = find_weights(path)
@@ -157,47 +153,26 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         names = sorted(file.name for file in path.glob("*"))
         refuse_other_formats(str(path), names)
         other = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-        found = f" (not read: {', '.join(other[:5])})" if other else ""
-        raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{found}")
-    if not first.endswith(".json"):
-        yield from _read_weights(path / first)
+        ending = f" (not read: {', '.join(other[:5])})" if other else ""
+        raise FileNotFoundError(f"no weights in {path}: looked for {', '.join(WEIGHT_FILES)}{ending}")
     if missing := [shard for shard in shards if not (path / shard).is_file()]:  # before the first tensor
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(shards)} shards named by {first} are missing, the "
                                 f"first is {missing[0]}; fetch the checkpoint again")
-    for shard, absent in shards.items():
-        for name, tensor in _read_weights(path / shard):
-            if name in absent:
-                absent.remove(name)
+    for shard, wanted in shards.items():
+        found = set()
+        refuse_git_lfs_pointer(path / shard)
+        read = read_safetensors if shard.endswith(".safetensors") else _read_bin
+        for name, tensor in read(path / shard):
+            if name in wanted or not wanted:  # without an index all are
+                found.add(name)
                 yield name, tensor
-        if absent:
+        if absent := wanted - found:
             raise ValueError(f"{path / shard} lacks {min(absent)!r}, which {first} places there ({len(absent)} missing "
                              "in all); fetch the checkpoint again")
 
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of one safetensors file; `read_tensors` describes the tensors and the errors."""
-    entries, data_start = _read_header(file)
-    size = file.stat().st_size
-    expected = data_start + max((end for *_, end in entries.values()), default=0)
-    if size != expected:
-        problem = "is truncated" if size < expected else "has stray bytes at its end"
-        raise ValueError(f"{file} {problem}: expected {expected:,} bytes according to its header, found {size:,}; "
-                         "fetch the file again")
-    contents = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # [size], a private mapping
-    for name, (dtype, shape, begin, end) in entries.items():
-        raw = contents[data_start + begin:data_start + end]
-        if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # torch views bytes as wider numbers only if aligned; the format promises no alignment
-        yield name, raw.view(dtype).reshape(shape)
-
-
-def _read_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    refuse_git_lfs_pointer(file)
-    return read_safetensors(file) if file.suffix == ".safetensors" else _read_bin(file)
-
-
-def _read_header(file: Path) -> tuple[dict[str, tuple[torch.dtype, list[int], int, int]], int]:
-    """The table of contents, name -> (dtype, shape, begin, end), and the data's position in the file."""
     size = file.stat().st_size
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -212,7 +187,19 @@ def _read_header(file: Path) -> tuple[dict[str, tuple[torch.dtype, list[int], in
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is a JSON {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
-    return {name: _parse_entry(f"{file}: tensor {name!r}", entry) for name, entry in header.items()}, 8 + length
+    entries = {name: _parse_entry(f"{file}: tensor {name!r}", entry) for name, entry in header.items()}
+    data_start = 8 + length
+    expected = data_start + max((end for *_, end in entries.values()), default=0)
+    if size != expected:
+        problem = "is truncated" if size < expected else "has stray bytes at its end"
+        raise ValueError(f"{file} {problem}: expected {expected:,} bytes according to its header, found {size:,}; "
+                         "fetch the file again")
+    contents = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # [size], a private mapping
+    for name, (dtype, shape, begin, end) in entries.items():
+        raw = contents[data_start + begin:data_start + end]
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()  # torch views bytes as wider numbers only if aligned; the format promises no alignment
+        yield name, raw.view(dtype).reshape(shape)
 
 
 def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, int]:
@@ -221,12 +208,11 @@ def _parse_entry(label: str, entry: dict) -> tuple[torch.dtype, list[int], int, 
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype = DTYPES.get(dtype_name)
         num_bytes = torch.empty([*shape], dtype=dtype, device="meta").nbytes  # refuses shapes that no tensor has
-        is_valid = type(begin) is type(end) is int and begin >= 0 and end < 2**63
+        if not (type(begin) is type(end) is int and begin >= 0 and end < 2**63):
+            raise ValueError
     except (TypeError, KeyError, ValueError, RuntimeError):
-        is_valid = False
-    if not is_valid:
         raise ValueError(f"{label} has a malformed header entry, {str(entry)[:200]}; expected dtype, shape and "
-                         "data_offsets")
+                         "data_offsets") from None
     if dtype is None:
         raise ValueError(f"{label} has the unknown dtype {dtype_name!r}; expected one of {', '.join(DTYPES)}")
     if end - begin != num_bytes:
@@ -244,14 +230,11 @@ def _read_bin(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except Exception as error:  # on damaged input zip, pickle and torch each raise exceptions of their own
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{file} cannot be loaded: it is damaged or holds more than tensors ({reason})") from error
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) and _is_plain(tensor)
-                                                for name, tensor in tensors.items()):
+    if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+            for name, tensor in tensors.items()):
         raise ValueError(f"{file}: expected a dict of names to tensors and nothing else (nor tensors that are sparse, "
                          "quantised or without data)")
     for name in list(tensors):
         yield name, tensors.pop(name)  # drops our reference, so the caller can free a tensor that is not mapped
-
-
-def _is_plain(tensor: Any) -> bool:
-    return (isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided
-            and not tensor.is_quantized and not tensor.is_nested)

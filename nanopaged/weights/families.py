@@ -1,8 +1,8 @@
 """Model families: the meaning of a checkpoint's config.json, and the names of its tensors.
 
 `read_model_config` turns a config.json into a `ModelConfig`, the switches of the one decoder in model.py. Each family
-has one function here, which knows the family's keys, defaults and tensor names. A setting that the decoder does not
-implement raises a ValueError, and so does an impossible value.
+has a function here, or an entry of FAMILIES, which knows the family's keys, defaults and tensor names. A setting that
+the decoder does not implement raises a ValueError, and so does an impossible value.
 """
 import re
 import warnings
@@ -12,11 +12,11 @@ from typing import Any, Callable
 import torch
 
 from nanopaged import model
+from nanopaged.inputs import between, check_number
 from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.fp8 import read_form
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -48,13 +48,13 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     except (TypeError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
         raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
     for rope in config.ropes:
-        if rope["rope_type"] in STRETCHED:  # as in vLLM, texts may be longer by the factor
-            length = check_size("max_position_embeddings", int(rope["factor"] * rope[STRETCHED[rope["rope_type"]]]))
+        if trained := STRETCHED.get(rope["rope_type"]):  # as in vLLM, texts may be longer by the factor
+            length = check_size("max_position_embeddings", int(rope["factor"] * rope[trained]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
+    if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype, config.fp8 = DTYPES[dtype], fp8
+    config.torch_dtype, config.fp8 = getattr(torch, dtype), fp8
     return config
 
 
@@ -79,12 +79,11 @@ def check_config(config: model.ModelConfig) -> None:
         check_size(name, getattr(config, name))
     numbers = [("the norm's epsilon", config.norm_eps), ("the factor of embeddings", config.embedding_multiplier),
                ("the scale of scores", config.attention_scale or 1), ("logits_scaling", config.logits_scaling)]
-    for rope in config.ropes:
-        numbers += [(key, rope[key]) for key in ("rope_theta", *ROPE_TYPES[rope["rope_type"]])]
-        numbers += [(key, rope[key]) for key in OPTIONAL_NUMBERS if rope.get(key)]
+    numbers += [(key, rope[key]) for rope in config.ropes
+                for key in ("rope_theta", *ROPE_TYPES[rope["rope_type"]], *filter(rope.get, OPTIONAL_NUMBERS))]
     for name, value in numbers:
-        if type(value) not in (int, float) or not 0 < value < 1e15:
-            raise ValueError(f"config.json: {name} must be a number above 0 and below 1e15, not {value!r:.80}")
+        check_number(f"config.json: {name}", value, (int, float), lambda x: 0 < x < 1e15,
+                     "a number above 0 and below 1e15")
     windows = config.sliding_windows
     if len(windows) not in (0, config.num_layers) or any(
             type(window) is not int or not 0 <= window < 2**31 for window in windows):
@@ -106,9 +105,7 @@ def check_config(config: model.ModelConfig) -> None:
 
 def check_size(name: str, value: Any) -> int:
     """The size, if a model can have it."""
-    if type(value) is not int or not 1 <= value <= MOST[name]:
-        raise ValueError(f"config.json: {name} must be an integer from 1 to {MOST[name]}, not {value!r:.80}")
-    return value
+    return check_number(f"config.json: {name}", value, *between(int, 1, MOST[name]))
 
 
 def untie(config: model.ModelConfig, path: Path) -> None:
@@ -122,7 +119,7 @@ def untie(config: model.ModelConfig, path: Path) -> None:
             and stored[0].dtype == stored[1].dtype and torch.equal(*stored))
 
 
-def rope_settings(hf: dict[str, Any], can_be_partial: bool = False) -> dict[str, Any]:
+def rope_settings(hf: dict[str, Any], can_be_partial: bool) -> dict[str, Any]:
     """rope_theta, rope_type and the numbers of that type.
 
     config.json has two spellings: rope_theta besides rope_scaling, and the newer rope_parameters, which holds both.
@@ -142,7 +139,7 @@ def rope_settings(hf: dict[str, Any], can_be_partial: bool = False) -> dict[str,
     return settings
 
 
-def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int]:
+def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: True) -> list[int]:
     """Each layer's window; 0: none. layer_types decides which layers have one, or else is_sliding(layer)."""
     default = [SLIDING if is_sliding(i) else FULL for i in range(check_size("num_layers", hf["num_hidden_layers"]))]
     kinds, window = hf.get("layer_types") or default, hf.get("sliding_window") or 0
@@ -159,10 +156,8 @@ ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"
 NAMES = ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 
 
-def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
+def llama(hf: dict[str, Any], can_be_partial: bool = False, **switches: Any) -> model.ModelConfig:
     """The settings under Llama's keys, which most families have. switches: those of one family, in place of Llama's"""
-    if "ropes" not in switches:
-        switches["ropes"] = [rope_settings(hf)]
     heads, attention_bias = hf["num_attention_heads"], hf.get("attention_bias", False)
     return model.ModelConfig(**dict(
         vocab_size=hf["vocab_size"],
@@ -176,6 +171,7 @@ def llama(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
         tie_word_embeddings=hf.get("tie_word_embeddings", False),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         activation=hf.get("hidden_act", "silu"),
+        ropes=[rope_settings(hf, can_be_partial)],
         names=NAMES,
         qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches)
 
@@ -224,20 +220,13 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
     hf = {"sliding_window": 4096} | hf  # absent: 4096 tokens; null: no window
-    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf, lambda i: True))
+    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf))
 
 
-def qwen2(hf: dict[str, Any]) -> model.ModelConfig:
-    return llama(hf, qkv_bias=True, o_bias=False, mlp_bias=False, sliding_windows=qwen_windows(hf))
-
-
-def qwen3(hf: dict[str, Any]) -> model.ModelConfig:
-    return llama({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, sliding_windows=qwen_windows(hf))
-
-
-def qwen_windows(hf: dict[str, Any]) -> list[int]:
-    """The window of each layer. If use_sliding_window is true, the layers from max_window_layers on have a window."""
-    return windows({"use_sliding_window": False} | hf, lambda i: i >= hf.get("max_window_layers", 28))
+def qwen(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
+    """If use_sliding_window is true, the layers from max_window_layers on have a window."""
+    hf = {"use_sliding_window": False, "max_window_layers": 28} | hf
+    return llama(hf, mlp_bias=False, sliding_windows=windows(hf, lambda i: i >= hf["max_window_layers"]), **switches)
 
 
 def granite(hf: dict[str, Any]) -> model.ModelConfig:
@@ -262,8 +251,7 @@ def smollm3(hf: dict[str, Any]) -> model.ModelConfig:
 
 def phi3(hf: dict[str, Any]) -> model.ModelConfig:
     hf = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | hf
-    config = llama(hf, mlp_bias=False, sliding_windows=windows(hf, lambda i: True),
-                   ropes=[rope_settings(hf, can_be_partial=True)])
+    config = llama(hf, can_be_partial=True, mlp_bias=False, sliding_windows=windows(hf))
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     config.merged = {"qkv_proj": dict(q_proj=q, k_proj=kv, v_proj=kv),
                      "gate_up_proj": dict(gate_proj=config.intermediate_size, up_proj=config.intermediate_size)}
@@ -302,7 +290,7 @@ def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[
     that rope_scaling scales; the newer rope_parameters has both ropes, by the layers' kinds."""
     given = hf.get("rope_parameters") or {}
     given = given if FULL in given else {FULL: hf.get("rope_scaling")}
-    ropes = [rope_settings(hf | {"rope_theta": theta, "rope_scaling": given.get(kind), "rope_parameters": None})
+    ropes = [rope_settings(hf | {"rope_theta": theta, "rope_scaling": given.get(kind), "rope_parameters": None}, False)
              for kind, theta in ((FULL, hf["rope_theta"]), (SLIDING, local_theta))]
     is_local = windows(hf | {"sliding_window": 1}, lambda i: (i + 1) % interval != 0)  # 1 or 0, as the place in ropes
     return dict(ropes=ropes, layer_ropes=is_local, sliding_windows=[(hf["sliding_window"] or 0) * i for i in is_local])
@@ -315,7 +303,9 @@ GEMMA3: dict[str, Any] = dict(
     sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4)
 FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GPT2LMHeadModel": gpt2, "OPTForCausalLM": opt, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral,
-    "MinistralForCausalLM": mistral, "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3,
+    "MinistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
+    "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
 }

@@ -23,17 +23,14 @@ TOKENIZERS: tuple[tuple[str, ...], ...] = (("tokenizer.json",), ("vocab.json", "
 def download(repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None,
              without_weights: bool = False, token: str | None = None, cache: str | Path | None = None) -> Path:
     """The snapshot directory of the model `repo_id` ("org/name") at a branch, tag or commit; "main" if none is given.
-
-    The missing files of an incomplete snapshot are downloaded: settings, a tokenizer, one set of weights.
+    Missing files are downloaded: settings, a tokenizer, one set of weights.
 
     check: a function of the snapshot directory, called after the download of config.json and before that of any larger
         file. An error that it raises ends the download.
     without_weights: download the settings and a tokenizer, if there is one
     token, cache: the token, and the cache, in place of those that the environment names
 
-    Raises FileNotFoundError for an unknown model or revision, PermissionError for a gated model, ConnectionError if the
-    Hub cannot be reached, ValueError for a malformed revision or another format, or if the package is missing, and
-    OSError if the cache cannot be written.
+    Raises ValueError for what no download can mend, and the OSError that `_explained` makes of an error of the Hub.
     """
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -62,10 +59,10 @@ def _complete(repo_id: str, revision: str, check: Callable[[Path], object] | Non
     """Download what the cache lacks: config.json, then the settings and a tokenizer, at last the weights."""
     from huggingface_hub import HfApi, snapshot_download
 
-    def fetch(patterns: Iterable[str]) -> Path:
-        with _explained(repo_id, revision):
-            return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token,
-                                          allow_patterns=[*patterns]))
+    @_explained(repo_id, revision)
+    def fetch(patterns: list[str]) -> Path:
+        return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token,
+                                      allow_patterns=patterns))
 
     with _explained(repo_id, revision):
         info = HfApi(token=token).model_info(repo_id, revision=revision)

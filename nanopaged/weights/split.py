@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
-from nanopaged.weights.folding import fold
+from nanopaged.weights.build import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
@@ -53,11 +53,11 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
         tensors = model.checkpoint_tensors(name, parameter, whole)
         parts = model.checkpoint_tensors(name, own, config).values()
         for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
-            dim = SPLIT_DIMS.get(module)
+            dim = SPLIT_DIMS.get(module, 2)
             cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
-            elif dim is not None and (dim == 0 or kind == "weight" or kind == "scale" and tensor.shape[1] > 1):
+            elif dim < tensor.dim() and (dim, tensor.shape[-1]) != (1, 1):  # the scale of a whole row stays
                 length, is_kv = part.shape[dim], module == "qkv_proj" and i > 0
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
                 cut = partial(cut_out, dim, first, length)
@@ -93,8 +93,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
         yield from as_checkpoint([(name, weight)], config)
 
 
-def as_checkpoint(parameters: Iterable[tuple[str, Tensor]],
-                  config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def as_checkpoint(parameters: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """A Transformer's parameters as a checkpoint's tensors."""
     for name, parameter in parameters:
         for theirs, rows in model.checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
