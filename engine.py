@@ -50,7 +50,7 @@ def cdiv(a: int, b: int) -> int:
 class Sequence:
     """One text: a prompt and the tokens generated after it.
 
-        WAITING -> RUNNING     admitted: it gets a batch row and the blocks that it can share; others as it is computed
+        WAITING -> RUNNING     admitted: it gets a batch row and the blocks that it can share; others come later
         RUNNING -> WAITING     preempted: its blocks are freed (with swapping: SWAPPED, its blocks move to the host)
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
@@ -95,8 +95,8 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     def append(self, token: int) -> None:
-        """Take a sampled token, and finish if it is a stop token, the last possible one, or -1 (none could be
-        sampled)."""
+        """Append a sampled token, and finish if it is a stop token or the last possible one. -1: no token could be
+        sampled, which finishes with an error."""
         if token < 0:
             return self.finish("error", self.stop_reason or NO_TOKEN)
         self.token_ids.append(token)
@@ -118,7 +118,7 @@ class SchedulerOutput:
     sampled: list = field(default_factory=list)  # Sequence
     preempted: list = field(default_factory=list)  # Sequence
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), made before the forward pass
-    cached: list[int] = field(default_factory=list)  # blocks that it offers to the prefix cache; withdrawn if it fails
+    cached: list[int] = field(default_factory=list)  # blocks that the step offers to the prefix cache, until it fails
 
 
 class Sampled(NamedTuple):
@@ -160,13 +160,13 @@ class BlockManager:
 
         (0, abcd) -> block 0, prefix key 1      (1, efxy) -> block 3, prefix key 2
 
-    (A request's cache_salt takes the place of the 0.) A freed block stays in the prefix cache until it is reused. The
-    block that was freed longest ago is reused first (LRU). A sequence frees its last block first, so ends are reused
-    before beginnings, without which they cannot be found.
+    (A request's cache_salt takes the place of the 0.) A cached block that is freed stays in the prefix cache until it
+    is reused. The block that was freed longest ago is reused first (LRU). A sequence frees its last block first, so its
+    end is reused before its beginning: an end cannot be found without its beginning.
 
-    **Copy-on-write.** Samples of one prompt and beams (scheduling/samples.py, api/beam.py) also share a block that is
-    not full. A sequence that is about to write into it while others hold it gets a copy. The last holder writes into
-    the original:
+    **Copy-on-write.** Samples of one prompt and beams (nanopaged/scheduling/samples.py, nanopaged/api/beam.py) also
+    share a block that is not full. A sequence that writes into a block that others hold gets a copy. The last holder
+    writes into the original:
 
         A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
     """
@@ -202,8 +202,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # The sequence alone holds a block that the prefix cache has, and writes other tokens into it. With samples:
-            # A filled and offered the block, B shares only its first half, A ends, and B writes the second half.
+            # The sequence alone holds this cached block, and writes other tokens into it. (With samples: A filled and
+            # offered the block, B shares its first half, A ends, and B writes the second half.)
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -246,16 +246,16 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
 
     def preempt(self, seq: Sequence) -> Status:
-        """Take the sequence's blocks. Its tokens are computed again when it returns (recompute)."""
+        """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute)."""
         self.free(seq)
         return Status.WAITING
 
     # ---- admission: what a sequence can share, and whether the rest fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence the blocks that it can share. False, taking none, if too few are free for the rest of
-        its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may take the
-        free blocks first, and then the last running sequence is preempted."""
+        """Give a waiting sequence the blocks that it can share. False, taking none, if too few blocks are free for the
+        rest of its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may
+        take the free blocks first, and then the last running sequence is preempted."""
         hit = self.plan(seq)
         if hit is not None:
             self.start(seq, hit)
@@ -333,15 +333,15 @@ class Scheduler:
     """Decides what each step computes.
 
     **One order rules**: priority, then arrival. `running` and `waiting` are kept in it. A token budget bounds a step's
-    memory, and its time, for which all its texts wait. The budget is given out from the front of the order. When the
-    pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order. Equal
-    priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older long
-    prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for more
-    urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait until others end.
+    memory and its time: all texts of a step wait for its end. The budget is given out from the front of the order. When
+    the pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order.
+    Equal priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older
+    long prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for
+    more urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait.
 
     Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the
     pool's tokens. (With a sliding window longer texts fit, see scheduling/window.py.) So the first sequence in the
-    order always fits, at the latest after all others are preempted. With equal priorities each one becomes the first in
+    order always fits, at the latest after all others are preempted. With equal priorities each sequence is the first in
     the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
@@ -366,9 +366,9 @@ class Scheduler:
             running    A   B       D           A and B have got their tokens: turn is 2, and running[turn] is D
             waiting            C       E       C comes before D: C is admitted, and becomes running[turn]
 
-        C is more urgent than D. (With equal priorities all that wait come after all that run.) If C needs room, running
-        sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay preempted, and
-        the step admits none."""
+        C is more urgent than D. (With equal priorities waiting sequences come after running ones.) If C needs room,
+        running sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay
+        preempted, and the step admits none."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn

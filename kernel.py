@@ -2,8 +2,8 @@
 
 **What is cached.** For every token, each attention layer computes queries, keys and values (Q, K, V): for each head a
 vector of head_dim numbers. Query heads that share one kv head (one K, one V) are a **group**. The result of a query is
-the average of V over all tokens up to its own, with weights softmax(scale * Q . K). The K and V of a token never
-change, and every later token reads them again. A **KV cache** therefore keeps them.
+the average of V over the tokens up to the query's token, with weights softmax(scale * Q . K). The K and V of a token
+never change, and every later token reads them again. A **KV cache** therefore keeps them.
 
 **Paging.** Nobody knows how long a text will be, so no part of the cache is reserved for it. The cache is a pool of
 **blocks** of `block_size` token slots. A sequence may hold any blocks, in any order; its **block table** lists them:
@@ -22,15 +22,15 @@ section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 12
 token t is k_cache[block_table[t // block_size], t % block_size, kv head].
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens: a whole prompt or
-a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer stores their K and V first, and the
-cache holds `seq_len` tokens. Then query i, at position seq_len - query_len + i, attends to the keys up to its own:
+a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer first stores their K and V. The
+cache then holds `seq_len` tokens. Query i, at position seq_len - query_len + i, attends to the keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
                                 query 0, position 4       x x x x x . .
                                 query 1, position 5       x x x x x x .      . is masked
                                 query 2, position 6       x x x x x x x
 
-A prompt may therefore come in any chunks. Decode is the last row alone, which needs no causal mask.
+A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
 The torch forms come first, then the same in Triton, then kernels that only make a step faster.
 """
@@ -115,7 +115,7 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     seq_lens         [num_seqs] int32, tokens in the cache, this step's included
     query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
     scale            factor of the scores, usually head_dim ** -0.5
-    k_scale, v_scale factors of the K and V in the cache: 1, except for an fp8 cache (`to_fp8`)
+    k_scale, v_scale K and V are the stored numbers times these: 1, except for an fp8 cache (`to_fp8`)
     sliding_window   how many tokens a token sees, itself included; 0: no limit
     Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
     """
@@ -126,10 +126,10 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
             continue
         first, window = seq_len - (end - start), sliding_window or seq_len
         position = torch.arange(seq_len, device=q.device)
-        query, key = position[first:, None], position[max(0, first - window + 1):]  # no query sees earlier keys
-        visible = (key <= query) & (key > query - window)  # [query_len, num_keys]
-        # block_size 4, table [5, 2]:  key 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
-        block, offset = table[key // block_size], key % block_size
+        query_at, key_at = position[first:, None], position[max(0, first - window + 1):]  # no query sees earlier keys
+        visible = (key_at <= query_at) & (key_at > query_at - window)  # [query_len, num_keys]
+        # block_size 4, table [5, 2]:  key_at 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
+        block, offset = table[key_at // block_size], key_at % block_size
         k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
         # [num_keys, num_kv_heads, head_dim] -> [num_kv_heads, group, num_keys, head_dim]: a group shares K and V
         k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))

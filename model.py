@@ -12,18 +12,18 @@ head. The decoder never asks for a family by name; `nanopaged/weights/families.p
 and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
-per step: the last sampled one, whose K and V are not in the cache yet. It fills one slot in every layer:
+per step: the last sampled one, whose K and V are not in the cache yet. Decode fills one slot in every layer:
 
-    step      tokens in            positions   in KV cache before   slots written   sampled
-    prefill   The cat sat on the   0 1 2 3 4   0                    0 1 2 3 4       mat
-    decode    mat                  5           5                    5               .
-    decode    .                    6           6                    6               Then
+    step      tokens in            positions   in KV cache before   K, V written of   sampled
+    prefill   The cat sat on the   0 1 2 3 4   0                    0 1 2 3 4         mat
+    decode    mat                  5           5                    5                 .
+    decode    .                    6           6                    6                 Then
 
-Both are the same computation, but their cost differs. A step reads each weight of its layers once, 2 bytes in bfloat16,
-and each of its T tokens multiplies and adds with it: 2T FLOPs for 2 bytes, T per byte. While an H200 reads a byte, it
-can compute about 190 FLOPs (measured). A step of more tokens, as with long prompts, is therefore bound by compute. A
-step of fewer is bound by memory, above all decode, which also reads a sequence's whole K and V for one token. Sequences
-of one step share the reading of the weights, which is why an engine batches them.
+Both are the same computation, but their cost differs. A step of T tokens reads each weight once, 2 bytes in bfloat16,
+and computes 2T FLOPs with it: T FLOPs per byte. An H200 computes 180 to 190 FLOPs in the time that it reads a byte
+(measured). Compute therefore bounds a step of more tokens, as with long prompts, and memory bounds a smaller one, above
+all decode, which also reads a sequence's whole K and V for one token. A batch reads the weights once for all its
+sequences, which is why an engine batches.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -64,7 +64,7 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
-    hints: dict[str, Any]  # for attention that is faster: Triton's, and that of rectangles.py and last_layer.py
+    hints: dict[str, Any]  # more arguments of attention: for Triton's, and for rectangles.py and last_layer.py
 
 
 @dataclass
@@ -113,7 +113,7 @@ class ModelConfig:
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
-    rope_tables: list[Tensor]  # of each of config.ropes, see nanopaged/rope.py
+    rope_tables: list[Tensor]  # one for each of config.ropes; nanopaged/weights/build.py makes them
 
     def __init__(self, config: ModelConfig, modules: "Modules | None" = None) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
             x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to this type, as in Gemma's training
         if c.learned_positions:
             x = x + self.embed_positions(batch.positions + c.position_offset)
-        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # at -1: no rope
+        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # None at -1
         return x, [ropes[i] for i in c.layer_ropes or [0] * c.num_layers]
 
 

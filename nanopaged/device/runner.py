@@ -2,29 +2,29 @@
 
 The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
-    move blocks       to the host, copies, back from the host: before this step writes into blocks just freed
-    send rows         new entries of block tables, sampling settings of new sequences
+    move blocks       swap out, copy, swap in, in this order, before the forward pass writes
+    send rows         new entries of block tables, which stay on the device; sampling settings of new sequences
     forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
 
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
 **batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens.
 
-This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts take
-its place, those with a * only without enforce_eager:
+This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts
+replace it; enforce_eager switches off those with a *:
 
-    part                      in its place                                        where that is chosen
+    plain part                replacement                                         when
     Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
-    modules of model.py *     ones with small kernels (fused.py)                  GraphRunner
-    the last Layer *          one that skips rows (last_layer.py)                 everywhere
-    attention in torch *      one call for all sequences (rectangles.py)          everywhere
+    modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
+    the last Layer *          one that skips rows (last_layer.py)                 always
+    attention in torch *      one call for all sequences (rectangles.py)          always
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
-    additions.Engine          RecoveringEngine: undoes steps that fail            everywhere (recovery.py)
+    additions.Engine          RecoveringEngine: undoes steps that fail            always (recovery.py)
 
-choices.py decides types and kernels, trial.py how large the pool (pool.py) can be, and warmup.py compiles ahead. Rare
-features: logits.py (edited logits), logprobs.py, masks.py (grammars).
+The pool (pool.py) takes the memory that weights and the largest step leave (trial.py). choices.py decides types and
+kernels, and warmup.py compiles ahead. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
 """
 import gc
 import weakref
@@ -75,7 +75,7 @@ class Runner:
         self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
         self.warm_up = warm_up  # record all steps before the first request (graphs.py)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # Rows of logits in a step: one for each sequence, and one more for each of its drafts.
+        # Rows of logits in a step: one for each sequence, and one for each draft of the step.
         self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
         # A plain function: the logits editor keeps it, and a bound method would keep this runner and its memory alive.
         self.send = partial(transfer.send, device)
@@ -100,7 +100,7 @@ class Runner:
         tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
         self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
         self.editor: LogitsEditor | None = None  # until a sequence edits its logits
-        # The last step, if it has grammars and is not sampled yet: weakly, because a step has the runner.
+        # The last step, if it has grammars and is not sampled yet: weakly, because a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _make_rows(self) -> Rows:
@@ -163,13 +163,13 @@ class Runner:
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        """The forward pass. Returns (sample, logits): `sample()` draws the tokens [num_samples], and the logits are of
-        last_rows, then of more_rows, [num_samples + len(more_rows), vocab_size].
+        """Run the forward pass. Returns (sample, logits): `sample()` draws a token for each sampling sequence. The
+        logits [rows, vocab_size] are of last_rows, then of more_rows.
 
             sequence             A   C   B
-            flat rows            0   1   2..5     rows of x, one for each new token
-            sampling_indices     0   1   2        places in the batch of those that sample, here all three
-            last_rows            0   1   5        flat rows of the last tokens of those; logits_indices begin with these
+            flat rows            0   1   2..5     one for each new token
+            sampling_indices     0   1   2        batch places of the sequences that sample, here all three
+            last_rows            0   1   5        the last flat row of each of them
             sent.rows            4   0   7        batch rows: places in the tensors that stay on the device
         """
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
@@ -208,8 +208,8 @@ class Runner:
         usable = tokens.clamp(min=0)
         if editor is not None:
             editor.add(rows, usable)
-        # A sequence with drafts is in `rows` several times, and any of its tokens may be the last one written. No step
-        # reads it: the next one is planned when the host knows the tokens (additions.Engine), and gets this one by id.
+        # With drafts a sequence is in `rows` several times, so any of its tokens may be written last. No step reads
+        # that entry: the host reads this step first, and sends the token's id (additions.Engine).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         return tokens
 

@@ -8,8 +8,8 @@ from nanopaged.scheduling.cascade import Cascade
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (With
-    drafts a sequence counts once for each of its rows.)
+    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
+    sequence with drafts counts once for each token to check.)
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
@@ -21,7 +21,7 @@ class StepInput:
         slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
         query_start_loc   0     1     2              6      [N + 1]
         seq_lens          7     5     4                     [N]      tokens in the cache after this step
-        rows              4     0     7                     [N]      batch rows (rows.py)
+        rows              4     0     7                     [N]      batch rows: where the device has block tables
     """
     seqs: list[Sequence]
     num_tokens: list[int]  # [N]
@@ -68,7 +68,7 @@ class StepInput:
                 self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
-        else:  # a chunk: the host knows its ids, and its K and V are not in the cache, so no slot is -1
+        else:  # a chunk: the host knows the ids, and none of its K and V is in the cache, so no slot is -1
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)
             for index in range(start // size, engine.cdiv(end, size)):

@@ -41,22 +41,23 @@ def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on the device. The host does not wait for a copy from pinned memory. It would wait for one from
-    ordinary memory, which the device makes after the step under way."""
+    """The tensor on the device. The host does not wait for a copy from pinned memory. For a copy from ordinary
+    memory it would wait until the step under way ends."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class LaunchedStep:
-    """A step on the device. Calling it waits for the step and gives a Sampled, and `is_done` tells whether the call
-    would return at once. Call launched steps in the order of their launches.
+    """A launched step. Calling it waits for the step's tokens and returns a Sampled; `is_done` says whether the call
+    would wait. Steps are called in the order of their launches.
 
-    `start` is told of the launched forward pass. `sample` launches sampling and the copy to the host; `start` calls it.
-    (With grammars the next launch does, or the call: masks.py.) The call waits, and restores the scheduler's order.
+    `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
+    host. (A step with grammars is sampled by the next launch or by the call, see masks.py.) The call restores the
+    scheduler's order.
 
-    indices: places in the batch of the sequences that sample
-    seqs: these sequences, in the batch's order, which is not the scheduler's
+    indices: batch places of the sequences that sample
+    seqs: these sequences, in batch order
     more_rows: flat rows whose logits give log probabilities of prompt tokens
-    needs: the features of sampling that these sequences use
+    needs: the sampling features that seqs use
 
     device, send, editor: the runner's; unsampled: its steps with grammars that wait to be sampled; wait(event)
     """
@@ -73,7 +74,7 @@ class LaunchedStep:
         self.parts = logprobs.prompt_parts(batch)
         self.more_rows = [row for part in self.parts for row in part.rows]
         self.computed: tuple[Callable[[], Tensor], Tensor] | None = None
-        self.copies: list[Tensor] = []
+        self.on_host: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
 
     def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
@@ -96,7 +97,7 @@ class LaunchedStep:
         self.computed = lambda: tokens, logits  # if a line below fails, a retry must not draw again
         if self.parts or self.needs.num_logprobs is not None:
             tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
-        self.copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
+        self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
@@ -113,6 +114,6 @@ class LaunchedStep:
         place = {seq: i for i, seq in enumerate(self.sampled)}
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
-        tokens, *more = self.copies
+        tokens, *more = self.on_host
         ids = tokens[order].tolist()
         return logprobs.add_logprobs(ids, more, self.seqs, order, self.parts) if more else engine.Sampled(ids)
