@@ -7,7 +7,9 @@ The engine computes the same with it and without it.
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
 """
 import itertools
-from collections.abc import Callable, Iterable
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -83,7 +85,7 @@ class Seen(NamedTuple):
 class Picture(NamedTuple):
     """The engine between two changes."""
     seqs: dict[Sequence, Seen]
-    keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
+    keys: dict[tuple[int, int], tuple]  # (pool, block) -> its key in the prefix cache
 
     def of(self, seq: Sequence) -> Seen:
         return self.seqs.get(seq, Seen())
@@ -94,42 +96,41 @@ class Frames:
 
     def __init__(self, llm: Any, show: Callable[[Frame], object]):
         self.llm, self.show = llm, show
-        self.schedulers: list[Any] = [one.scheduler for one in llm.engines]
-        self.managers: list[Any] = [scheduler.block_manager for scheduler in self.schedulers]
+        self.schedulers = [one.scheduler for one in llm.engines]
+        self.managers = [scheduler.block_manager for scheduler in self.schedulers]
         self.letters: dict[int, str] = {}  # arrival -> the request's name
         self.numbers: dict[SchedulerOutput, int] = {}  # launched step -> its number
         self.counter = itertools.count()
-        self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
-        self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
+        self.last: list[int | None] = [None] * len(self.schedulers)  # the number of the pool's step scheduled last
+        self.most_computed = Counter[tuple]()  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
-        self.together: dict[int, list[list]] = {}  # pool -> the tokens that several sequences read once
-        self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its known tokens
+        self.together: dict[int, list] = {}  # pool -> the tokens that several sequences read once
+        self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its tokens
         self.picture = self._take_picture()
         # The state that the frames so far add up to
         self.tables: dict[str, list] = {}
         self.lens: dict[str, int] = {}
-        self.cached: set[tuple[int, int]] = set()  # (pool, block)
+        self.cached: Collection[tuple[int, int]] = set()  # (pool, block)
         self.texts: dict[Sequence, tuple[int, Any]] = {}  # sequence -> (number of its tokens, its detokenizer)
-        self.observers = ExitStack()  # takes them off
+        observers = ExitStack()
+        self.close = observers.close
         for pool, scheduler in enumerate(self.schedulers):
             scheduler.observers.append(observer := partial(self._observe, pool))
-            self.observers.callback(scheduler.observers.remove, observer)
-
-    def close(self) -> None:
-        self.observers.close()
+            observers.callback(scheduler.observers.remove, observer)
 
     def header(self) -> dict[str, Any]:
         """What stays the same over the run."""
-        manager, scheduler, config = self.managers[0], self.schedulers[0], self.llm.config
+        manager, config, runner = self.managers[0], self.llm.config, self.llm.runner
         values = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # K and V of a token
         return dict(version=VERSION, model=self.llm.path.name, pools=len(self.schedulers), blocks=manager.num_blocks,
-                    block_size=manager.block_size, host_blocks=manager.num_host_blocks,
-                    window=manager.window, max_num_seqs=scheduler.max_num_seqs,
-                    layers=config.num_layers, bytes_per_token=values * self.llm.runner.kv_dtype.itemsize,
-                    attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
+                    block_size=manager.block_size, host_blocks=manager.num_host_blocks, window=manager.window,
+                    max_num_seqs=self.schedulers[0].max_num_seqs, layers=config.num_layers,
+                    bytes_per_token=values * runner.kv_dtype.itemsize,
+                    attention="triton" if runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        picture = Picture({}, [dict(manager.key_of_block) for manager in self.managers])
+        picture = Picture({}, {(pool, block): key for pool, manager in enumerate(self.managers)
+                               for block, key in manager.key_of_block.items()})
         for seq in itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting):
             grammar = seq.sampling.grammar if seq.block_table else None
             picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
@@ -140,24 +141,23 @@ class Frames:
         before, self.picture = self.picture, self._take_picture()
         if beams := self._beams():
             self._tell(Frame("beams", pool, self.last[pool], beams=beams))
-        make: dict[str, Callable[..., Frame | None]] = dict(
-            schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone, undo=self._undone)
-        if change in make and (frame := make[change](pool, before, of)):
+        make = getattr(self, f"_after_{change}", None)
+        if make and (frame := make(pool, before, of)):
             self._tell(frame)
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
+        seqs, cached = self.picture.seqs, self.picture.keys.keys()
         tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
-                  for seq, seen in self.picture.seqs.items() if seen.table or seen.host_table}
-        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.seqs.items() if seen.table}
-        cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}
+                  for seq, seen in seqs.items() if seen.table or seen.host_table}
+        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in seqs.items() if seen.table}
         frame.tables, frame.lens = _difference(self.tables, tables), _difference(self.lens, lens)
         frame.cached = [[*place, place in cached] for place in sorted(cached ^ self.cached)]
         self.tables, self.lens, self.cached = tables, lens, cached
-        for seq in self.picture.seqs:
+        for seq in seqs:
             if seq.order[1] in self.letters:
                 self._tell_text(seq, frame)
-        self.texts = {seq: told for seq, told in self.texts.items() if seq in self.picture.seqs}
+        self.texts = {seq: told for seq, told in self.texts.items() if seq in seqs}
         self.show(frame)
 
     def _tell_text(self, seq: Sequence, frame: Frame) -> None:
@@ -166,12 +166,11 @@ class Frames:
         name = self._name(seq)
         if seq not in self.texts:
             self.texts[seq] = 0, self._detokenizer()
-            frame.seqs[name] = [list(self.letters).index(seq.order[1]), seq.order[2], seq.num_prompt_tokens,
-                                seq.max_len]
+            frame.seqs[name] = [[*self.letters].index(seq.order[1]), seq.order[2], seq.num_prompt_tokens, seq.max_len]
         count, detokenizer = self.texts[seq]
-        if count < len(seq.token_ids):
-            frame.texts[name] = [count, self._pieces(detokenizer, seq.token_ids[count:])]
-            self.texts[seq] = len(seq.token_ids), detokenizer
+        if new := seq.token_ids[count:]:
+            frame.texts[name] = [count, self._pieces(detokenizer, new)]
+            self.texts[seq] = count + len(new), detokenizer
 
     def _detokenizer(self) -> Any:
         return self.llm.tokenizer and self.llm.tokenizer.detokenizer(skip_special_tokens=False)
@@ -187,11 +186,10 @@ class Frames:
 
     # ---- a step, when it is scheduled
 
-    def _step(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
+    def _after_schedule(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
         scheduler, several = self.schedulers[pool], len(self.schedulers) > 1
         running, placements = scheduler.running, scheduler.placements if several else []
-        waiting = [seq for seq in self.llm.scheduler.waiting  # here, or in the queue of all pools
-                   if not any(seq in other.waiting for other in self.schedulers if other is not scheduler)]
+        waiting = sorted(scheduler.waiting + (scheduler.queue if several else []), key=engine.by_order)
         arrived = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
         self.last[pool] = None
         if several and not (running or waiting or arrived or placements):
@@ -208,25 +206,24 @@ class Frames:
         frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, pool, step, is_spent)]
                        for i, seq in enumerate(waiting)]
         self._moves(pool, before, step, frame)
+        self._attention(step, frame)
         for seq in step.seqs:
             if seq.drafts:  # custom proposers say where they found them, or not
                 found = getattr(seq.drafter.proposer, "found", None)
                 where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
                 frame.drafted.append([self._name(seq), self._words(seq.drafts), where,
                                       self._pieces(self._detokenizer(), seq.drafts)])
-        self._attention(step, frame)
-        for seq in step.seqs:
             num_computed = seq.num_computed_tokens - len(seq.drafts)
-            self.most_computed[seq.order] = max(num_computed, self.most_computed.get(seq.order, 0))
+            self.most_computed[seq.order] = max(num_computed, self.most_computed[seq.order])
         return frame
 
     def _arrivals(self, seqs: list[Sequence], frame: Frame) -> None:
         by_arrival = sorted(seqs, key=lambda seq: seq.order[1:])
         for arrival, group in itertools.groupby(by_arrival, key=lambda seq: seq.order[1]):
-            samples = list(group)
+            first, *others = group
             self.letters[arrival] = letters(len(self.letters))
-            prompt = samples[0].token_ids[:samples[0].num_prompt_tokens]
-            frame.arrived.append([self._names(samples), samples[0].order[0], len(prompt), self._words(prompt)])
+            prompt = first.token_ids[:first.num_prompt_tokens]
+            frame.arrived.append([self._names([first, *others]), first.order[0], len(prompt), self._words(prompt)])
 
     def _placements(self, placements: list, frame: Frame) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
@@ -240,7 +237,7 @@ class Frames:
     def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput, is_spent: bool) -> tuple:
         """The tokens that a running sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
-        start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
+        start, most = end - num_tokens, self.most_computed[seq.order]
         if not num_tokens:
             why = (" for the other beams" if self._candidates(seq) else " for its token" if seq.num_new_tokens <= 0 else
                    ": the token budget is spent" if is_spent else "")
@@ -270,34 +267,33 @@ class Frames:
 
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        manager, keys = self.managers[pool], self.picture.keys[pool]
-        holders = holders_of({seq: seq.block_table for seq in self.schedulers[pool].running})
-        came = dict(step.swaps_in)  # host block -> block
-        for seq in self.schedulers[pool].running:
+        manager, running, keys = self.managers[pool], self.schedulers[pool].running, self.picture.keys
+        holders = holders_of({seq: seq.block_table for seq in running})
+        came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
+        for seq in running:
             name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before.of(seq)
             hosts = [host for host in host_table if host in came]
             moved = [came[host] for host in hosts]
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
-            given, new = ([block for block in _real(part) if block not in moved]
-                          for part in (table[:num_old], table[num_old:]))
+            given = [block for block in _real(table[:num_old]) if block not in moved]
             if given and not old:  # the sequence was admitted in this step
                 held = {block: others for block in given if (others := [
                     other for other in holders[block] if before.of(other).table or other.order < seq.order])}
                 holding = dict.fromkeys(itertools.chain(*held.values()))
                 frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size), list(held),
                                     self._names(holding), [block for block in given if block not in held]])
-            frame.swapped_in += [[name, hosts, moved]] if hosts else []
+            if hosts:
+                frame.swapped_in.append([name, hosts, moved])
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
-            frame.taken += [[name, new]] if new else []
+            if new := table[num_old:]:
+                frame.taken.append([name, new])
         # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
-        stays = {old for seq, seen in before.seqs.items() if seq.pool is manager
-                 for old, now in zip(seen.table, seq.block_table) if old == now}
-        frame.evicted = [block for block, key in before.keys[pool].items()
-                         if keys.get(block) is not key and block not in stays]
+        stays = {old for seq in running for old, now in zip(before.of(seq).table, seq.block_table) if old == now}
+        frame.evicted = [block for (gpu, block), key in before.keys.items()
+                         if gpu == pool and keys.get((gpu, block)) is not key and block not in stays]
         frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
                         for block, copy in step.copies]
         frame.registered = list(step.cached)
-        went = {host: block for block, host in step.swaps_out}
         for seq in step.preempted:
             hosts = _real(seq.host_table)
             blocks = [went[host] for host in hosts] or _real(before.of(seq).table)
@@ -309,21 +305,18 @@ class Frames:
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
         without splits). If torch computes attention, a context without splits is not mentioned.
         """
-        runner = self.llm.runners[frame.pool]
+        runner, whole = self.llm.runners[frame.pool], (1, 0, False)
         batch = StepInput.of(step, self.managers[0].block_size, runner.cascade)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
-        whole = 1, 0, False
         for seq, count in zip(step.seqs, step.num_tokens):
             if count == 1 or seq.drafts:
                 num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
-                how = whole
-                if num_splits > 1:
-                    num_contexts = size * self.llm.config.num_kv_heads
-                    num_programs = tiles.programs_per_context(num_contexts, tiles.split_bound(longest))
-                    how = num_splits, length, num_programs > 1 or bool(batch.cascade)
+                num_programs = tiles.programs_per_context(size * self.llm.config.num_kv_heads,
+                                                          tiles.split_bound(longest))
+                how = (num_splits, length, num_programs > 1 or bool(batch.cascade)) if num_splits > 1 else whole
                 if how != self.splits.get(seq.order, None if runner.kernels is kernel.TRITON else whole):
                     frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
                 self.splits[seq.order] = how
@@ -334,27 +327,27 @@ class Frames:
 
     # ---- the results of a step, and what happens between two steps
 
-    def _tokens(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
+    def _after_update(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
         for seq in sampled:
             seen, notes = before.of(seq), dict[str, Any]()
-            new, forced = seq.token_ids[seen.num_known:], []
+            new = known = seq.token_ids[seen.num_known:]
             if seq not in before.seqs:
                 new, notes["dropped"] = [], True  # it had ended
             elif candidates := self._candidates(seq):
                 new, notes["best_of"] = [candidates[0][0]], len(candidates)
-            elif new and seen.num_allowed is not None:
-                notes["allowed"], new, forced = seen.num_allowed, new[:1], new[1:]
-            if forced:
-                notes["forced"] = self._words(forced)
+            elif known and seen.num_allowed is not None:
+                new, notes["allowed"] = known[:1], seen.num_allowed
+                if forced := known[1:]:
+                    notes["forced"] = self._words(forced)
             if seen.drafts:
-                pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen.drafts, new + forced))
-                notes["right"], notes["drafts"] = len(list(pairs)), len(seen.drafts)
+                notes["right"] = sum(itertools.takewhile(bool, map(operator.eq, seen.drafts, known)))
+                notes["drafts"] = len(seen.drafts)
             frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
         ended = [seq for seq in sampled if seq in before.seqs and seq not in self.picture.seqs]
-        frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
+        frame.ended = [self._end(seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
         return frame
@@ -362,39 +355,38 @@ class Frames:
     def _beams(self) -> list[list]:
         """The beams that have got a token since the last picture, those of a search in its order: best first."""
         lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
-        known = {seq: seen.num_known for seq, seen in self.picture.seqs.items()
-                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
-        searches: dict[Any, None] = dict.fromkeys(seq.listener for seq in sorted(known, key=engine.by_order))
-        beams = []
-        for child in itertools.chain(*(search.sequences for search in searches)):
-            if known.get(child, 0) > lens.get(child, child.num_prompt_tokens):
+        searches = dict.fromkeys(seq.listener for seq in sorted(self.picture.seqs, key=engine.by_order)
+                                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters)
+        live, beams = [beam for search in searches for beam in search.sequences], []
+        for child in live:
+            if len(child.token_ids) > lens.get(child, child.num_prompt_tokens):
                 parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
                                                          and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
                 beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
                               _real(child.block_table)])
-        self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
+        lens |= {beam: len(beam.token_ids) for beam in live}
+        self.beam_lens = {seq: count for seq, count in lens.items() if seq.listener}
         return beams
 
-    def _gone(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
-        if seq not in before.seqs:  # it had ended
-            return None
-        how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
-        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
+    def _after_finish(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
+        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, before)]) if seq in before.seqs else None
 
-    def _undone(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
+    _after_release = _after_finish
+
+    def _after_undo(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
         frame = Frame("undone", pool, self.numbers.pop(step, None), undone=self._names(step.seqs + step.preempted))
         return frame if frame.undone else None
 
-    def _end(self, seq: Sequence, how: str, before: Picture, later: Iterable[Sequence] = ()) -> list:
+    def _end(self, seq: Sequence, before: Picture, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
         manager: Any = seq.pool  # None: the sequence had no blocks
         held_later = {block for other in later for block in before.of(other).table}
         blocks = _real(before.of(seq).table)[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
-        is_named = seq.finish_reason and not _is_beam(seq)
-        return [self._name(seq), how, *((seq.finish_reason, seq.stop_reason) if is_named else (None, None)), free,
-                [block for block in free if block not in manager.key_of_block],
+        how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
+        reasons = (seq.finish_reason, seq.stop_reason) if how == "finished" else (None, None)
+        return [self._name(seq), how, *reasons, free, [block for block in free if block not in manager.key_of_block],
                 [block for block in blocks if block not in free]]
 
     # ---- names and words
