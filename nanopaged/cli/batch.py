@@ -42,7 +42,6 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
-from numbers import Integral
 from typing import IO, Any
 
 from nanopaged.api.answers import ApiError, Call, batch_result
@@ -207,7 +206,7 @@ class PromptFile:
         printed."""
         line, index = key
         line.outputs[index] = output
-        if len(line.outputs) < line.num_requests:
+        if None in line.outputs:
             return
         self.num_done += 1
         try:
@@ -252,8 +251,7 @@ class Line:
     labels: dict[str, Any] = field(default_factory=dict)  # of LABELS
     given: dict[str, Any] = field(default_factory=dict)  # the prompt under its key
     call: Call | None = None  # of a line in OpenAI's format
-    num_requests: int = 1
-    outputs: dict[int, Any] = field(default_factory=dict)  # number of a request -> its RequestOutput, or a ValueError
+    outputs: list[Any] = field(default_factory=lambda: [None])  # of each request a RequestOutput, or a ValueError
 
     def read(self, raw: bytes, is_json: bool | None, params: SamplingParams, serving: Serving) -> list[tuple]:
         """Its requests, each (prompt, sampling parameters, priority). Raises ValueError for a bad line."""
@@ -261,26 +259,25 @@ class Line:
         self.labels = {key: entries.pop(key) for key in LABELS if key in entries}
         if "body" in entries:
             self.call = call = _read_call(entries, serving)
-            self.num_requests = len(call.prompts)
+            self.outputs = [None] * len(call.prompts)
             return [(prompt, call.params, call.priority) for prompt in call.prompts]
         [name] = self.given = {key: entries.pop(key) for key in PROMPT_KEYS if key in entries}
-        prompt, priority = self.given[name], entries.pop("priority", 0)
+        prompt, priority = self.given[name], entries.pop("priority", 0)  # which add_request checks
         tools = entries.pop("tools", None) if name == "messages" else None
         if unknown := [key for key in entries if key not in SETTINGS]:
             raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
         check_kind(name, prompt, *PROMPT_KEYS[name])
-        check_kind("priority", priority, Integral, "an integer")
         prompt = serving.render(prompt, tools) if name == "messages" else prompt
         return [(prompt, replace(params, **entries), priority)]
 
     def result(self) -> dict[str, Any]:
         """What is written. Raises ValueError if a request was refused or has gone wrong."""
-        for output in self.outputs.values():
+        for output in self.outputs:
             if isinstance(output, ValueError):
                 raise output
         if self.call:
-            return batch_result(self.call.response([self.outputs[index] for index in range(len(self.outputs))]))
-        output = self.outputs[0]
+            return batch_result(self.call.response(self.outputs))
+        [output] = self.outputs
         for sample in output.outputs:
             if sample.finish_reason == "error":
                 raise ValueError(sample.stop_reason)
@@ -320,7 +317,7 @@ def _parse(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     found = [key for key in (*PROMPT_KEYS, "body") if isinstance(line, dict) and key in line]
     if len(found) != 1:
         raise ValueError('a line must be an object with "prompt", "prompt_token_ids", "messages" or "body", not '
-                         f"{text if len(text) < 80 else text[:80] + '..'}")
+                         f"{text:.80}")
     return line
 
 

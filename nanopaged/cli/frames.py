@@ -85,7 +85,7 @@ class Seen(NamedTuple):
 class Picture(NamedTuple):
     """The engine between two changes."""
     seqs: dict[Sequence, Seen]
-    keys: dict[tuple[int, int], tuple]  # (pool, block) -> its key in the prefix cache
+    cached: dict[tuple[int, int], tuple]  # (pool, block) of a block in a prefix cache -> its key there
 
     def of(self, seq: Sequence) -> Seen:
         return self.seqs.get(seq, Seen())
@@ -147,7 +147,7 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        seqs, cached = self.picture.seqs, self.picture.keys.keys()
+        seqs, cached = self.picture.seqs, self.picture.cached.keys()
         tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
                   for seq, seen in seqs.items() if seen.table or seen.host_table}
         lens = {self._name(seq): seq.num_computed_tokens for seq, seen in seqs.items() if seen.table}
@@ -201,9 +201,9 @@ class Frames:
             return frame
         frame.step = self.last[pool] = self.numbers[step] = next(self.counter)
         frame.num_tokens = sum(step.num_tokens)
-        is_spent, num_tokens = frame.num_tokens == frame.budget, dict(zip(step.seqs, step.num_tokens))
-        frame.work = [[self._name(seq), *self._work(seq, num_tokens.get(seq, 0), step, is_spent)] for seq in running]
-        frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, pool, step, is_spent)]
+        num_tokens = dict(zip(step.seqs, step.num_tokens))
+        frame.work = [[self._name(seq), *self._work(seq, num_tokens.get(seq, 0), step)] for seq in running]
+        frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, scheduler, step)]
                        for i, seq in enumerate(waiting)]
         self._moves(pool, before, step, frame)
         self._attention(step, frame)
@@ -234,13 +234,13 @@ class Frames:
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
 
-    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput, is_spent: bool) -> tuple:
+    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> tuple:
         """The tokens that a running sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start, most = end - num_tokens, self.most_computed[seq.order]
         if not num_tokens:
             why = (" for the other beams" if self._candidates(seq) else " for its token" if seq.num_new_tokens <= 0 else
-                   ": the token budget is spent" if is_spent else "")
+                   "" if step.budget else ": the token budget is spent")
             return f"waits{why}", 0, 0, False, 0
         if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             kind = "again"
@@ -252,9 +252,9 @@ class Frames:
             kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
         return kind, start, end, seq in step.sampled, len(seq.drafts)
 
-    def _why_not(self, seq: Sequence, pool: int, step: SchedulerOutput, is_spent: bool) -> str:
+    def _why_not(self, seq: Sequence, scheduler: Any, step: SchedulerOutput) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
-        manager, scheduler = self.managers[pool], self.schedulers[pool]
+        manager = scheduler.block_manager
         if seq in step.preempted:
             why = "it was preempted in this step"
         elif len(scheduler.running) >= scheduler.max_num_seqs:
@@ -262,12 +262,12 @@ class Frames:
         elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > manager.num_free_blocks:
             why = f"free blocks needed {num_needed}, there are {manager.num_free_blocks}"
         else:
-            why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
+            why = "too few blocks were free when its turn came" if step.budget else "the token budget is spent"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        manager, running, keys = self.managers[pool], self.schedulers[pool].running, self.picture.keys
+        manager, running, cached = self.managers[pool], self.schedulers[pool].running, self.picture.cached
         holders = holders_of({seq: seq.block_table for seq in running})
         came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
         for seq in running:
@@ -289,8 +289,8 @@ class Frames:
                 frame.taken.append([name, new])
         # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
         stays = {old for seq in running for old, now in zip(before.of(seq).table, seq.block_table) if old == now}
-        frame.evicted = [block for (gpu, block), key in before.keys.items()
-                         if gpu == pool and keys.get((gpu, block)) is not key and block not in stays]
+        frame.evicted = [block for (gpu, block), key in before.cached.items()
+                         if gpu == pool and cached.get((gpu, block)) is not key and block not in stays]
         frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
                         for block, copy in step.copies]
         frame.registered = list(step.cached)

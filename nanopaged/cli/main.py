@@ -98,12 +98,9 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = _nowhere()
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EngineDeadError) as error:
         say(f"error: {error}")
-        return 2
-    except EngineDeadError as error:
-        say(f"error: {error}")
-        return 1
+        return 1 if isinstance(error, EngineDeadError) else 2
     except KeyboardInterrupt as error:
         say(": ".join(["interrupted", *map(str, error.args)]))
         return 130
