@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
@@ -105,13 +106,13 @@ class Frames:
         self.most_computed = Counter[tuple]()  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
         self.together: dict[int, list] = {}  # pool -> the tokens that several sequences read once
-        self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its tokens
         self.picture = self._take_picture()
         # The state that the frames so far add up to
         self.tables: dict[str, list] = {}
         self.lens: dict[str, int] = {}
         self.cached: Collection[tuple[int, int]] = set()  # (pool, block)
-        self.texts: dict[Sequence, tuple[int, Any]] = {}  # sequence -> (number of its tokens, its detokenizer)
+        # sequence -> (number of its tokens, its detokenizer)
+        self.texts: WeakKeyDictionary[Sequence, tuple[int, Any]] = WeakKeyDictionary()
         observers = ExitStack()
         self.close = observers.close
         for pool, scheduler in enumerate(self.schedulers):
@@ -157,7 +158,6 @@ class Frames:
         for seq in seqs:
             if seq.order[1] in self.letters:
                 self._tell_text(seq, frame)
-        self.texts = {seq: told for seq, told in self.texts.items() if seq in seqs}
         self.show(frame)
 
     def _tell_text(self, seq: Sequence, frame: Frame) -> None:
@@ -353,19 +353,17 @@ class Frames:
         return frame
 
     def _beams(self) -> list[list]:
-        """The beams that have got a token since the last picture, those of a search in its order: best first."""
-        lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
+        """The beams that have got a token that was not told, those of a search in its order: best first."""
         searches = dict.fromkeys(seq.listener for seq in sorted(self.picture.seqs, key=engine.by_order)
-                                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters)
-        live, beams = [beam for search in searches for beam in search.sequences], []
-        for child in live:
-            if len(child.token_ids) > lens.get(child, child.num_prompt_tokens):
-                parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
-                                                         and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
-                beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
-                              _real(child.block_table)])
-        lens |= {beam: len(beam.token_ids) for beam in live}
-        self.beam_lens = {seq: count for seq, count in lens.items() if seq.listener}
+                                 if isinstance(seq.listener, BeamSearch))
+        beams = []
+        for child in itertools.chain(*(search.sequences for search in searches)):
+            count, _ = self.texts.get(child, (child.num_prompt_tokens, None))
+            if count < len(child.token_ids):
+                parent = None if child in self.texts else next(
+                    self._name(seq) for seq, (count, _) in self.texts.items()
+                    if seq.listener is child.listener and seq.token_ids[:count] == child.token_ids[:-1])
+                beams.append([self._name(child), self._words(child.token_ids[-1:]), parent, _real(child.block_table)])
         return beams
 
     def _after_finish(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:

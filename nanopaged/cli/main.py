@@ -362,12 +362,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence instead of the whole usage, with a hint for a typo."""
         import difflib
-        unknown = re.search(r"unrecognized arguments: (\S*)", message)
-        names = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
-        hint = f"; did you mean {close[0]}?" if close else ""
-        if unknown and not unknown[1].startswith("-"):
-            hint = '; write a prompt as --prompt "TEXT"'
+        hint = ""
+        if unknown := re.search(r"unrecognized arguments: ([^\s=]*)", message):
+            close = difflib.get_close_matches(unknown[1], self._option_string_actions, 1, 0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            if not unknown[1].startswith("-"):
+                hint = '; write a prompt as --prompt "TEXT"'
         raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
 
     def format_help(self):
@@ -382,12 +382,6 @@ def _option(name: str) -> str:
     return f"--{'no-' * (KINDS[name] is False)}{name.replace('_', '-')}"
 
 
-def _with_dashes(word: str) -> str:
-    """--max_tokens=8 as --max-tokens=8."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if re.fullmatch("--[a-z_-]+", name) else word
-
-
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
@@ -397,7 +391,9 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
         parser.add_argument(*SHORT.get(name, ()), _option(name), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args([_with_dashes(word) for word in parser.get_default("words")])
+    # --max_tokens=8 is --max-tokens=8
+    args = parser.parse_args([re.sub(r"^--[a-z_-]+(?==|\Z)", lambda name: name[0].replace("_", "-"), word)
+                              for word in parser.get_default("words")])
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
