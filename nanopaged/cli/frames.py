@@ -132,7 +132,7 @@ class Frames:
     def _take_picture(self) -> Picture:
         picture = Picture({}, {(pool, block): key for pool, manager in enumerate(self.managers)
                                for block, key in manager.key_of_block.items()})
-        for seq in itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting):
+        for seq in self.llm.scheduler.running + self.llm.scheduler.waiting:
             grammar = seq.sampling.grammar if seq.block_table else None
             picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
                                      grammar and grammar.num_allowed())
@@ -195,7 +195,7 @@ class Frames:
         if several and not (running or waiting or arrived or placements):
             return None  # other GPUs have all that is under way
         frame = Frame("step" if step.seqs else "idle", pool, None, budget=scheduler.max_num_batched_tokens)
-        self._arrivals(arrived, frame)
+        self._arrivals(sorted(arrived, key=lambda seq: seq.order[1:]), frame)
         self._placements(placements, frame)
         if not step.seqs:
             return frame
@@ -218,12 +218,13 @@ class Frames:
         return frame
 
     def _arrivals(self, seqs: list[Sequence], frame: Frame) -> None:
-        by_arrival = sorted(seqs, key=lambda seq: seq.order[1:])
-        for arrival, group in itertools.groupby(by_arrival, key=lambda seq: seq.order[1]):
-            first, *others = group
-            self.letters[arrival] = letters(len(self.letters))
-            prompt = first.token_ids[:first.num_prompt_tokens]
-            frame.arrived.append([self._names([first, *others]), first.order[0], len(prompt), self._words(prompt)])
+        for seq in seqs:
+            priority, arrival, _ = seq.order
+            if arrival not in self.letters:
+                self.letters[arrival] = letters(len(self.letters))
+                prompt = seq.token_ids[:seq.num_prompt_tokens]
+                frame.arrived.append([[], priority, len(prompt), self._words(prompt)])
+            frame.arrived[-1][0].append(self._name(seq))
 
     def _placements(self, placements: list, frame: Frame) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
@@ -268,7 +269,8 @@ class Frames:
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
         manager, running, cached = self.managers[pool], self.schedulers[pool].running, self.picture.cached
-        holders = holders_of({seq: seq.block_table for seq in running})
+        holders = holders_of({self._name(seq): seq.block_table for seq in running})
+        there = {self._name(seq) for seq in running if before.of(seq).table}  # and those admitted before the next one
         came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
         for seq in running:
             name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before.of(seq)
@@ -277,11 +279,12 @@ class Frames:
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
             given = [block for block in _real(table[:num_old]) if block not in moved]
             if given and not old:  # the sequence was admitted in this step
-                held = {block: others for block in given if (others := [
-                    other for other in holders[block] if before.of(other).table or other.order < seq.order])}
-                holding = dict.fromkeys(itertools.chain(*held.values()))
-                frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size), list(held),
-                                    self._names(holding), [block for block in given if block not in held]])
+                others = {block: [other for other in holders[block] if other in there] for block in given}
+                frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size),
+                                    [block for block in given if others[block]],
+                                    list(dict.fromkeys(itertools.chain(*others.values()))),
+                                    [block for block in given if not others[block]]])
+            there.add(name)
             if hosts:
                 frame.swapped_in.append([name, hosts, moved])
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
@@ -291,8 +294,7 @@ class Frames:
         stays = {old for seq in running for old, now in zip(before.of(seq).table, seq.block_table) if old == now}
         frame.evicted = [block for (gpu, block), key in before.cached.items()
                          if gpu == pool and cached.get((gpu, block)) is not key and block not in stays]
-        frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
-                        for block, copy in step.copies]
+        frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         frame.registered = list(step.cached)
         for seq in step.preempted:
             hosts = _real(seq.host_table)
