@@ -190,12 +190,11 @@ class Frames:
         scheduler, several = self.schedulers[pool], len(self.schedulers) > 1
         running, placements = scheduler.running, scheduler.placements if several else []
         waiting = sorted(scheduler.waiting + (scheduler.queue if several else []), key=engine.by_order)
-        arrived = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
         self.last[pool] = None
-        if several and not (running or waiting or arrived or placements):
+        if several and not (running or waiting or placements):
             return None  # other GPUs have all that is under way
         frame = Frame("step" if step.seqs else "idle", pool, None, budget=scheduler.max_num_batched_tokens)
-        self._arrivals(sorted(arrived, key=lambda seq: seq.order[1:]), frame)
+        self._arrivals(frame)
         self._placements(placements, frame)
         if not step.seqs:
             return frame
@@ -217,8 +216,9 @@ class Frames:
             self.most_computed[seq.order] = max(num_computed, self.most_computed[seq.order])
         return frame
 
-    def _arrivals(self, seqs: list[Sequence], frame: Frame) -> None:
-        for seq in seqs:
+    def _arrivals(self, frame: Frame) -> None:
+        new = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
+        for seq in sorted(new, key=lambda seq: seq.order[1:]):
             priority, arrival, _ = seq.order
             if arrival not in self.letters:
                 self.letters[arrival] = letters(len(self.letters))
@@ -441,5 +441,4 @@ def _real(table: Iterable[int]) -> list[int]:
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The entries that are new or different, and None for those that are gone."""
-    return {name: None for name in before if name not in now} | {
-        name: value for name, value in now.items() if before.get(name) != value}
+    return {name: now.get(name) for name in before | now if before.get(name) != now.get(name)}
