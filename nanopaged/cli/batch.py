@@ -92,8 +92,6 @@ class PromptFile:
             raise ValueError(f"--prompts takes FILE.txt, FILE.jsonl or - for stdin, not {source!r}")
         self.is_json = None if source == "-" else source.endswith(".jsonl")  # None: the first line will tell
         self.lines: IO[bytes] = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
-        if target is not None and source != "-" and os.path.exists(target) and os.path.samefile(source, target):
-            raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
         self.results: Any = None if target is None else self._open_results(target)
         if self.lines.seekable():  # count the lines, and compare them with the hashes of the results
             start = self.lines.tell()
@@ -102,12 +100,13 @@ class PromptFile:
 
     def _open_results(self, target: str) -> IO[bytes]:
         """The output file, open for appending. Notes its results' hashes, and cuts off half a result at its end."""
-        if os.path.exists(target) and not os.path.isfile(target):
-            raise ValueError(f"--output {target!r} is a directory, a device or a pipe, and results need a regular "
-                             "file, which a later run can read; give one, or leave --output out to print the texts")
-        file = open_file("--output", target, "a+b")
-        end = 0
-        start = b'{"line": '
+        if os.path.exists(target):
+            if not os.path.isfile(target):
+                raise ValueError(f"--output {target!r} is a directory, a device or a pipe, and results need a regular "
+                                 "file, which a later run can read; give one, or leave --output out to print the texts")
+            if self.source != "-" and os.path.samefile(self.source, target):
+                raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
+        file, start, end = open_file("--output", target, "a+b"), b'{"line": ', 0
         self._lock(file)
         file.seek(0)
         for number, raw in enumerate(file, 1):
@@ -115,15 +114,14 @@ class PromptFile:
                 break
             try:
                 result = json.loads(raw)
-                index = result["line"] - 1
-                digest = int(result["hash"], 16)
-                if index < 0:
+                line, digest = result["line"], int(result["hash"], 16)
+                if line < 1:
                     raise ValueError
                 if result.get("error") is not None:
-                    self.errors[index + 1] = digest
+                    self.errors[line] = digest
                 else:
-                    self.hashes.extend([0] * (index + 1 - len(self.hashes)))
-                    self.hashes[index] = digest
+                    self.hashes.extend([0] * (line - len(self.hashes)))
+                    self.hashes[line - 1] = digest
             except (ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError):
                 raise ValueError(f"--output {target!r} exists, and its line {number} is not the result of a prompt; "
                                  "give another file") from None
@@ -186,7 +184,7 @@ class PromptFile:
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
         say(self.progress.report(f"{counted(self.num_done, 'line')}{earlier}{bad}"))
-        return 1 if self.num_bad else 0
+        return int(self.num_bad > 0)
 
     def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
         """The requests of the lines without a result. The key of a request is its line and its number there."""

@@ -397,17 +397,21 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
-    _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    _check_combination(args)
     args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
-    if is_asked and not talks:
+    if is_asked and sys.stdin.isatty():  # it will be a conversation
+        if args.beam_width is not None or args.n not in (None, 1):
+            raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
+                             "--prompt")
+    elif is_asked:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
             raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
     return args
 
 
-def _check_combination(args, talks: bool) -> None:
-    """ValueError for options that do not go together. `talks`: it will be a conversation."""
+def _check_combination(args) -> None:
+    """ValueError for options that do not go together."""
     has = set(_given(args, KINDS))
     if not has & {"prompt", "prompts", "chat", "serve"}:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
@@ -422,8 +426,6 @@ def _check_combination(args, talks: bool) -> None:
                          "Qwen/Qwen3-0.6B, or a template as --chat-template FILE")
     if args.api_key == "":
         raise ValueError("--api-key is empty, and everybody knows that key; give another one, or leave the option out")
-    if talks and ("beam_width" in has or args.n not in (None, 1)):
-        raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
 
 
 if __name__ == "__main__":
