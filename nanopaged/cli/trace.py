@@ -49,8 +49,9 @@ class Trace:
         self.frames = Frames(llm, self.show)
         self.close = self.frames.close
         self.run = run = self.frames.header()
+        self.several = run["pools"] > 1
         self.num_prompt_tokens: dict[str, int] = {}
-        self.write(f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
+        self.write(f"on each of {run['pools']} GPUs, " * self.several
                    + f"a pool of {counted(run['blocks'], 'block')} of {counted(run['block_size'], 'token')}"
                    + f", {run['host_blocks']} more on the host" * (run["host_blocks"] > 0)
                    + f", attention sees {run['window']} tokens" * (run["window"] > 0))
@@ -79,7 +80,7 @@ class Trace:
 
     def _step(self, frame: Frame) -> None:
         """An idle step has no more than arrivals and placements."""
-        where = f" on GPU {frame.pool}" * (self.run["pools"] > 1)
+        where = f" on GPU {frame.pool}" * self.several
         self.write("")
         self._lines([("arrives", _names(names) + f", priority {priority}" * (priority != 0)
                       + f", {count} prompt tokens: {_text(words)}") for names, priority, count, words in frame.arrived])
@@ -157,7 +158,7 @@ class Trace:
             texts = notes | {"forced": _text(notes.get("forced", ""))}
             what += "".join(text.format(**texts) for note, text in NOTES.items() if note in notes)
             sampled.append(f"{name} {what}")
-        when = f"in step {frame.step}: " * (self.run["pools"] > 1)
+        when = f"in step {frame.step}: " * self.several
         self._items("sampled", sampled, f"in step {frame.step}, read only now: " if frame.late else when)
         lines = []
         for name, how, reason, stop, free, lost, held in frame.ended:
@@ -175,21 +176,18 @@ class Trace:
     def _pool(self, pool: int) -> None:
         """A character for each block. A large pool's rows without a held block are left out."""
         holders, count, row = self.holders[pool], self.run["blocks"], 70  # row: blocks of a line
-        cells = "".join(self._cell(pool, block, holders.get(block)) for block in range(count))
+        marks = ["." if (pool, block) in self.frames.cached else "_" for block in range(count)]
+        for block, names in holders.items():
+            request, *others = {name.rstrip("0123456789") for name in names}
+            marks[block] = "*" if others else request[-1] if len(names) == 1 else request[-1].lower()
+        cells = "".join(marks)
         num_shared = sum(len(names) > 1 for names in holders.values())
         counts = (f"{len(holders)} held ({num_shared} shared), {cells.count('.')} free but cached, "
                   f"{cells.count('_')} empty")
-        label = f"pool {pool}" if self.run["pools"] > 1 else "pool"
-        self._say(label, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
+        self._say("pool" + f" {pool}" * self.several, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
         if count > 30:
             self._lines([(f"{start:>10}", _tens(cells[start:start + row])) for start in range(0, count, row)
                          if count <= row or cells[start:start + row].strip("._")], most=4)
-
-    def _cell(self, pool: int, block: int, names: list[str] | None) -> str:
-        if not names:
-            return "." if (pool, block) in self.frames.cached else "_"
-        request, *others = {name.rstrip("0123456789") for name in names}
-        return "*" if others else request[-1] if len(names) == 1 else request[-1].lower()
 
     def _table(self, name: str, frame: Frame, columns: int) -> str:
         """The block table in at most `columns` columns."""
