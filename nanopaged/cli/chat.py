@@ -109,7 +109,9 @@ class Keyboard:
                 text += "\n" + self._ask("... ")
             text = text.rstrip().removesuffix(QUOTES).strip("\n")
         if text.strip() and not COMMAND.fullmatch(text.strip()):
-            self._remember(text)
+            if readline:
+                readline.add_history(text)
+            self._write([json.dumps(text)], "a")
         return text
 
     @contextmanager
@@ -142,22 +144,17 @@ class Keyboard:
                 lines = self.history.read_text(encoding="utf-8").splitlines()
                 if len(lines) > 2 * MOST_ENTRIES:
                     lines = lines[-MOST_ENTRIES:]
-                    self._write(self.history, lines, "w")
+                    self._write(lines, "w")
         return lines
 
-    def _remember(self, text: str) -> None:
-        if readline:
-            readline.add_history(text)
+    def _write(self, lines: list[str], mode: str) -> None:
+        """Write lines to the file, which only its owner may read."""
         with self._or_without():
             if self.history:
                 self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._write(self.history, [json.dumps(text)], "a")
-
-    def _write(self, history: Path, lines: list[str], mode: str) -> None:
-        """Write lines to the file, which only its owner may read."""
-        with open(history, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-            os.chmod(history, 0o600)  # it may have been there with another mode
-            file.writelines(line + "\n" for line in lines)
+                with open(self.history, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                    self.history.chmod(0o600)  # it may have been there with another mode
+                    file.writelines(line + "\n" for line in lines)
 
     @contextmanager
     def _or_without(self) -> Iterator[None]:

@@ -135,9 +135,7 @@ def _run(args, llm_class) -> int:
         return _generate(llm, args, beams, prompt_file, listener)
     finally:
         if page:
-            page.save(args.trace, "python engine.py " + shlex.join(args.words))
-            is_page = args.trace.lower().endswith(".html")
-            say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
+            say(page.save(args.trace, "python engine.py " + shlex.join(args.words)))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile | None, listener: Any) -> int:

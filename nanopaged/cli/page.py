@@ -25,12 +25,13 @@ class Page:
             self.frames.append({name: value for name, value in vars(frame).items()
                                 if value != UNTOLD[name] or name in ("pool", "step")})
 
-    def save(self, path: str, command: str) -> None:
-        """Write a page, or the frames alone if the path ends with .json."""
+    def save(self, path: str, command: str) -> str:
+        """Write a page, or the frames alone if the path ends with .json; a sentence that says so."""
         left_out = self.num_frames - len(self.frames)
         run = self.source.header() | dict(command=command, left_out=left_out, frames=self.frames)
-        text = json.dumps(run, separators=(",", ":"))
+        text, says = json.dumps(run, separators=(",", ":")), "has the frames of the run"
         if not path.lower().endswith(".json"):  # in HTML a "<" could end the script, or begin a comment
             page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-            text = page.replace("__RUN__", text.replace("<", "\\u003c"))
+            text, says = page.replace("__RUN__", text.replace("<", "\\u003c")), "plays the run; open it in a browser"
         Path(path).write_text(text, encoding="utf-8")
+        return f"{path} {says}"
