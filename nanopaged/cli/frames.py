@@ -86,7 +86,7 @@ class Seen(NamedTuple):
 class Picture(NamedTuple):
     """The engine between two changes."""
     seqs: dict[Sequence, Seen]
-    cached: dict[tuple[int, int], tuple]  # (pool, block) of a block in a prefix cache -> its key there
+    cached: dict[tuple[int, int], None]  # (pool, block) of each block in a prefix cache
 
     def of(self, seq: Sequence) -> Seen:
         return self.seqs.get(seq, Seen())
@@ -130,8 +130,8 @@ class Frames:
                     attention="triton" if runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        picture = Picture({}, {(pool, block): key for pool, manager in enumerate(self.managers)
-                               for block, key in manager.key_of_block.items()})
+        picture = Picture({}, {(pool, block): None for pool, manager in enumerate(self.managers)
+                               for block in manager.key_of_block})
         for seq in self.llm.scheduler.running + self.llm.scheduler.waiting:
             grammar = seq.sampling.grammar if seq.block_table else None
             picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
@@ -268,7 +268,7 @@ class Frames:
 
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        manager, running, cached = self.managers[pool], self.schedulers[pool].running, self.picture.cached
+        manager, running = self.managers[pool], self.schedulers[pool].running
         holders = holders_of({self._name(seq): seq.block_table for seq in running})
         there = {self._name(seq) for seq in running if before.of(seq).table}  # and those admitted before the next one
         came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
@@ -290,10 +290,8 @@ class Frames:
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
             if new := table[num_old:]:
                 frame.taken.append([name, new])
-        # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
-        stays = {old for seq in running for old, now in zip(before.of(seq).table, seq.block_table) if old == now}
-        frame.evicted = [block for (gpu, block), key in before.cached.items()
-                         if gpu == pool and cached.get((gpu, block)) is not key and block not in stays]
+        reused = {block for _, block in step.copies + step.swaps_in}.union(*(blocks for _, blocks in frame.taken))
+        frame.evicted = [block for gpu, block in before.cached if gpu == pool and block in reused]
         frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         frame.registered = list(step.cached)
         for seq in step.preempted:
