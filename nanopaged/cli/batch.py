@@ -154,7 +154,7 @@ class PromptFile:
                 continue
             if self.is_json is None:
                 self.is_json = raw.lstrip().startswith(b"{")
-            digest = int.from_bytes(blake2b(self.settings + raw, digest_size=8).digest(), "big") or 1
+            digest = int(blake2b(self.settings + raw, digest_size=8).hexdigest(), 16) or 1
             known = self.hashes[number - 1] if number <= len(self.hashes) else 0
             if known not in (0, digest):
                 raise ValueError(f"--output {self.target!r} has a result for line {number} that belongs to another "
@@ -262,8 +262,8 @@ class Line:
         [name] = self.given = {key: entries.pop(key) for key in PROMPT_KEYS if key in entries}
         prompt, priority = self.given[name], entries.pop("priority", 0)  # which add_request checks
         tools = entries.pop("tools", None) if name == "messages" else None
-        if unknown := [key for key in entries if key not in SETTINGS]:
-            raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
+        if unknown := entries.keys() - SETTINGS:
+            raise ValueError(f'a line with "{name}" has no setting {min(unknown)!r}; "max_tokens" is an example of one')
         check_kind(name, prompt, *PROMPT_KEYS[name])
         prompt = serving.render(prompt, tools) if name == "messages" else prompt
         return [(prompt, replace(params, **entries), priority)]
@@ -312,8 +312,7 @@ def _parse(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"this is not JSON ({reason})") from None
-    found = [key for key in (*PROMPT_KEYS, "body") if isinstance(line, dict) and key in line]
-    if len(found) != 1:
+    if not isinstance(line, dict) or len(line.keys() & {*PROMPT_KEYS, "body"}) != 1:
         raise ValueError('a line must be an object with "prompt", "prompt_token_ids", "messages" or "body", not '
                          f"{text:.80}")
     return line
@@ -323,8 +322,8 @@ def _read_call(entries: dict[str, Any], serving: Serving) -> Call:
     if entries.get("method") != "POST" or entries.get("url") not in FIELDS:
         raise ApiError(f'a line with "body" has "method": "POST" and as "url" {" or ".join(FIELDS)}, not '
                        f'{entries.get("method")!r:.80} and {entries.get("url")!r:.80}')
-    if unknown := sorted(entries.keys() - {"method", "url", "body"}):
-        raise ApiError(f'a line with "body" has no key {unknown[0]!r:.80}; leave it out')
+    if unknown := entries.keys() - {"method", "url", "body"}:
+        raise ApiError(f'a line with "body" has no key {min(unknown)!r:.80}; leave it out')
     call = serving.read(entries["url"], entries["body"])
     if call.stream:
         raise ApiError('a result in a file is no stream; leave "stream" out')

@@ -346,7 +346,7 @@ class Frames:
                 notes["right"] = sum(itertools.takewhile(bool, map(operator.eq, seen.drafts, known)))
                 notes["drafts"] = len(seen.drafts)
             frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
-        ended = [seq for seq in sampled if seq in before.seqs and seq not in self.picture.seqs]
+        ended = [seq for seq in sampled if seq in before.seqs and seq.finish_reason]
         frame.ended = [self._end(seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more

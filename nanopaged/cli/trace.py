@@ -113,10 +113,9 @@ class Trace:
     def _placements(self, frame: Frame) -> None:
         lines = []
         for name, pool, offers, has_samples in frame.placed:
-            tokens = ", ".join(f"{count} tokens with it" if other == pool else f"{count} on GPU {other}"
-                               for other, count in sorted(offers, key=lambda offer: offer[0] != pool))
-            why = (f"its next step has {tokens}" if tokens else "its samples are there" if has_samples else
-                   "the last sequence there gives way to it")
+            others = "".join(f", {count} on GPU {other}" for other, count in offers if other != pool)
+            why = (f"its next step has {dict(offers)[pool]} tokens with it{others}" if offers else
+                   "its samples are there" if has_samples else "the last sequence there gives way to it")
             lines.append(("placed", f"{name} on GPU {pool}: {why}"))
         self._lines(lines)
 
