@@ -1,7 +1,7 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences and prefix caches after each change,
-compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them.
+`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences after each change, compares it with the
+picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them.
 The engine computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
@@ -83,13 +83,11 @@ class Seen(NamedTuple):
     num_allowed: int | None = None  # tokens that may come next, if it runs and has a grammar
 
 
-class Picture(NamedTuple):
-    """The engine between two changes."""
-    seqs: dict[Sequence, Seen]
-    cached: dict[tuple[int, int], None]  # (pool, block) of each block in a prefix cache
+class Picture(dict[Sequence, Seen]):
+    """The sequences that run and wait between two changes; another one has nothing."""
 
-    def of(self, seq: Sequence) -> Seen:
-        return self.seqs.get(seq, Seen())
+    def __missing__(self, seq: Sequence) -> Seen:
+        return Seen()
 
 
 class Frames:
@@ -130,12 +128,11 @@ class Frames:
                     attention="triton" if runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        picture = Picture({}, {(pool, block): None for pool, manager in enumerate(self.managers)
-                               for block in manager.key_of_block})
+        picture = Picture()
         for seq in self.llm.scheduler.running + self.llm.scheduler.waiting:
             grammar = seq.sampling.grammar if seq.block_table else None
-            picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
-                                     grammar and grammar.num_allowed())
+            picture[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
+                                grammar and grammar.num_allowed())
         return picture
 
     def _observe(self, pool: int, change: str, of: Any) -> None:
@@ -148,14 +145,14 @@ class Frames:
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        seqs, cached = self.picture.seqs, self.picture.cached.keys()
         tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
-                  for seq, seen in seqs.items() if seen.table or seen.host_table}
-        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in seqs.items() if seen.table}
+                  for seq, seen in self.picture.items() if seen.table or seen.host_table}
+        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.items() if seen.table}
+        cached = {(pool, block): None for pool, manager in enumerate(self.managers) for block in manager.key_of_block}
         frame.tables, frame.lens = _difference(self.tables, tables), _difference(self.lens, lens)
-        frame.cached = [[*place, place in cached] for place in sorted(cached ^ self.cached)]
-        self.tables, self.lens, self.cached = tables, lens, cached
-        for seq in seqs:
+        frame.cached = [[*place, place in cached] for place in sorted(cached.keys() ^ self.cached)]
+        self.tables, self.lens, self.cached = tables, lens, cached.keys()
+        for seq in self.picture:
             if seq.order[1] in self.letters:
                 self._tell_text(seq, frame)
         self.show(frame)
@@ -217,7 +214,7 @@ class Frames:
         return frame
 
     def _arrivals(self, frame: Frame) -> None:
-        new = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
+        new = [seq for seq in self.picture if seq.order[1] not in self.letters]
         for seq in sorted(new, key=lambda seq: seq.order[1:]):
             priority, arrival, _ = seq.order
             if arrival not in self.letters:
@@ -270,10 +267,10 @@ class Frames:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
         manager, running = self.managers[pool], self.schedulers[pool].running
         holders = holders_of({self._name(seq): seq.block_table for seq in running})
-        there = {self._name(seq) for seq in running if before.of(seq).table}  # and those admitted before the next one
+        there = {self._name(seq) for seq in running if before[seq].table}  # and those admitted before the next one
         came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
         for seq in running:
-            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before.of(seq)
+            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before[seq]
             hosts = [host for host in host_table if host in came]
             moved = [came[host] for host in hosts]
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
@@ -291,12 +288,12 @@ class Frames:
             if new := table[num_old:]:
                 frame.taken.append([name, new])
         reused = {block for _, block in step.copies + step.swaps_in}.union(*(blocks for _, blocks in frame.taken))
-        frame.evicted = [block for gpu, block in before.cached if gpu == pool and block in reused]
+        frame.evicted = [block for gpu, block in self.cached if gpu == pool and block in reused]
         frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         frame.registered = list(step.cached)
         for seq in step.preempted:
             hosts = _real(seq.host_table)
-            blocks = [went[host] for host in hosts] or _real(before.of(seq).table)
+            blocks = [went[host] for host in hosts] or _real(before[seq].table)
             frame.preempted.append([self._name(seq), blocks, hosts])
 
     def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
@@ -332,9 +329,9 @@ class Frames:
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
         for seq in sampled:
-            seen, notes = before.of(seq), dict[str, Any]()
+            seen, notes = before[seq], dict[str, Any]()
             new = known = seq.token_ids[seen.num_known:]
-            if seq not in before.seqs:
+            if seq not in before:
                 new, notes["dropped"] = [], True  # it had ended
             elif candidates := self._candidates(seq):
                 new, notes["best_of"] = [candidates[0][0]], len(candidates)
@@ -346,7 +343,7 @@ class Frames:
                 notes["right"] = sum(itertools.takewhile(bool, map(operator.eq, seen.drafts, known)))
                 notes["drafts"] = len(seen.drafts)
             frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
-        ended = [seq for seq in sampled if seq in before.seqs and seq.finish_reason]
+        ended = [seq for seq in sampled if seq in before and seq.finish_reason]
         frame.ended = [self._end(seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
@@ -354,7 +351,7 @@ class Frames:
 
     def _beams(self) -> list[list]:
         """The beams that have got a token that was not told, those of a search in its order: best first."""
-        searches = dict.fromkeys(seq.listener for seq in sorted(self.picture.seqs, key=engine.by_order)
+        searches = dict.fromkeys(seq.listener for seq in sorted(self.picture, key=engine.by_order)
                                  if isinstance(seq.listener, BeamSearch))
         beams = []
         for child in itertools.chain(*(search.sequences for search in searches)):
@@ -367,7 +364,7 @@ class Frames:
         return beams
 
     def _after_finish(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
-        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, before)]) if seq in before.seqs else None
+        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, before)]) if seq in before else None
 
     _after_release = _after_finish
 
@@ -379,8 +376,8 @@ class Frames:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
         manager: Any = seq.pool  # None: the sequence had no blocks
-        held_later = {block for other in later for block in before.of(other).table}
-        blocks = _real(before.of(seq).table)[::-1]
+        held_later = {block for other in later for block in before[other].table}
+        blocks = _real(before[seq].table)[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
         how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
         reasons = (seq.finish_reason, seq.stop_reason) if how == "finished" else (None, None)
