@@ -1,8 +1,8 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences after each change, compares it with the
-picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them.
-The engine computes the same with it and without it.
+`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences after each change, compares it with
+the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them. The engine
+computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
 """
