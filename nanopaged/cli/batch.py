@@ -261,11 +261,11 @@ class Line:
             return [(prompt, call.params, call.priority) for prompt in call.prompts]
         [name] = self.given = {key: entries.pop(key) for key in PROMPT_KEYS if key in entries}
         prompt, priority = self.given[name], entries.pop("priority", 0)  # which add_request checks
-        tools = entries.pop("tools", None) if name == "messages" else None
+        check_kind(name, prompt, *PROMPT_KEYS[name])
+        if name == "messages":
+            prompt = serving.render(prompt, entries.pop("tools", None))
         if unknown := entries.keys() - SETTINGS:
             raise ValueError(f'a line with "{name}" has no setting {min(unknown)!r}; "max_tokens" is an example of one')
-        check_kind(name, prompt, *PROMPT_KEYS[name])
-        prompt = serving.render(prompt, tools) if name == "messages" else prompt
         return [(prompt, replace(params, **entries), priority)]
 
     def result(self) -> dict[str, Any]:
