@@ -317,7 +317,7 @@ class Frames:
                 if how != self.splits.get(seq.order, None if runner.kernels is kernel.TRITON else whole):
                     frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
                 self.splits[seq.order] = how
-        together = [[list(dict.fromkeys(self._names(batch.seqs[first:first + count]))), start, end]
+        together = [[list(dict.fromkeys(map(self._name, batch.seqs[first:first + count]))), start, end]
                     for first, count, start, end in zip(*[iter(batch.cascade)] * 4)]
         if together != self.together.get(frame.pool, []):
             self.together[frame.pool] = frame.together = together
@@ -369,8 +369,8 @@ class Frames:
     _after_release = _after_finish
 
     def _after_undo(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
-        frame = Frame("undone", pool, self.numbers.pop(step, None), undone=self._names(step.seqs + step.preempted))
-        return frame if frame.undone else None
+        names = [self._name(seq) for seq in step.seqs + step.preempted]
+        return Frame("undone", pool, self.numbers.pop(step, None), undone=names) if names else None
 
     def _end(self, seq: Sequence, before: Picture, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
@@ -388,9 +388,6 @@ class Frames:
 
     def _name(self, seq: Sequence) -> str:
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
-
-    def _names(self, seqs: Iterable[Sequence]) -> list[str]:
-        return [self._name(seq) for seq in seqs]
 
     def _words(self, token_ids: list[int]) -> Words:
         text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:MOST_WORDS], skip_special_tokens=False)
