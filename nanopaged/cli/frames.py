@@ -352,7 +352,7 @@ class Frames:
     def _beams(self) -> list[list]:
         """The beams that have got a token that was not told, those of a search in its order: best first."""
         searches = dict.fromkeys(seq.listener for seq in sorted(self.picture, key=engine.by_order)
-                                 if isinstance(seq.listener, BeamSearch))
+                                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters)
         beams = []
         for child in itertools.chain(*(search.sequences for search in searches)):
             count, _ = self.texts.get(child, (child.num_prompt_tokens, None))
