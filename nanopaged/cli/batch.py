@@ -42,7 +42,6 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
-from numbers import Integral
 from typing import IO, Any
 
 from nanopaged.api.answers import ApiError, Call, batch_result
@@ -93,8 +92,6 @@ class PromptFile:
             raise ValueError(f"--prompts takes FILE.txt, FILE.jsonl or - for stdin, not {source!r}")
         self.is_json = None if source == "-" else source.endswith(".jsonl")  # None: the first line will tell
         self.lines: IO[bytes] = sys.stdin.buffer if source == "-" else open_file("--prompts", source, "rb")
-        if target is not None and source != "-" and os.path.exists(target) and os.path.samefile(source, target):
-            raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
         self.results: Any = None if target is None else self._open_results(target)
         if self.lines.seekable():  # count the lines, and compare them with the hashes of the results
             start = self.lines.tell()
@@ -103,12 +100,13 @@ class PromptFile:
 
     def _open_results(self, target: str) -> IO[bytes]:
         """The output file, open for appending. Notes its results' hashes, and cuts off half a result at its end."""
-        if os.path.exists(target) and not os.path.isfile(target):
-            raise ValueError(f"--output {target!r} is a directory, a device or a pipe, and results need a regular "
-                             "file, which a later run can read; give one, or leave --output out to print the texts")
-        file = open_file("--output", target, "a+b")
-        end = 0
-        start = b'{"line": '
+        if os.path.exists(target):
+            if not os.path.isfile(target):
+                raise ValueError(f"--output {target!r} is a directory, a device or a pipe, and results need a regular "
+                                 "file, which a later run can read; give one, or leave --output out to print the texts")
+            if self.source != "-" and os.path.samefile(self.source, target):
+                raise ValueError(f"--output {target!r} is the file that --prompts reads; give another one")
+        file, start, end = open_file("--output", target, "a+b"), b'{"line": ', 0
         self._lock(file)
         file.seek(0)
         for number, raw in enumerate(file, 1):
@@ -116,15 +114,14 @@ class PromptFile:
                 break
             try:
                 result = json.loads(raw)
-                index = result["line"] - 1
-                digest = int(result["hash"], 16)
-                if index < 0:
+                line, digest = result["line"], int(result["hash"], 16)
+                if line < 1:
                     raise ValueError
                 if result.get("error") is not None:
-                    self.errors[index + 1] = digest
+                    self.errors[line] = digest
                 else:
-                    self.hashes.extend([0] * (index + 1 - len(self.hashes)))
-                    self.hashes[index] = digest
+                    self.hashes.extend([0] * (line - len(self.hashes)))
+                    self.hashes[line - 1] = digest
             except (ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError):
                 raise ValueError(f"--output {target!r} exists, and its line {number} is not the result of a prompt; "
                                  "give another file") from None
@@ -157,7 +154,7 @@ class PromptFile:
                 continue
             if self.is_json is None:
                 self.is_json = raw.lstrip().startswith(b"{")
-            digest = int.from_bytes(blake2b(self.settings + raw, digest_size=8).digest(), "big") or 1
+            digest = int(blake2b(self.settings + raw, digest_size=8).hexdigest(), 16) or 1
             known = self.hashes[number - 1] if number <= len(self.hashes) else 0
             if known not in (0, digest):
                 raise ValueError(f"--output {self.target!r} has a result for line {number} that belongs to another "
@@ -187,7 +184,7 @@ class PromptFile:
         earlier = f", {num_earlier} of them done before" * (num_earlier > 0)
         bad = f", {self.num_bad} bad" * (self.num_bad > 0)
         say(self.progress.report(f"{counted(self.num_done, 'line')}{earlier}{bad}"))
-        return 1 if self.num_bad else 0
+        return int(self.num_bad > 0)
 
     def _requests(self, params: SamplingParams, serving: Serving) -> Iterator[tuple]:
         """The requests of the lines without a result. The key of a request is its line and its number there."""
@@ -207,7 +204,7 @@ class PromptFile:
         printed."""
         line, index = key
         line.outputs[index] = output
-        if len(line.outputs) < line.num_requests:
+        if None in line.outputs:
             return
         self.num_done += 1
         try:
@@ -252,8 +249,7 @@ class Line:
     labels: dict[str, Any] = field(default_factory=dict)  # of LABELS
     given: dict[str, Any] = field(default_factory=dict)  # the prompt under its key
     call: Call | None = None  # of a line in OpenAI's format
-    num_requests: int = 1
-    outputs: dict[int, Any] = field(default_factory=dict)  # number of a request -> its RequestOutput, or a ValueError
+    outputs: list[Any] = field(default_factory=lambda: [None])  # of each request a RequestOutput, or a ValueError
 
     def read(self, raw: bytes, is_json: bool | None, params: SamplingParams, serving: Serving) -> list[tuple]:
         """Its requests, each (prompt, sampling parameters, priority). Raises ValueError for a bad line."""
@@ -261,26 +257,25 @@ class Line:
         self.labels = {key: entries.pop(key) for key in LABELS if key in entries}
         if "body" in entries:
             self.call = call = _read_call(entries, serving)
-            self.num_requests = len(call.prompts)
+            self.outputs = [None] * len(call.prompts)
             return [(prompt, call.params, call.priority) for prompt in call.prompts]
         [name] = self.given = {key: entries.pop(key) for key in PROMPT_KEYS if key in entries}
-        prompt, priority = self.given[name], entries.pop("priority", 0)
-        tools = entries.pop("tools", None) if name == "messages" else None
-        if unknown := [key for key in entries if key not in SETTINGS]:
-            raise ValueError(f'a line with "{name}" has no setting {unknown[0]!r}; "max_tokens" is an example of one')
+        prompt, priority = self.given[name], entries.pop("priority", 0)  # which add_request checks
         check_kind(name, prompt, *PROMPT_KEYS[name])
-        check_kind("priority", priority, Integral, "an integer")
-        prompt = serving.render(prompt, tools) if name == "messages" else prompt
+        if name == "messages":
+            prompt = serving.render(prompt, entries.pop("tools", None))
+        if unknown := entries.keys() - SETTINGS:
+            raise ValueError(f'a line with "{name}" has no setting {min(unknown)!r}; "max_tokens" is an example of one')
         return [(prompt, replace(params, **entries), priority)]
 
     def result(self) -> dict[str, Any]:
         """What is written. Raises ValueError if a request was refused or has gone wrong."""
-        for output in self.outputs.values():
+        for output in self.outputs:
             if isinstance(output, ValueError):
                 raise output
         if self.call:
-            return batch_result(self.call.response([self.outputs[index] for index in range(len(self.outputs))]))
-        output = self.outputs[0]
+            return batch_result(self.call.response(self.outputs))
+        [output] = self.outputs
         for sample in output.outputs:
             if sample.finish_reason == "error":
                 raise ValueError(sample.stop_reason)
@@ -317,10 +312,9 @@ def _parse(raw: bytes, is_json: bool | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"this is not JSON ({reason})") from None
-    found = [key for key in (*PROMPT_KEYS, "body") if isinstance(line, dict) and key in line]
-    if len(found) != 1:
+    if not isinstance(line, dict) or len(line.keys() & {*PROMPT_KEYS, "body"}) != 1:
         raise ValueError('a line must be an object with "prompt", "prompt_token_ids", "messages" or "body", not '
-                         f"{text if len(text) < 80 else text[:80] + '..'}")
+                         f"{text:.80}")
     return line
 
 
@@ -328,8 +322,8 @@ def _read_call(entries: dict[str, Any], serving: Serving) -> Call:
     if entries.get("method") != "POST" or entries.get("url") not in FIELDS:
         raise ApiError(f'a line with "body" has "method": "POST" and as "url" {" or ".join(FIELDS)}, not '
                        f'{entries.get("method")!r:.80} and {entries.get("url")!r:.80}')
-    if unknown := sorted(entries.keys() - {"method", "url", "body"}):
-        raise ApiError(f'a line with "body" has no key {unknown[0]!r:.80}; leave it out')
+    if unknown := entries.keys() - {"method", "url", "body"}:
+        raise ApiError(f'a line with "body" has no key {min(unknown)!r:.80}; leave it out')
     call = serving.read(entries["url"], entries["body"])
     if call.stream:
         raise ApiError('a result in a file is no stream; leave "stream" out')

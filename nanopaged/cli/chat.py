@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,16 +34,16 @@ COMMAND = re.compile(r"/(\?|[a-z]+)")
 MOST_ENTRIES = 1000  # of the history file
 
 
-def converse(messages: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],
+def converse(system: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],
              max_model_len: int, keyboard: "Keyboard") -> int:
     """Ask for questions and print answers until the user leaves; the exit code.
 
-    messages: those that are always kept, a system message
+    system: the messages that are always kept
     render: makes a prompt of messages
     answer: prints the answer to a prompt, and appends its pieces to a list as they come
     """
-    num_fixed = len(messages)
-    render(messages + [_user("Hello")])  # without a chat template say so now
+    turns: list[dict] = []  # of the user and of the model
+    render([*system, _user("Hello")])  # without a chat template say so now
     say("Ctrl-C stops an answer, Ctrl-D leaves, /? lists more")
     while True:
         try:
@@ -57,31 +57,30 @@ def converse(messages: list[dict], render: Callable[[list[dict]], dict], answer:
         if (command := text.strip()) == "/bye":
             return 0
         if command == "/clear":
-            messages = messages[:num_fixed]
-            say("the conversation is forgotten" + ", but not the system message" * (num_fixed > 0))
+            turns = []
+            say("the conversation is forgotten" + ", but not the system message" * bool(system))
         elif COMMAND.fullmatch(command):
             say(HELP if command == "/?" else f"there is no command {command}; /? lists the commands")
         elif command:
-            asked, said = messages + [_user(text)], list[str]()
+            asked, said = [*turns, _user(text)], list[str]()
             try:
                 with keyboard.silent():
-                    answer(_fit(asked, num_fixed, render, max_model_len), said)
+                    answer(_fit(system, asked, render, max_model_len), said)
             except ValueError as error:
                 say(f"error: {error}")
             except KeyboardInterrupt:
                 say("stopped")
             if any(said):
-                messages = asked + [{"role": "assistant", "content": "".join(said)}]
+                turns = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
-def _fit(asked: list[dict], num_fixed: int, render: Callable[[list[dict]], dict], max_model_len: int) -> dict:
+def _fit(system: list[dict], asked: list[dict], render: Callable[[list[dict]], dict], max_model_len: int) -> dict:
     """The prompt of the conversation, whose oldest part is removed where it would leave no room for an answer."""
-    num_before = len(asked)
     room = max_model_len // 4  # at least, for the answer
-    prompt = render(asked)
-    while len(prompt["prompt_token_ids"]) > max_model_len - room and len(asked) > num_fixed + 1:
-        del asked[num_fixed:num_fixed + 2]
-        prompt = render(asked)
+    prompt, num_before = render(system + asked), len(asked)
+    while len(prompt["prompt_token_ids"]) > max_model_len - room and len(asked) > 1:
+        del asked[:2]
+        prompt = render(system + asked)
     if len(asked) < num_before and len(prompt["prompt_token_ids"]) < max_model_len:
         say("the conversation is too long, its oldest questions and answers are forgotten")
     return prompt
@@ -97,8 +96,9 @@ class Keyboard:
                 readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one message
             readline.set_auto_history(False)  # a message of several lines is one entry
             readline.clear_history()
-            for entry in filter(None, map(_read_entry, self._load())):
-                readline.add_history(entry)
+            for line in self._load():
+                with suppress(ValueError, TypeError):  # a line that is broken, or no text
+                    readline.add_history(json.loads(line))
 
     def read_message(self) -> str:
         """A line, or the lines between two marks of three quotes."""
@@ -109,7 +109,9 @@ class Keyboard:
                 text += "\n" + self._ask("... ")
             text = text.rstrip().removesuffix(QUOTES).strip("\n")
         if text.strip() and not COMMAND.fullmatch(text.strip()):
-            self._remember(text)
+            if readline:
+                readline.add_history(text)
+            self._write([json.dumps(text)], "a")
         return text
 
     @contextmanager
@@ -138,26 +140,21 @@ class Keyboard:
     def _load(self) -> list[str]:
         lines: list[str] = []
         with self._or_without():
-            if self.history is not None and self.history.exists():
+            if self.history and self.history.exists():
                 lines = self.history.read_text(encoding="utf-8").splitlines()
                 if len(lines) > 2 * MOST_ENTRIES:
                     lines = lines[-MOST_ENTRIES:]
-                    self._write(self.history, lines, "w")
+                    self._write(lines, "w")
         return lines
 
-    def _remember(self, text: str) -> None:
-        if readline:
-            readline.add_history(text)
-        with self._or_without():
-            if self.history is not None:
-                self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._write(self.history, [json.dumps(text)], "a")
-
-    def _write(self, history: Path, lines: list[str], mode: str) -> None:
+    def _write(self, lines: list[str], mode: str) -> None:
         """Write lines to the file, which only its owner may read."""
-        with open(history, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-            os.chmod(history, 0o600)  # it may have been there with another mode
-            file.writelines(line + "\n" for line in lines)
+        with self._or_without():
+            if self.history:
+                self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with open(self.history, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                    self.history.chmod(0o600)  # it may have been there with another mode
+                    file.writelines(line + "\n" for line in lines)
 
     @contextmanager
     def _or_without(self) -> Iterator[None]:
@@ -173,14 +170,6 @@ def history_file() -> Path:
     """In the user's directory for state: XDG_STATE_HOME, by default ~/.local/state, on Windows %LOCALAPPDATA%."""
     home = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".local" / "state"
     return Path(home) / "nanopaged" / "chat_history.jsonl"
-
-
-def _read_entry(line: str) -> str:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return ""
-    return entry if isinstance(entry, str) else ""
 
 
 def _user(text: str) -> dict:

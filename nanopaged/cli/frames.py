@@ -1,17 +1,20 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences and prefix caches after each change,
-compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them.
-The engine computes the same with it and without it.
+`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences after each change, compares it with
+the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them. The engine
+computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
 """
 import itertools
-from collections.abc import Callable, Iterable
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from nanopaged import engine, kernel, tiles
 from nanopaged.api.beam import BeamSearch
@@ -80,13 +83,11 @@ class Seen(NamedTuple):
     num_allowed: int | None = None  # tokens that may come next, if it runs and has a grammar
 
 
-class Picture(NamedTuple):
-    """The engine between two changes."""
-    seqs: dict[Sequence, Seen]
-    keys: list[dict[int, Any]]  # of each pool: block -> its key in the prefix cache
+class Picture(dict[Sequence, Seen]):
+    """The sequences that run and wait between two changes; another one has nothing."""
 
-    def of(self, seq: Sequence) -> Seen:
-        return self.seqs.get(seq, Seen())
+    def __missing__(self, seq: Sequence) -> Seen:
+        return Seen()
 
 
 class Frames:
@@ -94,70 +95,66 @@ class Frames:
 
     def __init__(self, llm: Any, show: Callable[[Frame], object]):
         self.llm, self.show = llm, show
-        self.schedulers: list[Any] = [one.scheduler for one in llm.engines]
-        self.managers: list[Any] = [scheduler.block_manager for scheduler in self.schedulers]
+        self.schedulers = [one.scheduler for one in llm.engines]
+        self.managers = [scheduler.block_manager for scheduler in self.schedulers]
         self.letters: dict[int, str] = {}  # arrival -> the request's name
         self.numbers: dict[SchedulerOutput, int] = {}  # launched step -> its number
         self.counter = itertools.count()
-        self.last: list[int | None] = [None for _ in self.schedulers]  # the number of the pool's step scheduled last
-        self.most_computed: dict[tuple, int] = {}  # order of a sequence -> the most tokens computed for it
+        self.last: list[int | None] = [None] * len(self.schedulers)  # the number of the pool's step scheduled last
+        self.most_computed = Counter[tuple]()  # order of a sequence -> the most tokens computed for it
         self.splits: dict[tuple, tuple] = {}  # order of a sequence -> the splits of its last decode step
-        self.together: dict[int, list[list]] = {}  # pool -> the tokens that several sequences read once
-        self.beam_lens: dict[Sequence, int] = {}  # live beam -> the number of its known tokens
+        self.together: dict[int, list] = {}  # pool -> the tokens that several sequences read once
         self.picture = self._take_picture()
         # The state that the frames so far add up to
         self.tables: dict[str, list] = {}
         self.lens: dict[str, int] = {}
-        self.cached: set[tuple[int, int]] = set()  # (pool, block)
-        self.texts: dict[Sequence, tuple[int, Any]] = {}  # sequence -> (number of its tokens, its detokenizer)
-        self.observers = ExitStack()  # takes them off
+        self.cached: Collection[tuple[int, int]] = set()  # (pool, block)
+        # sequence -> (number of its tokens, its detokenizer)
+        self.texts: WeakKeyDictionary[Sequence, tuple[int, Any]] = WeakKeyDictionary()
+        observers = ExitStack()
+        self.close = observers.close
         for pool, scheduler in enumerate(self.schedulers):
             scheduler.observers.append(observer := partial(self._observe, pool))
-            self.observers.callback(scheduler.observers.remove, observer)
-
-    def close(self) -> None:
-        self.observers.close()
+            observers.callback(scheduler.observers.remove, observer)
 
     def header(self) -> dict[str, Any]:
         """What stays the same over the run."""
-        manager, scheduler, config = self.managers[0], self.schedulers[0], self.llm.config
+        manager, config, runner = self.managers[0], self.llm.config, self.llm.runner
         values = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # K and V of a token
         return dict(version=VERSION, model=self.llm.path.name, pools=len(self.schedulers), blocks=manager.num_blocks,
-                    block_size=manager.block_size, host_blocks=manager.num_host_blocks,
-                    window=manager.window, max_num_seqs=scheduler.max_num_seqs,
-                    layers=config.num_layers, bytes_per_token=values * self.llm.runner.kv_dtype.itemsize,
-                    attention="triton" if self.llm.runner.kernels is kernel.TRITON else "torch")
+                    block_size=manager.block_size, host_blocks=manager.num_host_blocks, window=manager.window,
+                    max_num_seqs=self.schedulers[0].max_num_seqs, layers=config.num_layers,
+                    bytes_per_token=values * runner.kv_dtype.itemsize,
+                    attention="triton" if runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
-        picture = Picture({}, [dict(manager.key_of_block) for manager in self.managers])
-        for seq in itertools.chain(*(scheduler.running for scheduler in self.schedulers), self.llm.scheduler.waiting):
+        picture = Picture()
+        for seq in self.llm.scheduler.running + self.llm.scheduler.waiting:
             grammar = seq.sampling.grammar if seq.block_table else None
-            picture.seqs[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
-                                     grammar and grammar.num_allowed())
+            picture[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
+                                grammar and grammar.num_allowed())
         return picture
 
     def _observe(self, pool: int, change: str, of: Any) -> None:
         before, self.picture = self.picture, self._take_picture()
         if beams := self._beams():
             self._tell(Frame("beams", pool, self.last[pool], beams=beams))
-        make: dict[str, Callable[..., Frame | None]] = dict(
-            schedule=self._step, update=self._tokens, finish=self._gone, release=self._gone, undo=self._undone)
-        if change in make and (frame := make[change](pool, before, of)):
+        make = getattr(self, f"_after_{change}", None)
+        if make and (frame := make(pool, before, of)):
             self._tell(frame)
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
         tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
-                  for seq, seen in self.picture.seqs.items() if seen.table or seen.host_table}
-        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.seqs.items() if seen.table}
-        cached = {(pool, block) for pool, keys in enumerate(self.picture.keys) for block in keys}
+                  for seq, seen in self.picture.items() if seen.table or seen.host_table}
+        lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.items() if seen.table}
+        cached = {(pool, block): None for pool, manager in enumerate(self.managers) for block in manager.key_of_block}
         frame.tables, frame.lens = _difference(self.tables, tables), _difference(self.lens, lens)
-        frame.cached = [[*place, place in cached] for place in sorted(cached ^ self.cached)]
-        self.tables, self.lens, self.cached = tables, lens, cached
-        for seq in self.picture.seqs:
+        frame.cached = [[*place, place in cached] for place in sorted(cached.keys() ^ self.cached)]
+        self.tables, self.lens, self.cached = tables, lens, cached.keys()
+        for seq in self.picture:
             if seq.order[1] in self.letters:
                 self._tell_text(seq, frame)
-        self.texts = {seq: told for seq, told in self.texts.items() if seq in self.picture.seqs}
         self.show(frame)
 
     def _tell_text(self, seq: Sequence, frame: Frame) -> None:
@@ -166,12 +163,11 @@ class Frames:
         name = self._name(seq)
         if seq not in self.texts:
             self.texts[seq] = 0, self._detokenizer()
-            frame.seqs[name] = [list(self.letters).index(seq.order[1]), seq.order[2], seq.num_prompt_tokens,
-                                seq.max_len]
+            frame.seqs[name] = [[*self.letters].index(seq.order[1]), seq.order[2], seq.num_prompt_tokens, seq.max_len]
         count, detokenizer = self.texts[seq]
-        if count < len(seq.token_ids):
-            frame.texts[name] = [count, self._pieces(detokenizer, seq.token_ids[count:])]
-            self.texts[seq] = len(seq.token_ids), detokenizer
+        if new := seq.token_ids[count:]:
+            frame.texts[name] = [count, self._pieces(detokenizer, new)]
+            self.texts[seq] = count + len(new), detokenizer
 
     def _detokenizer(self) -> Any:
         return self.llm.tokenizer and self.llm.tokenizer.detokenizer(skip_special_tokens=False)
@@ -187,46 +183,45 @@ class Frames:
 
     # ---- a step, when it is scheduled
 
-    def _step(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
+    def _after_schedule(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
         scheduler, several = self.schedulers[pool], len(self.schedulers) > 1
         running, placements = scheduler.running, scheduler.placements if several else []
-        waiting = [seq for seq in self.llm.scheduler.waiting  # here, or in the queue of all pools
-                   if not any(seq in other.waiting for other in self.schedulers if other is not scheduler)]
-        arrived = [seq for seq in self.picture.seqs if seq.order[1] not in self.letters]
+        waiting = sorted(scheduler.waiting + (scheduler.queue if several else []), key=engine.by_order)
         self.last[pool] = None
-        if several and not (running or waiting or arrived or placements):
+        if several and not (running or waiting or placements):
             return None  # other GPUs have all that is under way
         frame = Frame("step" if step.seqs else "idle", pool, None, budget=scheduler.max_num_batched_tokens)
-        self._arrivals(arrived, frame)
+        self._arrivals(frame)
         self._placements(placements, frame)
         if not step.seqs:
             return frame
         frame.step = self.last[pool] = self.numbers[step] = next(self.counter)
         frame.num_tokens = sum(step.num_tokens)
-        is_spent, num_tokens = frame.num_tokens == frame.budget, dict(zip(step.seqs, step.num_tokens))
-        frame.work = [[self._name(seq), *self._work(seq, num_tokens.get(seq, 0), step, is_spent)] for seq in running]
-        frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, pool, step, is_spent)]
+        num_tokens = dict(zip(step.seqs, step.num_tokens))
+        frame.work = [[self._name(seq), *self._work(seq, num_tokens.get(seq, 0), step)] for seq in running]
+        frame.waits = [[self._name(seq), "waits behind it" if i else self._why_not(seq, scheduler, step)]
                        for i, seq in enumerate(waiting)]
         self._moves(pool, before, step, frame)
+        self._attention(step, frame)
         for seq in step.seqs:
             if seq.drafts:  # custom proposers say where they found them, or not
                 found = getattr(seq.drafter.proposer, "found", None)
                 where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
                 frame.drafted.append([self._name(seq), self._words(seq.drafts), where,
                                       self._pieces(self._detokenizer(), seq.drafts)])
-        self._attention(step, frame)
-        for seq in step.seqs:
             num_computed = seq.num_computed_tokens - len(seq.drafts)
-            self.most_computed[seq.order] = max(num_computed, self.most_computed.get(seq.order, 0))
+            self.most_computed[seq.order] = max(num_computed, self.most_computed[seq.order])
         return frame
 
-    def _arrivals(self, seqs: list[Sequence], frame: Frame) -> None:
-        by_arrival = sorted(seqs, key=lambda seq: seq.order[1:])
-        for arrival, group in itertools.groupby(by_arrival, key=lambda seq: seq.order[1]):
-            samples = list(group)
-            self.letters[arrival] = letters(len(self.letters))
-            prompt = samples[0].token_ids[:samples[0].num_prompt_tokens]
-            frame.arrived.append([self._names(samples), samples[0].order[0], len(prompt), self._words(prompt)])
+    def _arrivals(self, frame: Frame) -> None:
+        new = [seq for seq in self.picture if seq.order[1] not in self.letters]
+        for seq in sorted(new, key=lambda seq: seq.order[1:]):
+            priority, arrival, _ = seq.order
+            if arrival not in self.letters:
+                self.letters[arrival] = letters(len(self.letters))
+                prompt = seq.token_ids[:seq.num_prompt_tokens]
+                frame.arrived.append([[], priority, len(prompt), self._words(prompt)])
+            frame.arrived[-1][0].append(self._name(seq))
 
     def _placements(self, placements: list, frame: Frame) -> None:
         """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
@@ -237,13 +232,13 @@ class Frames:
             frame.placed.append([self._name(seq), pool.index,
                                  [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
 
-    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput, is_spent: bool) -> tuple:
+    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> tuple:
         """The tokens that a running sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
-        start, most = end - num_tokens, self.most_computed.get(seq.order, 0)
+        start, most = end - num_tokens, self.most_computed[seq.order]
         if not num_tokens:
             why = (" for the other beams" if self._candidates(seq) else " for its token" if seq.num_new_tokens <= 0 else
-                   ": the token budget is spent" if is_spent else "")
+                   "" if step.budget else ": the token budget is spent")
             return f"waits{why}", 0, 0, False, 0
         if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             kind = "again"
@@ -255,9 +250,9 @@ class Frames:
             kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
         return kind, start, end, seq in step.sampled, len(seq.drafts)
 
-    def _why_not(self, seq: Sequence, pool: int, step: SchedulerOutput, is_spent: bool) -> str:
+    def _why_not(self, seq: Sequence, scheduler: Any, step: SchedulerOutput) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
-        manager, scheduler = self.managers[pool], self.schedulers[pool]
+        manager = scheduler.block_manager
         if seq in step.preempted:
             why = "it was preempted in this step"
         elif len(scheduler.running) >= scheduler.max_num_seqs:
@@ -265,42 +260,40 @@ class Frames:
         elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > manager.num_free_blocks:
             why = f"free blocks needed {num_needed}, there are {manager.num_free_blocks}"
         else:
-            why = "the token budget is spent" if is_spent else "too few blocks were free when its turn came"
+            why = "too few blocks were free when its turn came" if step.budget else "the token budget is spent"
         return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
 
     def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
-        manager, keys = self.managers[pool], self.picture.keys[pool]
-        holders = holders_of({seq: seq.block_table for seq in self.schedulers[pool].running})
-        came = dict(step.swaps_in)  # host block -> block
-        for seq in self.schedulers[pool].running:
-            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before.of(seq)
+        manager, running = self.managers[pool], self.schedulers[pool].running
+        holders = holders_of({self._name(seq): seq.block_table for seq in running})
+        there = {self._name(seq) for seq in running if before[seq].table}  # and those admitted before the next one
+        came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
+        for seq in running:
+            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before[seq]
             hosts = [host for host in host_table if host in came]
             moved = [came[host] for host in hosts]
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
-            given, new = ([block for block in _real(part) if block not in moved]
-                          for part in (table[:num_old], table[num_old:]))
+            given = [block for block in _real(table[:num_old]) if block not in moved]
             if given and not old:  # the sequence was admitted in this step
-                held = {block: others for block in given if (others := [
-                    other for other in holders[block] if before.of(other).table or other.order < seq.order])}
-                holding = dict.fromkeys(itertools.chain(*held.values()))
-                frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size), list(held),
-                                    self._names(holding), [block for block in given if block not in held]])
-            frame.swapped_in += [[name, hosts, moved]] if hosts else []
+                others = {block: [other for other in holders[block] if other in there] for block in given}
+                frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size),
+                                    [block for block in given if others[block]],
+                                    list(dict.fromkeys(itertools.chain(*others.values()))),
+                                    [block for block in given if not others[block]]])
+            there.add(name)
+            if hosts:
+                frame.swapped_in.append([name, hosts, moved])
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
-            frame.taken += [[name, new]] if new else []
-        # An evicted block has lost its key. A block that keeps its place in a table has only got a new key.
-        stays = {old for seq, seen in before.seqs.items() if seq.pool is manager
-                 for old, now in zip(seen.table, seq.block_table) if old == now}
-        frame.evicted = [block for block, key in before.keys[pool].items()
-                         if keys.get(block) is not key and block not in stays]
-        frame.copied = [[block, copy, self._names(holders.get(copy, ())), self._names(holders.get(block, ()))]
-                        for block, copy in step.copies]
+            if new := table[num_old:]:
+                frame.taken.append([name, new])
+        reused = {block for _, block in step.copies + step.swaps_in}.union(*(blocks for _, blocks in frame.taken))
+        frame.evicted = [block for gpu, block in self.cached if gpu == pool and block in reused]
+        frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         frame.registered = list(step.cached)
-        went = {host: block for block, host in step.swaps_out}
         for seq in step.preempted:
             hosts = _real(seq.host_table)
-            blocks = [went[host] for host in hosts] or _real(before.of(seq).table)
+            blocks = [went[host] for host in hosts] or _real(before[seq].table)
             frame.preempted.append([self._name(seq), blocks, hosts])
 
     def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
@@ -309,101 +302,92 @@ class Frames:
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
         without splits). If torch computes attention, a context without splits is not mentioned.
         """
-        runner = self.llm.runners[frame.pool]
+        runner, whole = self.llm.runners[frame.pool], (1, 0, False)
         batch = StepInput.of(step, self.managers[0].block_size, runner.cascade)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
-        whole = 1, 0, False
         for seq, count in zip(step.seqs, step.num_tokens):
             if count == 1 or seq.drafts:
                 num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
-                how = whole
-                if num_splits > 1:
-                    num_contexts = size * self.llm.config.num_kv_heads
-                    num_programs = tiles.programs_per_context(num_contexts, tiles.split_bound(longest))
-                    how = num_splits, length, num_programs > 1 or bool(batch.cascade)
+                num_programs = tiles.programs_per_context(size * self.llm.config.num_kv_heads,
+                                                          tiles.split_bound(longest))
+                how = (num_splits, length, num_programs > 1 or bool(batch.cascade)) if num_splits > 1 else whole
                 if how != self.splits.get(seq.order, None if runner.kernels is kernel.TRITON else whole):
                     frame.attention.append([self._name(seq), seq.num_computed_tokens, *how])
                 self.splits[seq.order] = how
-        together = [[list(dict.fromkeys(self._names(batch.seqs[first:first + count]))), start, end]
+        together = [[list(dict.fromkeys(map(self._name, batch.seqs[first:first + count]))), start, end]
                     for first, count, start, end in zip(*[iter(batch.cascade)] * 4)]
         if together != self.together.get(frame.pool, []):
             self.together[frame.pool] = frame.together = together
 
     # ---- the results of a step, and what happens between two steps
 
-    def _tokens(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
+    def _after_update(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
         for seq in sampled:
-            seen, notes = before.of(seq), dict[str, Any]()
-            new, forced = seq.token_ids[seen.num_known:], []
-            if seq not in before.seqs:
+            seen, notes = before[seq], dict[str, Any]()
+            new = known = seq.token_ids[seen.num_known:]
+            if seq not in before:
                 new, notes["dropped"] = [], True  # it had ended
             elif candidates := self._candidates(seq):
                 new, notes["best_of"] = [candidates[0][0]], len(candidates)
-            elif new and seen.num_allowed is not None:
-                notes["allowed"], new, forced = seen.num_allowed, new[:1], new[1:]
-            if forced:
-                notes["forced"] = self._words(forced)
+            elif known and seen.num_allowed is not None:
+                new, notes["allowed"] = known[:1], seen.num_allowed
+                if forced := known[1:]:
+                    notes["forced"] = self._words(forced)
             if seen.drafts:
-                pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen.drafts, new + forced))
-                notes["right"], notes["drafts"] = len(list(pairs)), len(seen.drafts)
+                notes["right"] = sum(itertools.takewhile(bool, map(operator.eq, seen.drafts, known)))
+                notes["drafts"] = len(seen.drafts)
             frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
-        ended = [seq for seq in sampled if seq in before.seqs and seq not in self.picture.seqs]
-        frame.ended = [self._end(seq, "finished", before, ended[i + 1:]) for i, seq in enumerate(ended)]
+        ended = [seq for seq in sampled if seq in before and seq.finish_reason]
+        frame.ended = [self._end(seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
         return frame
 
     def _beams(self) -> list[list]:
-        """The beams that have got a token since the last picture, those of a search in its order: best first."""
-        lens = self.beam_lens  # a paused beam that gave up its blocks is in no queue
-        known = {seq: seen.num_known for seq, seen in self.picture.seqs.items()
-                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters}
-        searches: dict[Any, None] = dict.fromkeys(seq.listener for seq in sorted(known, key=engine.by_order))
+        """The beams that have got a token that was not told, those of a search in its order: best first."""
+        searches = dict.fromkeys(seq.listener for seq in sorted(self.picture, key=engine.by_order)
+                                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters)
         beams = []
         for child in itertools.chain(*(search.sequences for search in searches)):
-            if known.get(child, 0) > lens.get(child, child.num_prompt_tokens):
-                parent = None if child in lens else next(seq for seq in lens if seq.listener is child.listener
-                                                         and seq.token_ids[:lens[seq]] == child.token_ids[:-1])
-                beams.append([self._name(child), self._words(child.token_ids[-1:]), parent and self._name(parent),
-                              _real(child.block_table)])
-        self.beam_lens = {seq: count for seq, count in (lens | known).items() if seq.listener}
+            count, _ = self.texts.get(child, (child.num_prompt_tokens, None))
+            if count < len(child.token_ids):
+                parent = None if child in self.texts else next(
+                    self._name(seq) for seq, (count, _) in self.texts.items()
+                    if seq.listener is child.listener and seq.token_ids[:count] == child.token_ids[:-1])
+                beams.append([self._name(child), self._words(child.token_ids[-1:]), parent, _real(child.block_table)])
         return beams
 
-    def _gone(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
-        if seq not in before.seqs:  # it had ended
-            return None
-        how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
-        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, how, before)])
+    def _after_finish(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
+        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, before)]) if seq in before else None
 
-    def _undone(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
-        frame = Frame("undone", pool, self.numbers.pop(step, None), undone=self._names(step.seqs + step.preempted))
-        return frame if frame.undone else None
+    _after_release = _after_finish
 
-    def _end(self, seq: Sequence, how: str, before: Picture, later: Iterable[Sequence] = ()) -> list:
+    def _after_undo(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
+        names = [self._name(seq) for seq in step.seqs + step.preempted]
+        return Frame("undone", pool, self.numbers.pop(step, None), undone=names) if names else None
+
+    def _end(self, seq: Sequence, before: Picture, later: Iterable[Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
         manager: Any = seq.pool  # None: the sequence had no blocks
-        held_later = {block for other in later for block in before.of(other).table}
-        blocks = _real(before.of(seq).table)[::-1]
+        held_later = {block for other in later for block in before[other].table}
+        blocks = _real(before[seq].table)[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
-        is_named = seq.finish_reason and not _is_beam(seq)
-        return [self._name(seq), how, *((seq.finish_reason, seq.stop_reason) if is_named else (None, None)), free,
-                [block for block in free if block not in manager.key_of_block],
+        how = "retired" if not seq.finish_reason else "beam ends" if _is_beam(seq) else "finished"
+        reasons = (seq.finish_reason, seq.stop_reason) if how == "finished" else (None, None)
+        return [self._name(seq), how, *reasons, free, [block for block in free if block not in manager.key_of_block],
                 [block for block in blocks if block not in free]]
 
     # ---- names and words
 
     def _name(self, seq: Sequence) -> str:
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
-
-    def _names(self, seqs: Iterable[Sequence]) -> list[str]:
-        return [self._name(seq) for seq in seqs]
 
     def _words(self, token_ids: list[int]) -> Words:
         text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:MOST_WORDS], skip_special_tokens=False)
@@ -449,5 +433,4 @@ def _real(table: Iterable[int]) -> list[int]:
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The entries that are new or different, and None for those that are gone."""
-    return {name: None for name in before if name not in now} | {
-        name: value for name, value in now.items() if before.get(name) != value}
+    return {name: now.get(name) for name in before | now if before.get(name) != now.get(name)}

@@ -98,12 +98,9 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = _nowhere()
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EngineDeadError) as error:
         say(f"error: {error}")
-        return 2
-    except EngineDeadError as error:
-        say(f"error: {error}")
-        return 1
+        return 1 if isinstance(error, EngineDeadError) else 2
     except KeyboardInterrupt as error:
         say(": ".join(["interrupted", *map(str, error.args)]))
         return 130
@@ -138,9 +135,7 @@ def _run(args, llm_class) -> int:
         return _generate(llm, args, beams, prompt_file, listener)
     finally:
         if page:
-            page.save(args.trace, "python engine.py " + shlex.join(args.words))
-            is_page = args.trace.lower().endswith(".html")
-            say(args.trace + (" plays the run; open it in a browser" if is_page else " has the frames of the run"))
+            say(page.save(args.trace, "python engine.py " + shlex.join(args.words)))
 
 
 def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile | None, listener: Any) -> int:
@@ -365,12 +360,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence instead of the whole usage, with a hint for a typo."""
         import difflib
-        unknown = re.search(r"unrecognized arguments: (\S*)", message)
-        names = map(_option, KINDS)
-        close = difflib.get_close_matches(unknown[1].partition("=")[0], names, 1, 0.75) if unknown else []
-        hint = f"; did you mean {close[0]}?" if close else ""
-        if unknown and not unknown[1].startswith("-"):
-            hint = '; write a prompt as --prompt "TEXT"'
+        hint = ""
+        if unknown := re.search(r"unrecognized arguments: ([^\s=]*)", message):
+            close = difflib.get_close_matches(unknown[1], map(_option, KINDS), 1, 0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            if not unknown[1].startswith("-"):
+                hint = '; write a prompt as --prompt "TEXT"'
         raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
 
     def format_help(self):
@@ -385,12 +380,6 @@ def _option(name: str) -> str:
     return f"--{'no-' * (KINDS[name] is False)}{name.replace('_', '-')}"
 
 
-def _with_dashes(word: str) -> str:
-    """--max_tokens=8 as --max-tokens=8."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if re.fullmatch("--[a-z_-]+", name) else word
-
-
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="engine.py", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
@@ -401,21 +390,27 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
         parser.add_argument(*SHORT.get(name, ()), _option(name).replace("--no-", "--"), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args([_with_dashes(word) for word in parser.get_default("words")])
+    # --max_tokens=8 is --max-tokens=8
+    args = parser.parse_args([re.sub(r"^--[a-z_-]+(?==|\Z)", lambda name: name[0].replace("_", "-"), word)
+                              for word in parser.get_default("words")])
     is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
     if sys.stdin is None and (is_asked or args.prompts == "-"):
         raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
-    _check_combination(args, talks := is_asked and sys.stdin.isatty())
+    _check_combination(args)
     args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
-    if is_asked and not talks:
+    if is_asked and sys.stdin.isatty():  # it will be a conversation
+        if args.beam_width is not None or args.n not in (None, 1):
+            raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
+                             "--prompt")
+    elif is_asked:
         args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
             raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
     return args
 
 
-def _check_combination(args, talks: bool) -> None:
-    """ValueError for options that do not go together. `talks`: it will be a conversation."""
+def _check_combination(args) -> None:
+    """ValueError for options that do not go together."""
     has = set(_given(args, KINDS))
     if not has & {"prompt", "prompts", "chat", "serve"}:
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
@@ -430,8 +425,6 @@ def _check_combination(args, talks: bool) -> None:
                          "Qwen/Qwen3-0.6B, or a template as --chat-template FILE")
     if args.api_key == "":
         raise ValueError("--api-key is empty, and everybody knows that key; give another one, or leave the option out")
-    if talks and ("beam_width" in has or args.n not in (None, 1)):
-        raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
 
 
 if __name__ == "__main__":

@@ -14,23 +14,24 @@ class Page:
     """Notes the frames of an LLM until close(), as many as a browser plays; later ones of a run are left out."""
 
     def __init__(self, llm: Any, most_frames: int = 10_000):
-        self.most_frames, self.num_frames = most_frames, 0
+        self.most_frames, self.left_out = most_frames, 0
         self.frames: list[dict[str, Any]] = []
         self.source = Frames(llm, self._note)
         self.close = self.source.close
 
     def _note(self, frame: Frame) -> None:
-        self.num_frames += 1
-        if self.num_frames <= self.most_frames:
+        if len(self.frames) == self.most_frames:
+            self.left_out += 1
+        else:
             self.frames.append({name: value for name, value in vars(frame).items()
                                 if value != UNTOLD[name] or name in ("pool", "step")})
 
-    def save(self, path: str, command: str) -> None:
-        """Write a page, or the frames alone if the path ends with .json."""
-        left_out = self.num_frames - len(self.frames)
-        run = self.source.header() | dict(command=command, left_out=left_out, frames=self.frames)
-        text = json.dumps(run, separators=(",", ":"))
+    def save(self, path: str, command: str) -> str:
+        """Write a page, or the frames alone if the path ends with .json; a sentence that says so."""
+        run = self.source.header() | dict(command=command, left_out=self.left_out, frames=self.frames)
+        text, says = json.dumps(run, separators=(",", ":")), "has the frames of the run"
         if not path.lower().endswith(".json"):  # in HTML a "<" could end the script, or begin a comment
             page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-            text = page.replace("__RUN__", text.replace("<", "\\u003c"))
+            text, says = page.replace("__RUN__", text.replace("<", "\\u003c")), "plays the run; open it in a browser"
         Path(path).write_text(text, encoding="utf-8")
+        return f"{path} {says}"

@@ -17,11 +17,12 @@ With data_parallel_size each step is one GPU's. Its section shows all pools, and
 
 A line has at most 100 columns: the first of many sequences or blocks are shown, and the others are counted.
 """
-import itertools
 import os
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nanopaged.cli.frames import NULL, Frame, Frames, Words, holders_of
@@ -34,7 +35,7 @@ NOTES = {"best_of": " (best of {best_of})", "allowed": " (one of {allowed} that 
          "forced": ", forced {forced}", "drafts": " ({right} of {drafts} drafts came true)"}  # of a sampled token
 BOLD, RED, GREEN, YELLOW, CYAN = 1, 31, 32, 33, 36  # in a terminal's escape sequences
 COLORS = {"found": GREEN, "registered": GREEN, "swapped in": GREEN, "copied": YELLOW, "evicted": RED, "preempted": RED,
-          "swapped out": RED, "undone": RED, "sampled": CYAN}  # label -> its colour
+          "undone": RED, "sampled": CYAN}  # label -> its colour
 
 
 class Trace:
@@ -46,9 +47,11 @@ class Trace:
     def __init__(self, llm: Any, write: Callable[[str], object] | None = None):
         self.write = write or _print
         self.frames = Frames(llm, self.show)
+        self.close = self.frames.close
         self.run = run = self.frames.header()
+        self.several = run["pools"] > 1
         self.num_prompt_tokens: dict[str, int] = {}
-        self.write(f"on each of {run['pools']} GPUs, " * (run["pools"] > 1)
+        self.write(f"on each of {run['pools']} GPUs, " * self.several
                    + f"a pool of {counted(run['blocks'], 'block')} of {counted(run['block_size'], 'token')}"
                    + f", {run['host_blocks']} more on the host" * (run["host_blocks"] > 0)
                    + f", attention sees {run['window']} tokens" * (run["window"] > 0))
@@ -57,20 +60,27 @@ class Trace:
         self._say("pool", "A: held by A (Z: by Z or AZ ..), a: by several of A0 A1 .., *: by several requests")
         self._say("", ".: free but still cached, for whoever comes with the same tokens, _: free and empty")
 
-    def close(self) -> None:
-        self.frames.close()
-
     def show(self, frame: Frame) -> None:
         """Print what happened."""
         self.num_prompt_tokens |= {name: seq[2] for name, seq in frame.seqs.items()}
-        dict(step=self._step, idle=self._step, tokens=self._tokens, ended=self._ended, beams=self._beams,
-             undone=self._undone)[frame.kind](frame)
+        self.holders = [holders_of({name: table for name, (where, table, _) in self.frames.tables.items()
+                                    if where == pool}) for pool in range(self.run["pools"])]
+        if frame.kind in ("step", "idle"):
+            self._step(frame)
+        self._tokens(frame)
+        for name, words, parent, blocks in frame.beams:
+            shares = f"shares {_blocks(blocks)}" if blocks else "computes its tokens again"
+            fork = f", as a fork of {parent}: {shares}" if parent else ""
+            self._say("beam", f"{name} goes on with {_text(words)}{fork}")
+        if frame.undone:
+            what = "nothing can be computed" if frame.step is None else f"step {frame.step} failed"
+            self._say("undone", f"{what}, {_names(frame.undone)} will start over")
 
     # ---- a step
 
     def _step(self, frame: Frame) -> None:
         """An idle step has no more than arrivals and placements."""
-        where = f" on GPU {frame.pool}" * (self.run["pools"] > 1)
+        where = f" on GPU {frame.pool}" * self.several
         self.write("")
         self._lines([("arrives", _names(names) + f", priority {priority}" * (priority != 0)
                       + f", {count} prompt tokens: {_text(words)}") for names, priority, count, words in frame.arrived])
@@ -103,10 +113,9 @@ class Trace:
     def _placements(self, frame: Frame) -> None:
         lines = []
         for name, pool, offers, has_samples in frame.placed:
-            tokens = ", ".join(f"{count} tokens with it" if other == pool else f"{count} on GPU {other}"
-                               for other, count in sorted(offers, key=lambda offer: offer[0] != pool))
-            why = (f"its next step has {tokens}" if tokens else "its samples are there" if has_samples else
-                   "the last sequence there gives way to it")
+            others = "".join(f", {count} on GPU {other}" for other, count in offers if other != pool)
+            why = (f"its next step has {dict(offers)[pool]} tokens with it{others}" if offers else
+                   "its samples are there" if has_samples else "the last sequence there gives way to it")
             lines.append(("placed", f"{name} on GPU {pool}: {why}"))
         self._lines(lines)
 
@@ -141,19 +150,15 @@ class Trace:
     # ---- the results of a step, and what happens between two steps
 
     def _tokens(self, frame: Frame) -> None:
+        """What was sampled, and what has ended."""
         sampled = []
         for name, words, notes in frame.sampled:
             what = "dropped, it had ended" if "dropped" in notes else "nothing" if words is None else _text(words)
             texts = notes | {"forced": _text(notes.get("forced", ""))}
             what += "".join(text.format(**texts) for note, text in NOTES.items() if note in notes)
             sampled.append(f"{name} {what}")
-        when = f"in step {frame.step}: " * (self.run["pools"] > 1)
+        when = f"in step {frame.step}: " * self.several
         self._items("sampled", sampled, f"in step {frame.step}, read only now: " if frame.late else when)
-        self._ended(frame)
-        if frame.ended:
-            self._pool(frame.pool)
-
-    def _ended(self, frame: Frame) -> None:
         lines = []
         for name, how, reason, stop, free, lost, held in frame.ended:
             more = "" if stop is None else f": {_fit(repr(stop), 20)}"
@@ -162,45 +167,31 @@ class Trace:
                           + f", frees {_blocks(free)} ({cached} cached)" * bool(free)
                           + f", others hold {_blocks(held)}" * bool(held)))
         self._lines(lines)
-
-    def _beams(self, frame: Frame) -> None:
-        for name, words, parent, blocks in frame.beams:
-            shares = f"shares {_blocks(blocks)}" if blocks else "computes its tokens again"
-            fork = f", as a fork of {parent}: {shares}" if parent else ""
-            self._say("beam", f"{name} goes on with {_text(words)}{fork}")
-
-    def _undone(self, frame: Frame) -> None:
-        what = "nothing can be computed" if frame.step is None else f"step {frame.step} failed"
-        self._say("undone", f"{what}, {_names(frame.undone)} will start over")
+        if frame.ended and frame.kind == "tokens":
+            self._pool(frame.pool)
 
     # ---- pictures and words
 
-    def _holders(self, pool: int) -> dict[int, list[str]]:
-        return holders_of({name: table for name, (where, table, _) in self.frames.tables.items() if where == pool})
-
     def _pool(self, pool: int) -> None:
         """A character for each block. A large pool's rows without a held block are left out."""
-        holders, count, row = self._holders(pool), self.run["blocks"], 70  # row: blocks of a line
-        cells = "".join(self._cell(pool, block, holders.get(block)) for block in range(count))
+        holders, count, row = self.holders[pool], self.run["blocks"], 70  # row: blocks of a line
+        marks = ["." if (pool, block) in self.frames.cached else "_" for block in range(count)]
+        for block, names in holders.items():
+            request, *others = {name.rstrip("0123456789") for name in names}
+            marks[block] = "*" if others else request[-1] if len(names) == 1 else request[-1].lower()
+        cells = "".join(marks)
         num_shared = sum(len(names) > 1 for names in holders.values())
         counts = (f"{len(holders)} held ({num_shared} shared), {cells.count('.')} free but cached, "
                   f"{cells.count('_')} empty")
-        label = f"pool {pool}" if self.run["pools"] > 1 else "pool"
-        self._say(label, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
+        self._say("pool" + f" {pool}" * self.several, f"{_tens(cells)}  {counts}" if count <= 30 else counts)
         if count > 30:
             self._lines([(f"{start:>10}", _tens(cells[start:start + row])) for start in range(0, count, row)
                          if count <= row or cells[start:start + row].strip("._")], most=4)
 
-    def _cell(self, pool: int, block: int, names: list[str] | None) -> str:
-        if not names:
-            return "." if (pool, block) in self.frames.cached else "_"
-        request, *others = {name.rstrip("0123456789") for name in names}
-        return "*" if others else request[-1] if len(names) == 1 else request[-1].lower()
-
     def _table(self, name: str, frame: Frame, columns: int) -> str:
         """The block table in at most `columns` columns."""
         pool, table, _ = self.frames.tables[name]
-        holders, copies = self._holders(pool), {copy for _, copy, *_ in frame.copied}
+        holders, copies = self.holders[pool], [copy for _, copy, *_ in frame.copied]
         marks = ["-" if block == NULL else f"{block}" + "c" * (block in copies) + "*" * (len(holders[block]) > 1)
                  for block in table]
         if len(" ".join(marks)) > columns - 2:  # leave out blocks in the middle: new blocks are at the end
@@ -217,12 +208,10 @@ class Trace:
             self._say(label, before + _listing(items, separator, WIDTH - LABEL - len(before)))
 
     def _lines(self, lines: list[tuple[str, str]], most: int = MOST) -> None:
-        for label, text in lines[:most] + ([("", f"and {len(lines) - most} more")] if len(lines) > most else []):
-            self._say(label, text)
-
-
-def _names(names: list[str]) -> str:
-    return _listing(names, " ", 40)
+        for line in lines[:most]:
+            self._say(*line)
+        if len(lines) > most:
+            self._say("", f"and {len(lines) - most} more")
 
 
 def _print(line: str) -> None:
@@ -240,21 +229,23 @@ def _text(words: Words) -> str:
 
 
 def _tens(cells: str) -> str:
-    return " ".join(cells[start:start + 10] for start in range(0, len(cells), 10))
-
-
-def _blocks(blocks: list[int]) -> str:
-    return _listing(blocks, " ", 30)
+    return " ".join(textwrap.wrap(cells, 10))
 
 
 def _listing(items: list, separator: str, columns: int) -> str:
     """The items that fit, at least one of them, and the number of the others."""
     words = list(map(str, items))
-    ends = list(itertools.accumulate(_columns(word) + len(separator) for word in words))
-    if len(words) <= 1 or ends[-1] <= columns + len(separator):
-        return separator.join(words)
-    count = max(1, sum(end <= columns - len(f" and {len(words)} more") + len(separator) for end in ends))
+    text, count = separator.join(words), min(len(words), columns)
+    if count <= 1 or _columns(text) <= columns:
+        return text
+    room = columns - len(f" and {len(words)} more")
+    while count > 1 and _columns(separator.join(words[:count])) > room:
+        count -= 1
     return f"{separator.join(words[:count])} and {len(words) - count} more"
+
+
+_names = partial(_listing, separator=" ", columns=40)
+_blocks = partial(_listing, separator=" ", columns=30)
 
 
 def _columns(text: str) -> int:
@@ -265,4 +256,6 @@ def _columns(text: str) -> int:
 def _fit(text: str, columns: int) -> str:
     if _columns(text) <= columns:
         return text
-    return text[:sum(end <= columns - 3 for end in itertools.accumulate(map(_columns, text)))] + "..."
+    while _columns(text) > columns - 3:
+        text = text[:-1]
+    return text + "..."
