@@ -201,15 +201,15 @@ class Driver(ParallelRunner):
         return num_blocks
 
     def launch(self, step: SchedulerOutput) -> Any:
-        self.moves = [[number for pair in moves for number in pair]
-                      for moves in (step.swaps_out, step.copies, step.swaps_in)]
+        self.moves = SchedulerOutput(swaps_out=step.swaps_out, copies=step.copies, swaps_in=step.swaps_in)
         with self.workers.explained():
             return super().launch(step)
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        self.workers.send([*self.moves, *self.rows.sent, [bool(needs.grammars), batch.cascade_columns],
-                           sampling_indices, more_rows, batch.num_tokens, *batch.lists])
+        nobody: list[Any] = [None] * len(batch.seqs)
+        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), sampling_indices, more_rows,
+                           SamplingNeeds(grammars=[()] * bool(needs.grammars))))
         self.peers.barriers_left = None
         try:
             computed = super()._compute(batch, sampling_indices, more_rows, needs)
@@ -236,18 +236,13 @@ class Follower(ParallelRunner):
 
     @on_its_device
     @torch.inference_mode()
-    def follow(self, lists: list[Any]) -> None:
+    def follow(self, message: tuple) -> None:
         """Launch the step that `Driver._compute` has sent."""
         self.peers.barriers_left = None
-        *moves, cells, blocks, (has_grammars, columns), sampling_indices, more_rows, num_tokens = lists[:9]
-        out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
-        self.pool.move(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
-        self.rows.write(cells, blocks)
-        seqs: list[Any] = [None] * len(num_tokens)
-        needs = SamplingNeeds(grammars=[()] if has_grammars else [])
-        batch = StepInput(seqs, num_tokens, *lists[9:])
-        batch.cascade_columns = columns
-        self._compute(batch, sampling_indices, more_rows, needs)
+        moves, rows, *step = message
+        self.pool.move(moves)
+        self.rows.write(*rows)
+        self._compute(*step)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

@@ -1,7 +1,7 @@
 """The processes of a model on several GPUs (parallel.py): what rank 0 knows of its workers, and what a worker runs.
 
-    rank 0      sends the step's integers, launches it, reads the answers, plans the next step
-    worker      reads them, launches the step, answers with a line of JSON, and waits for the next
+    rank 0      sends a step (pickled lists of integers), launches it, reads the answers, plans the next step
+    worker      reads it, launches it, answers with a line of JSON, and waits for the next
 
 A worker ends when its pipe closes. A thread of rank 0 looks after the workers. If one is dead, or keeps rank 0 waiting
 for too long, the thread kills all of them and lets the barriers under way end. Whatever waits for a worker then fails
@@ -10,6 +10,7 @@ the workers, also those that compute or are stopped (SIGSTOP), and removes the f
 """
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import tempfile
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +47,21 @@ GUARD = 'while read -r line; do workers=$line; done; kill -9 $workers; rm -rf "$
 KERNELS = {"triton": kernel.TRITON, "torch": kernel.TORCH, "rectangles": rectangles.KERNELS}
 
 
+class Waiting:
+    """While rank 0 has nothing to do but to wait: `with waiting(rank):` for this worker, `with waiting():` for any."""
+    count = 0  # odd in a wait, and each wait has its own
+    ranks: tuple[int, ...] = ()
+
+    @contextmanager
+    def __call__(self, *ranks: int) -> Iterator[None]:
+        self.ranks = ranks
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count += 1
+
+
 class Workers:
     """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
     is_ready = False  # all are made, and wait for steps
@@ -61,9 +76,7 @@ class Workers:
         self.processes: dict[int, Popen] = {}
         self.joined: list[Peers] = []  # rank 0's, once it has them
         self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
-        self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
-        self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
-        self.num_answers = 0
+        self.waiting = Waiting()
         self.first_dead: int | None = None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, size):
@@ -72,26 +85,23 @@ class Workers:
             _tell(self.guard, " ".join(str(process.pid) for process in self.processes.values()))
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
         for rank in self.processes:
-            self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
+            self._write(rank, pickle.dumps(options | dict(rank=rank, size=size, folder=self.folder)))
 
-    def send(self, lists: list[list[int]]) -> None:
+    def send(self, step: tuple) -> None:
         """Have a step launched."""
-        message = pack(lists)
+        message = pickle.dumps(step)
         for rank in self.processes:
             self._write(rank, message)
 
     def _write(self, rank: int, message: bytes) -> None:
         pipe: Any = self.processes[rank].stdin
-        self.awaited.add(rank)
-        with self.waiting():  # a worker that is stopped reads nothing, and the pipe holds 64 KiB
+        with self.waiting(rank):  # a worker that is stopped reads nothing, and the pipe holds 64 KiB
             pipe.write(message)
             pipe.flush()
 
     def wait(self) -> None:
         """Until every worker has launched what was sent. torch.OutOfMemoryError if one had too little memory for it."""
-        with self.waiting():
-            answers = [self._read(rank) for rank in self.processes]
-        for answer in answers:
+        for answer in [self._read(rank) for rank in self.processes]:
             if answer:
                 raise torch.OutOfMemoryError(answer["text"])
 
@@ -103,33 +113,17 @@ class Workers:
     def _read(self, rank: int) -> dict[str, Any]:
         """A worker's answer: empty, or that it was out of memory."""
         pipe: Any = self.processes[rank].stdout
-        line = pipe.readline()
+        with self.waiting(rank):
+            line = pipe.readline()
+        answer = json.loads(line or "{}")
         if not line:
             self.fail(rank)
-        elif line != b"{}\n" and (answer := json.loads(line))["error"] != OUT_OF_MEMORY:
+        elif answer.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY:
             self.give_up(self._describe(rank, answer))
         self.check()
-        self.awaited.discard(rank)
-        self.num_answers += 1
-        return json.loads(line)
+        return answer
 
     # ---- when one is dead
-
-    @property
-    def standstill(self) -> tuple | None:
-        """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
-        """
-        if self.is_waiting or any(peers.is_waiting for peers in self.joined):
-            return self.num_answers, *(peers.num_barriers for peers in self.joined)
-        return None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.is_waiting = True
-        try:
-            yield
-        finally:
-            self.is_waiting = False
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -188,10 +182,10 @@ class Workers:
 def _watch(ref: "weakref.ref[Workers]") -> None:
     """Look after the workers as long as the engine exists. Looks are counted, not seconds: while rank 0 is stopped
     (Ctrl-Z) nobody waits."""
-    num_looks, last = 0, None
+    num_looks = last = 0
     while (workers := ref()) is not None and workers.close.alive:
-        standstill = workers.standstill
-        num_looks, last = num_looks + 1 if standstill is not None and standstill == last else 0, standstill
+        count = workers.waiting.count
+        num_looks, last = num_looks + 1 if count % 2 and count == last else 0, count
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
         dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
         if workers.is_broken:
@@ -200,7 +194,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         elif dead:
             workers.fail(dead[0])
         elif num_looks * WATCH_SECONDS > limit:
-            late = workers.awaited or workers.processes
+            late = workers.waiting.ranks or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
             workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
         pause = 0.001 if workers.is_broken else WATCH_SECONDS
@@ -236,23 +230,6 @@ def _close(processes: dict[int, Popen], guard: Popen, folder: str, joined: list[
     guard.wait()
 
 
-def pack(lists: list[list[int]]) -> bytes:
-    """Lists of integers as bytes: the size of what follows, the number of lists, their lengths, and the lists."""
-    numbers = array("i", [len(lists), *map(len, lists)])
-    for part in lists:
-        numbers.extend(part)
-    return array("i", [numbers.itemsize * len(numbers)]).tobytes() + numbers.tobytes()
-
-
-def unpack(message: bytes) -> list[list[int]]:
-    count, *numbers = array("i", message)
-    lists, start = [], count
-    for length in numbers[:count]:
-        lists.append(numbers[start:start + length])
-        start += length
-    return lists
-
-
 # --------------------------------------------------------------------------------------------------
 # The runners
 # --------------------------------------------------------------------------------------------------
@@ -273,21 +250,21 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     split_config(config, size)  # ValueError
     options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
-        config=vars(config) | dict(torch_dtype=None), path=None if tensors is None else str(path.resolve()),
-        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space,
-        kernels=next(name for name, known in KERNELS.items() if known is kernels), threads=torch.get_num_threads(),
-        options=options))
+        config=vars(config), path=None if tensors is None else path.resolve(), base=base, device=device.type, pool=pool,
+        swap_space=swap_space, kernels=next(name for name, known in KERNELS.items() if known is kernels),
+        threads=torch.get_num_threads(), options=options))
     with workers.explained():
         workers.wait()  # until Python has started
-        workers.awaited.update(workers.processes)
         workers.joined.append(peers := join_peers(0, size, device, workers.folder))
+        peers.waiting = workers.waiting
         peers.connect()
         driver = GraphDriver if base is GraphRunner else Driver
         return driver(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels, **options)
 
 
-def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
-                  pool: list, swap_space: float, kernels: str, threads: int, options: dict[str, Any]) -> Follower:
+def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: Path | None, base: type[Runner],
+                  device: str, pool: tuple, swap_space: float, kernels: str, threads: int,
+                  options: dict[str, Any]) -> Follower:
     """A worker's runner."""
     own_device = torch.device(device)
     if device == "cuda":
@@ -297,8 +274,8 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.set_num_threads(max(1, threads // size))
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
-    runner = (GraphFollower if base == "GraphRunner" else Follower)(
-        model.ModelConfig(**config), None if path is None else read_weights(Path(path), config["fp8"], options["fp8"]),
+    runner = (GraphFollower if base is GraphRunner else Follower)(
+        model.ModelConfig(**config), None if path is None else read_weights(path, config["fp8"], options["fp8"]),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)
@@ -307,17 +284,18 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
 
 def main() -> None:
     """A worker: make a part of the model, and launch the steps that rank 0 launches."""
-    messages, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
+    messages: Any = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
     try:
-        given = json.loads(messages.readline())
+        given = pickle.load(messages)
         answers.write(b"{}\n")
         runner = make_follower(**given)
         answers.write(b"{}\n")
-        while header := messages.read(4):
-            lists = unpack(messages.read(array("i", header)[0]))
+        while messages.peek(1):
+            step = pickle.load(messages)
             try:
-                runner.follow(lists)
+                runner.follow(step)
                 answers.write(b"{}\n")
             except torch.OutOfMemoryError as error:
                 if not runner.peers.catch_up():
