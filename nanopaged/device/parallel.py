@@ -216,7 +216,7 @@ class Driver(ParallelRunner):
         except Exception as error:
             if not self.peers.catch_up():
                 sentence = f"rank 0 failed in the middle of a step ({error!r:.300}); make a new LLM"
-                self.workers.give_up(EngineDeadError(sentence))
+                self.workers.fail(error=EngineDeadError(sentence))
             raise
         finally:
             self.workers.wait()

@@ -119,7 +119,7 @@ class Workers:
         if not line:
             self.fail(rank)
         elif answer.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY:
-            self.give_up(self._describe(rank, answer))
+            self.fail(error=self._describe(rank, answer))
         self.check()
         return answer
 
@@ -138,7 +138,7 @@ class Workers:
                 time.sleep(0.01)
             self.check()
             if not self.is_ready:
-                self.fail(None)  # there will be no engine: nothing to wait for
+                self.fail()  # there will be no engine: nothing to wait for
             raise
 
     def check(self) -> None:
@@ -162,12 +162,9 @@ class Workers:
             reason = f"was ended by signal {-process.returncode}"
         return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, rank: int | None = None, error: Exception | None = None) -> None:
+        """Kill the workers, because the one of this rank is dead, or for this error."""
         self.error = self.error or error
-        self.fail(None)
-
-    def fail(self, rank: int | None) -> None:
-        """Kill the workers, because the one of this rank is dead."""
         if not self.is_broken:
             self.first_dead = rank
             if rank is not None:
@@ -196,7 +193,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         elif num_looks * WATCH_SECONDS > limit:
             late = workers.waiting.ranks or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
-            workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
+            workers.fail(error=EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
         pause = 0.001 if workers.is_broken else WATCH_SECONDS
         del workers
         time.sleep(pause)

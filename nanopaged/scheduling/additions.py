@@ -20,6 +20,7 @@ tokens 0 to 7:
     num_tokens            8          9                  10            10          11
 """
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +51,6 @@ class Sequence(engine.Sequence):
     drafter: Any = None  # guesses its next tokens (drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a scheduled step, not checked yet
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
-    num_null_blocks: int = 0  # leading entries of the block table that are NULL (window.py)
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED (swapping.py)
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
     is_new: bool = True  # in its batch row: the device has other settings there (nanopaged/device/rows.py)
@@ -66,6 +66,11 @@ class Sequence(engine.Sequence):
         if self.may_look_ahead and not self.drafts:
             num_known += self.num_pending_tokens
         return min(num_known - start, self.max_len - 1 - start, self.max_chunk)
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Leading entries of the block table that are NULL (window.py)."""
+        return bisect_left(self.block_table, True, key=lambda block: block != NULL)
 
     def is_pending(self, position: int) -> bool:
         """Whether a sample under way for this position may become a token of the text. False if the text has passed the
@@ -111,6 +116,10 @@ class BlockManager(engine.BlockManager):
     def largest_chunk(self, max_num_batched_tokens: int) -> int:
         """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
         return max_num_batched_tokens
+
+    def num_blocks_before_window(self, position: int) -> int:
+        """Leading blocks that the token at this position does not attend to."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def find_prefix(self, seq: Any) -> engine.PrefixHit:
         """The longest beginning that the prefix cache has, or what another sample of the same prompt can give."""

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 
 from nanopaged import engine
 from nanopaged.scheduling.additions import BlockManager, Sequence
-from nanopaged.scheduling.window import SlidingWindow
 
 
 class Samples:
@@ -63,6 +62,5 @@ class Samples:
 def _has_prompt(manager: BlockManager, seq: Sequence, num_tokens: int) -> bool:
     """Whether a running sequence has the first num_tokens tokens of its prompt in blocks; under a sliding window, those
     that the next token attends to."""
-    if isinstance(manager, SlidingWindow) and seq.num_null_blocks > manager.num_blocks_before_window(num_tokens - 1):
-        return False
-    return num_tokens <= seq.num_computed_tokens
+    return (num_tokens <= seq.num_computed_tokens
+            and seq.num_null_blocks <= manager.num_blocks_before_window(num_tokens - 1))

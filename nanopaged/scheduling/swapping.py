@@ -37,32 +37,29 @@ class Swapping(SlidingWindow):
 
     def preempt(self, seq: Any) -> engine.Status:
         """Move the sequence's blocks to the host, or free them if the host pool is too small."""
-        num_computed_tokens = seq.num_computed_tokens
+        num_computed_tokens, num_null = seq.num_computed_tokens, seq.num_null_blocks
         if seq.drafts:  # the K and V of drafts that are not decided yet stay behind
             num_computed_tokens = min(num_computed_tokens, len(seq.token_ids))
-        table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # later blocks held only drafts
-        if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
+        blocks = seq.block_table[num_null:engine.cdiv(num_computed_tokens, self.block_size)]  # later ones held drafts
+        if not num_computed_tokens or len(blocks) > len(self.free_host_blocks):
             return super().preempt(seq)
-        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
-        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
+        host_blocks = [self.free_host_blocks.pop() for _ in blocks]
+        self.step.swaps_out += zip(blocks, host_blocks)
         self.free(seq)
-        seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
+        seq.host_table, seq.num_computed_tokens = [NULL] * num_null + host_blocks, num_computed_tokens
         return engine.Status.SWAPPED
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
-        host_table, num_computed_tokens = seq.host_table, seq.num_computed_tokens
-        num_null, num_found = self.num_null_blocks(seq, hit), len(hit.blocks)
+        num_found, num_computed_tokens = len(hit.blocks), seq.num_computed_tokens
         super().start(seq, hit)
-        if not host_table:
-            return
-        for i, host_block in enumerate(host_table[num_found:], num_found):
-            seq.block_table.append(NULL if i < num_null else self._pop_free_block())
-            if i >= num_null:
-                self.step.swaps_in.append((host_block, seq.block_table[-1]))
-        self._free_on_host(host_table[:max(num_found, num_null)])
-        seq.host_table, seq.num_null_blocks = [], num_null
-        seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
-        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+        if seq.host_table:
+            found, swapped = seq.host_table[:num_found], seq.host_table[num_found:]
+            seq.block_table += [self._pop_free_block() for _ in swapped]
+            self.step.swaps_in += zip(swapped, seq.block_table[num_found:])
+            self._free_on_host(found)
+            seq.host_table = []
+            seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
+            seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
 
     def free(self, seq: Any) -> None:
         super().free(seq)
