@@ -105,9 +105,9 @@ class BlockManager(engine.BlockManager):
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.step = SchedulerOutput()
-        # Sums over first admissions: tokens of prompts, those that were found, their blocks; and the most blocks held
-        # after any step was scheduled
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
+        # Sums over first admissions: tokens of prompts, those that were found. The most blocks held after any step was
+        # scheduled
+        self.num_prompt_tokens = self.num_cached_tokens = self.most_blocks_held = 0
 
     def begin_step(self) -> SchedulerOutput:
         self.step = SchedulerOutput()
@@ -134,7 +134,6 @@ class BlockManager(engine.BlockManager):
             seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += seq.num_cached_tokens
-            self.num_saved_blocks += len(hit.blocks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
@@ -281,14 +280,21 @@ class Engine(engine.Engine):
         one helps, or taking the blocks of paused sequences."""
         while not self.has_room:  # the last call ended while it read: Ctrl-C, or an error
             self.update()
+        if not self.launch_next():
+            self.unblock()
+            self.update()
+        while not self.has_room:
+            self.update()
+
+    def launch_next(self) -> bool:
+        """Plan a step and launch it. False: it computes nothing, and is undone, so that what it preempted is not moved
+        to the host."""
         step = self.scheduler.schedule()
         if step.seqs:
             self.launch(step)
         else:
-            self.unblock(step)
-            self.update()
-        while not self.has_room:
-            self.update()
+            self.scheduler.undo(step)
+        return bool(step.seqs)
 
     @property
     def has_room(self) -> bool:
@@ -309,13 +315,11 @@ class Engine(engine.Engine):
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))
 
-    def unblock(self, step: SchedulerOutput) -> None:
-        """Undo a step that computes nothing, so that what it preempted is not moved to the host.
-
-        If a launched step is unread, its tokens let sequences go on. Else all that run are paused (beams that wait for
-        other beams), and their blocks keep out the first waiting sequence, which fits into an empty pool. So all that
-        run give up their blocks, and `resume` queues each one again when it has got its token."""
-        self.scheduler.undo(step)
+    def unblock(self) -> None:
+        """Nothing can be computed. If a launched step is unread, its tokens let sequences go on. Else all that run are
+        paused (beams that wait for other beams), and their blocks keep out the first waiting sequence, which fits into
+        an empty pool. So all that run give up their blocks, and `resume` queues each one again when it has got its
+        token."""
         if not self.launched:
             for seq in list(self.scheduler.running):
                 self.scheduler.retire(seq)

@@ -99,7 +99,7 @@ class Drafter:
         index = step.seqs.index(seq)
         most = min(step.budget, scheduler.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
-            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]
+            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:most]
         except BaseException:  # the proposer's, or a warning that is an error
             scheduler.undo(step)
             raise
@@ -117,16 +117,17 @@ class Drafter:
             step.num_drafts += num_drafts
             seq.num_computed_tokens += num_drafts
             seq.num_pending_tokens += num_drafts
-            for metrics in (self.metrics, self.drafting.metrics):
-                metrics.num_draft_steps += 1
-                metrics.num_draft_tokens += num_drafts
+            self._count(1, num_drafts)
 
     def decide(self, seq: Sequence, sample: int) -> bool:
         """Take the first undecided draft. Whether it is the token sampled in its place."""
         is_right = seq.drafts.pop(0) == sample
-        for metrics in (self.metrics, self.drafting.metrics):
-            metrics.num_accepted_tokens += is_right
+        self._count(0, 0, is_right)
         return is_right
+
+    def _count(self, *numbers: int) -> None:
+        for one in (self, self.drafting):
+            one.metrics += RequestMetrics(*numbers)
 
     def _drafts(self, seq: Sequence, num_tokens: int, scheduler: Scheduler) -> list[int]:
         """num_tokens: that the step computes of the sequence already"""
@@ -136,13 +137,12 @@ class Drafter:
         self._guess(seq.token_ids)
         seq.may_look_ahead = self.mean_right < self.drafting.pays
         end, manager = len(seq.token_ids), scheduler.block_manager
-        is_last = num_tokens == 1 and seq.num_computed_tokens == end  # drafts follow one known token
-        if seq.may_look_ahead or not is_last:
+        if seq.may_look_ahead or num_tokens > 1 or seq.num_computed_tokens != end:  # drafts follow one known token
             return []
         # Another sample may share the last block. A copy of it would miss what this step writes there.
         if end % manager.block_size and manager.ref_counts[seq.block_table[end // manager.block_size]] > 1:
             return []
-        drafts = self.guess[len(seq.token_ids) - self.start:]
+        drafts = self.guess[end - self.start:]
         if seq.sampling.grammar:
             drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
         return drafts
