@@ -152,9 +152,6 @@ class ParallelRunner(Runner):
             self.peers.catch_up()
             raise
 
-    def allocate_host_pool(self, swap_space: float) -> int:
-        return super().allocate_host_pool(swap_space / self.peers.size)
-
     def make_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
         self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
@@ -196,7 +193,7 @@ class Driver(ParallelRunner):
 
     def allocate_host_pool(self, swap_space: float) -> int:
         with self.workers.explained():
-            num_blocks = super().allocate_host_pool(swap_space)
+            num_blocks = super().allocate_host_pool(swap_space / self.peers.size)
             self.workers.wait_until_ready()
         return num_blocks
 

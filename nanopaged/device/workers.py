@@ -148,18 +148,20 @@ class Workers:
         for peers in self.joined:
             peers.drain()  # a barrier under way would keep this process from freeing memory
         if self.error is None:
-            process: Any = self.processes[self.first_dead or 1]
-            words = [line for line in process.stdout if line != b"{}\n"]
-            self.error = self._describe(self.first_dead or 1, json.loads(words[-1]) if words else {})
+            rank = self.first_dead or 1
+            answers: Any = self.processes[rank].stdout
+            self.error = self._describe(rank, json.loads([b"{}", *answers][-1]))
         raise self.error.with_traceback(None) from None
 
     def _describe(self, rank: int, answer: dict[str, Any]) -> Exception:
         if answer.get("error") == "ValueError" and not self.is_ready:
             return ValueError(answer["text"])
         process = self.processes[rank]
-        reason = f"failed ({answer['error']}: {answer['text']})" if answer else f"ended with exit code {process.wait()}"
-        if not answer and process.returncode < 0:
-            reason = f"was ended by signal {-process.returncode}"
+        if answer:
+            reason = f"failed ({answer['error']}: {answer['text']})"
+        else:
+            code = process.wait()
+            reason = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
 
     def fail(self, rank: int | None = None, error: Exception | None = None) -> None:
@@ -248,7 +250,7 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
         config=vars(config), path=None if tensors is None else path.resolve(), base=base, device=device.type, pool=pool,
-        swap_space=swap_space, kernels=next(name for name, known in KERNELS.items() if known is kernels),
+        swap_space=swap_space / size, kernels=next(name for name, known in KERNELS.items() if known is kernels),
         threads=torch.get_num_threads(), options=options))
     with workers.explained():
         workers.wait()  # until Python has started

@@ -137,12 +137,10 @@ class BlockManager(engine.BlockManager):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
-        for block in parent.block_table:
-            self._incref(block)
-        child.block_table, child.pool = list(parent.block_table), self
-        child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
-        child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
         child.num_cached_tokens = parent.num_cached_tokens
+        self.start(child, engine.PrefixHit(parent.block_table, parent.num_computed_tokens, parent.prefix_key,
+                                           parent.num_cached_blocks))
+        child.num_computed_tokens = parent.num_computed_tokens  # the parent has its logits
 
     def uncache(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -175,6 +173,7 @@ class Scheduler(engine.Scheduler):
     def schedule(self) -> SchedulerOutput:
         self.tell("begin")
         step: Any = super().schedule()
+        self.num_preemptions += len(step.preempted)
         step.positions = [seq.num_computed_tokens for seq in step.sampled]
         for seq in step.sampled:
             seq.num_pending_tokens += 1
@@ -193,10 +192,6 @@ class Scheduler(engine.Scheduler):
     def _run(self, seq: Any) -> None:
         super()._run(seq)
         seq.max_chunk, seq.is_new = min(seq.max_chunk, self.max_chunk), True
-
-    def _preempt(self, step: Any) -> Any:
-        self.num_preemptions += 1
-        return super()._preempt(step)
 
     def update(self, step: Any, sampled: engine.Sampled) -> None:
         """What a sample for position p does:
