@@ -123,8 +123,7 @@ class BlockManager(engine.BlockManager):
 
     def find_prefix(self, seq: Any) -> engine.PrefixHit:
         """The longest beginning that the prefix cache has, or what another sample of the same prompt can give."""
-        nothing = engine.PrefixHit([], 0, seq.root, 0)
-        hit = super().find_prefix(seq) if seq.reads_prefix_cache else nothing
+        hit = super().find_prefix(seq) if seq.reads_prefix_cache else engine.PrefixHit([], 0, seq.root, 0)
         return hit if seq.samples is None else seq.samples.find(self, seq, hit)
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:

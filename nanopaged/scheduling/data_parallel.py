@@ -40,6 +40,7 @@ from nanopaged.scheduling.additions import BlockManager, Scheduler, SchedulerOut
 from nanopaged.scheduling.samples import Samples
 
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
+LAST = (math.inf,)  # behind every place in the order
 
 
 class Offer(NamedTuple):
@@ -114,13 +115,15 @@ class PoolScheduler(Scheduler):
         """Place sequences from the front of the queue, as long as they have candidates."""
         loads = {pool: pool.promised_tokens + sum(1 if seq.drafts else seq.num_new_tokens for seq in pool.running)
                  for pool in self.pools}
-        limits = {pool: pool.order_of_blocked() for pool in self.pools}
+        # The first sequence that waits in a pool, if too few blocks are free for it: none overtakes it there.
+        blocked = {pool: seq.order for pool in self.pools for seq in pool.waiting[:1]
+                   if pool.block_manager.plan(seq) is None}
         for seq in list(self.queue):
             homes = [pool for pool in self.pools if pool.runs_here(seq.samples)]
             if self.placements and self.placements[-1].seq.samples is seq.samples is not None:
                 homes = [self.placements[-1].pool]
             offers = {pool: offer for pool in homes or self.pools
-                      if seq.order < limits[pool] and (offer := pool.offer(seq, loads[pool]))}
+                      if seq.order < blocked.get(pool, LAST) and (offer := pool.offer(seq, loads[pool]))}
             if offers:
                 best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
                 best.promised_tokens += offers[best].num_tokens - loads[best]
@@ -143,10 +146,6 @@ class PoolScheduler(Scheduler):
         seq = self.queue.pop(0)
         self.placements.append(Placement(seq, pool, offers))
         pool.add(seq)
-
-    def order_of_blocked(self) -> tuple:
-        """The place in the order of the first waiting sequence if too few blocks are free for it. None overtakes it."""
-        return next((seq.order for seq in self.waiting[:1] if self.block_manager.plan(seq) is None), (math.inf,))
 
     def offer(self, seq: Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""
