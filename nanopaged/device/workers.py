@@ -65,7 +65,7 @@ class Waiting:
 class Workers:
     """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
     is_ready = False  # all are made, and wait for steps
-    is_broken = False  # they have been killed
+    dead = 0  # the rank of one that is dead, or has made rank 0 give up: then all have been killed
     error: Exception | None = None  # why
 
     def __init__(self, size: int, options: dict[str, Any]):
@@ -77,7 +77,6 @@ class Workers:
         self.joined: list[Peers] = []  # rank 0's, once it has them
         self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
         self.waiting = Waiting()
-        self.first_dead: int | None = None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, size):
             self.processes[rank] = Popen([sys.executable, "-m", "nanopaged.device.workers"], cwd=ROOT, stdin=PIPE,
@@ -143,14 +142,13 @@ class Workers:
 
     def check(self) -> None:
         """Raise the error that has ended the engine, if one has."""
-        if not self.is_broken:
+        if not self.dead:
             return
         for peers in self.joined:
             peers.drain()  # a barrier under way would keep this process from freeing memory
         if self.error is None:
-            rank = self.first_dead or 1
-            answers: Any = self.processes[rank].stdout
-            self.error = self._describe(rank, json.loads([b"{}", *answers][-1]))
+            answers: Any = self.processes[self.dead].stdout
+            self.error = self._describe(self.dead, json.loads([b"{}", *answers][-1]))
         raise self.error.with_traceback(None) from None
 
     def _describe(self, rank: int, answer: dict[str, Any]) -> Exception:
@@ -164,15 +162,14 @@ class Workers:
             reason = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
 
-    def fail(self, rank: int | None = None, error: Exception | None = None) -> None:
+    def fail(self, rank: int = 0, error: Exception | None = None) -> None:
         """Kill the workers, because the one of this rank is dead, or for this error."""
         self.error = self.error or error
-        if not self.is_broken:
-            self.first_dead = rank
-            if rank is not None:
+        if not self.dead:
+            if rank:
                 with suppress(TimeoutExpired):  # its pipe is closed
                     self.processes[rank].wait(EXIT_SECONDS)
-            self.is_broken = True
+            self.dead = rank or 1
         for process in self.processes.values():
             process.kill()
         _tell(self.guard, "")
@@ -187,7 +184,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
         num_looks, last = num_looks + 1 if count % 2 and count == last else 0, count
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
         dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
-        if workers.is_broken:
+        if workers.dead:
             for peers in workers.joined:
                 peers.release()
         elif dead:
@@ -196,7 +193,7 @@ def _watch(ref: "weakref.ref[Workers]") -> None:
             late = workers.waiting.ranks or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
             workers.fail(error=EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
-        pause = 0.001 if workers.is_broken else WATCH_SECONDS
+        pause = 0.001 if workers.dead else WATCH_SECONDS
         del workers
         time.sleep(pause)
 
