@@ -154,7 +154,8 @@ class ParallelRunner(Runner):
 
     def make_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
-        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
+        # For the sampled tokens, the embedding, twice in each layer, and for the logits
+        self.peers.barriers_left = 2 + 2 * self.config.num_layers + max(0, 2 * cdiv(num_logits, LOGITS_ROWS) - 1)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.rows.last_tokens = tokens
@@ -171,12 +172,6 @@ class ParallelRunner(Runner):
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
         self.peers.barriers_left = 0
-
-
-def num_barriers(num_layers: int, num_logits: int) -> int:
-    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits."""
-    rounds = cdiv(num_logits, LOGITS_ROWS)
-    return 2 + 2 * num_layers + max(0, 2 * rounds - 1)
 
 
 class Driver(ParallelRunner):

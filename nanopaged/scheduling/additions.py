@@ -101,6 +101,7 @@ class BlockManager(engine.BlockManager):
     """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
     step: SchedulerOutput
     window = num_host_blocks = 0  # window.py, swapping.py
+    max_chunk = sys.maxsize  # the most tokens of one sequence that a step may compute; a Scheduler lowers it
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
@@ -112,10 +113,6 @@ class BlockManager(engine.BlockManager):
     def begin_step(self) -> SchedulerOutput:
         self.step = SchedulerOutput()
         return self.step
-
-    def largest_chunk(self, max_num_batched_tokens: int) -> int:
-        """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
-        return max_num_batched_tokens
 
     def num_blocks_before_window(self, position: int) -> int:
         """Leading blocks that the token at this position does not attend to."""
@@ -159,7 +156,7 @@ class Scheduler(engine.Scheduler):
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         super().__init__(block_manager, max_num_seqs, max_num_batched_tokens)
-        self.max_chunk = block_manager.largest_chunk(max_num_batched_tokens)
+        block_manager.max_chunk = min(block_manager.max_chunk, max_num_batched_tokens)
         self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
         self.observers: list[Callable[[str, Any], object]] = []  # told of each change (nanopaged/cli/frames.py)
 
@@ -190,7 +187,7 @@ class Scheduler(engine.Scheduler):
 
     def _run(self, seq: Any) -> None:
         super()._run(seq)
-        seq.max_chunk, seq.is_new = min(seq.max_chunk, self.max_chunk), True
+        seq.max_chunk, seq.is_new = min(seq.max_chunk, self.block_manager.max_chunk), True
 
     def update(self, step: Any, sampled: engine.Sampled) -> None:
         """What a sample for position p does:

@@ -96,16 +96,15 @@ class Drafter:
     def extend(self, seq: Sequence, step: SchedulerOutput, scheduler: Scheduler) -> None:
         """Let a planned step compute guesses after the sequence's last token, with what the sequences of the step have
         left of the token budget and of the free blocks."""
-        index = step.seqs.index(seq)
-        most = min(step.budget, scheduler.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
+        index, manager = step.seqs.index(seq), scheduler.block_manager
+        most = min(step.budget, manager.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
             drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:most]
         except BaseException:  # the proposer's, or a warning that is an error
             scheduler.undo(step)
             raise
         # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
-        allocate = partial(engine.BlockManager.allocate, scheduler.block_manager, seq)
-        while drafts and not allocate(len(seq.token_ids) + len(drafts)):
+        while drafts and not engine.BlockManager.allocate(manager, seq, len(seq.token_ids) + len(drafts)):
             drafts.pop()
         seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:

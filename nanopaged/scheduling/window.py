@@ -26,16 +26,14 @@ class SlidingWindow(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.window = window
-        self.max_blocks_per_seq = num_blocks
+        if window:  # window and chunk have to fit into the pool, and the window may begin within a block
+            self.max_chunk = (num_blocks - 1) * block_size - window
         self.ref_counts.append(sys.maxsize)  # ref_counts[NULL]: it is never free
 
-    def largest_chunk(self, max_num_batched_tokens: int) -> int:
-        """Window and chunk have to fit into the pool, and the window may begin within a block."""
-        if not self.window:
-            return max_num_batched_tokens
-        chunk = min(max_num_batched_tokens, (self.num_blocks - 1) * self.block_size - self.window)
-        self.max_blocks_per_seq = engine.cdiv(self.window + chunk, self.block_size) + 1
-        return chunk
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Under a window, a text longer than the pool slides through it."""
+        return engine.cdiv(self.window + self.max_chunk, self.block_size) + 1 if self.window else self.num_blocks
 
     def allocate(self, seq: Any, end: int) -> bool:
         """Free the blocks that lie before the window of the sequence's next token, first."""
@@ -57,5 +55,4 @@ class SlidingWindow(BlockManager):
         return hit._replace(blocks=[NULL] * num_null + hit.blocks[num_null:])
 
     def num_blocks_needed(self, seq: Any, hit: engine.PrefixHit) -> int:
-        """A text longer than the pool slides through it."""
         return min(super().num_blocks_needed(seq, hit), self.max_blocks_per_seq)
