@@ -71,12 +71,7 @@ class PoolScheduler(Scheduler):
         self.queue: list[Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
         self.placements: list[Placement] = []  # of the last call of `schedule`
-        self.forget_promises()
-
-    def forget_promises(self) -> None:
-        """What the sequences placed here will compute, take and cache. Once a step was scheduled, the books know it."""
-        self.promised_tokens, self.promised_blocks = 0, 0
-        self.promised_keys: set[int] = set()
+        self.return_unbound()  # no promises yet
 
     def schedule(self) -> SchedulerOutput:
         if not (self.running or self.waiting or self.queue):  # idle: look for work that was placed elsewhere
@@ -93,7 +88,8 @@ class PoolScheduler(Scheduler):
     def return_unbound(self) -> None:
         """Give the waiting sequences that another pool could serve as well back to the queue. Those stay whose blocks
         are on this pool's host, and samples of a prompt of which one runs here."""
-        self.forget_promises()
+        # What the sequences placed here will compute, take and cache. Once a step was scheduled, the books know it.
+        self.promised_tokens, self.promised_blocks, self.promised_keys = 0, 0, set[int]()
         here = {samples for samples in {seq.samples for seq in self.waiting} if self.runs_here(samples)}
         for seq in list(self.waiting):
             if not (seq.host_table or seq.samples in here):

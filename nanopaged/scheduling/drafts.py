@@ -130,11 +130,10 @@ class Drafter:
 
     def _drafts(self, seq: Sequence, num_tokens: int, scheduler: Scheduler) -> list[int]:
         """num_tokens: that the step computes of the sequence already"""
-        if len(scheduler.running) > self.drafting.most_drafting:
-            seq.may_look_ahead = True
-            return []
-        self._guess(seq.token_ids)
-        seq.may_look_ahead = self.mean_right < self.drafting.pays
+        are_many = len(scheduler.running) > self.drafting.most_drafting
+        if not are_many:
+            self._guess(seq.token_ids)
+        seq.may_look_ahead = are_many or self.mean_right < self.drafting.pays
         end, manager = len(seq.token_ids), scheduler.block_manager
         if seq.may_look_ahead or num_tokens > 1 or seq.num_computed_tokens != end:  # drafts follow one known token
             return []

@@ -28,8 +28,7 @@ class Swapping(SlidingWindow):
         self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
 
     def begin_step(self) -> SchedulerOutput:
-        # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
-        # now.
+        # Within a step moves to the host run before moves from it. So what the last step read there is free only now.
         if self.step.swaps_in:
             self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
             self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
