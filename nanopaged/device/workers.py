@@ -77,7 +77,7 @@ class Workers:
         self.joined: list[Peers] = []  # rank 0's, once it has them
         self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
         self.waiting = Waiting()
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         for rank in range(1, size):
             self.processes[rank] = Popen([sys.executable, "-m", "nanopaged.device.workers"], cwd=ROOT, stdin=PIPE,
                                          stdout=PIPE, env=os.environ | dict(PYTHONPATH=path), start_new_session=True)
@@ -283,31 +283,32 @@ def main() -> None:
     messages: Any = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(error: Exception | None = None) -> None:
+        words = dict(error=type(error).__name__, text=str(error)[:1000]) if error else {}
+        answers.write(json.dumps(words).encode() + b"\n")
+
     try:
         given = pickle.load(messages)
-        answers.write(b"{}\n")
+        answer()
         runner = make_follower(**given)
-        answers.write(b"{}\n")
+        answer()
         while messages.peek(1):
             step = pickle.load(messages)
             try:
                 runner.follow(step)
-                answers.write(b"{}\n")
+                answer()
             except torch.OutOfMemoryError as error:
                 if not runner.peers.catch_up():
                     raise
                 torch.cuda.empty_cache()
-                answers.write(_as_answer(error))
+                answer(error)
         if runner.device.type == "cuda":
             torch.cuda.synchronize()  # rank 0's last steps need this rank
     except Exception as error:
-        answers.write(_as_answer(error))
+        answer(error)
         os._exit(1)
     os._exit(0)  # at once: rank 0 may be gone
-
-
-def _as_answer(error: Exception) -> bytes:
-    return json.dumps(dict(error=type(error).__name__, text=str(error)[:1000])).encode() + b"\n"
 
 
 if __name__ == "__main__":
