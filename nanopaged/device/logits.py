@@ -98,17 +98,17 @@ class LogitsEditor:
             self.slot_of_row[seq.row] = _Slot(next(free), weakref.ref(seq), bans, needs)
         numbers = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in range(len(self.sent))]
         if seqs or numbers != self.sent:
-            self._resize_tables()
+            self._resize_tables(max(numbers))
             self._write(*self.send([numbers, *self._lists(seqs)]))
             self.sent = numbers
 
-    def _resize_tables(self) -> None:
-        """Give each table the size that the slots in use need."""
-        slots = self.slot_of_row.values()
-        size, most = len(self.settings) if slots else 1, max((slot.number for slot in slots), default=0)
+    def _resize_tables(self, most: int) -> None:
+        """Give each table the size that the slots in use need. most: the largest of these, or 0"""
+        size = len(self.settings) if most else 1
         if most >= size:
             size = min(max(most + 1, 2 * size), len(self.slots) + 1)
-        has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *(slot.needs for slot in slots)))
+        needs = (slot.needs for slot in self.slot_of_row.values())
+        has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *needs))
         self.settings = _resize(self.settings, size, 5)
         self.bias = _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS)
         self.seen = _resize(self.seen, size * has_penalty, self.vocab_size)
