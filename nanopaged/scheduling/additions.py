@@ -131,13 +131,6 @@ class BlockManager(engine.BlockManager):
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += seq.num_cached_tokens
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
-        child.num_cached_tokens = parent.num_cached_tokens
-        self.start(child, engine.PrefixHit(parent.block_table, parent.num_computed_tokens, parent.prefix_key,
-                                           parent.num_cached_blocks))
-        child.num_computed_tokens = parent.num_computed_tokens  # the parent has its logits
-
     def uncache(self, blocks: list[int]) -> None:
         for block in blocks:
             self._evict(block)
@@ -225,11 +218,15 @@ class Scheduler(engine.Scheduler):
         seq.status = engine.Status.WAITING
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Give the child the parent's tokens. The child shares the parent's blocks if the parent is running and a batch
-        row is free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see samples.py.)"""
+        """Give the child the parent's tokens. If the parent is running and a batch row is free, the child goes on where
+        the parent is, with the same blocks (copy-on-write). Otherwise its tokens are computed again. (Samples of one
+        prompt need no fork, see samples.py.)"""
         child.token_ids = list(parent.token_ids)
         if parent.status is engine.Status.RUNNING and len(self.running) < self.max_num_seqs:
-            self.block_manager.fork(parent, child)
+            found = parent.block_table, parent.num_computed_tokens, parent.prefix_key, parent.num_cached_blocks
+            child.num_cached_tokens = parent.num_cached_tokens  # it counts as no first admission
+            self.block_manager.start(child, engine.PrefixHit(*found))
+            child.num_computed_tokens = parent.num_computed_tokens  # the last token, too: its logits are there
             self._run(child)
         else:
             self.add(child)
