@@ -11,11 +11,10 @@ one of four sources, always in this order:
 The runner moves the blocks before a step's forward pass: first moves to the host, then copies, then moves from the
 host (nanopaged/device/runner.py).
 """
-from collections.abc import Iterable
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import NULL, SchedulerOutput
+from nanopaged.scheduling.additions import NULL, SchedulerOutput, Sequence
 from nanopaged.scheduling.window import SlidingWindow
 
 
@@ -52,21 +51,20 @@ class Swapping(SlidingWindow):
         num_found, num_computed_tokens = len(hit.blocks), seq.num_computed_tokens
         super().start(seq, hit)
         if seq.host_table:
-            found, swapped = seq.host_table[:num_found], seq.host_table[num_found:]
+            seq.host_table, swapped = seq.host_table[:num_found], seq.host_table[num_found:]
             seq.block_table += [self._pop_free_block() for _ in swapped]
             self.step.swaps_in += zip(swapped, seq.block_table[num_found:])
-            self._free_on_host(found)
-            seq.host_table = []
+            self._free_on_host(seq)
             seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
             seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
 
     def free(self, seq: Any) -> None:
         super().free(seq)
-        self._free_on_host(reversed(seq.host_table))
-        seq.host_table = []
+        self._free_on_host(seq)
 
-    def _free_on_host(self, host_blocks: Iterable[int]) -> None:
-        self.free_host_blocks += [block for block in host_blocks if block != NULL]
+    def _free_on_host(self, seq: Sequence) -> None:
+        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
+        seq.host_table = []
 
     def check_idle(self) -> None:
         super().check_idle()
