@@ -33,6 +33,7 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +68,7 @@ class LogitsEditor:
         self.add_bias = kernel.add_bias if fused else add_bias
         self.penalise = kernel.penalise if fused else penalise
         self.slot_of_row: dict[int, _Slot] = {}
-        self.unsent: set[int] = set()  # rows whose slot the device does not know; rows stay here if a step fails
-        self.free_slots: list[int] = []
+        self.sent = [0] * num_rows  # what `slots` has; a step that fails leaves both
         self.slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.bias = torch.zeros(0, vocab_size, device=device)
         self.settings, self.seen, self.bans, self.recent = (torch.zeros(shape, dtype=torch.int32, device=device)
@@ -76,7 +76,7 @@ class LogitsEditor:
 
     def edits(self, rows: Iterable[int]) -> bool:
         """Whether any of these rows edits its logits. If none does, a step needs neither `__call__` nor `add`."""
-        return bool(self.slot_of_row) and any(row in self.slot_of_row for row in rows)
+        return not self.slot_of_row.keys().isdisjoint(rows)
 
     # ---- when sequences start
 
@@ -85,34 +85,30 @@ class LogitsEditor:
 
         seqs: all of these, also those without edits, because a row's slot belonged to its last sequence
         """
-        gone = {row for row, slot in self.slot_of_row.items() if (owner := slot.owner()) is None or owner.row != row}
-        gone |= {seq.row for seq in seqs} & self.slot_of_row.keys()
+        new = {seq.row for seq in seqs}
+        self.slot_of_row = {row: slot for row, slot in self.slot_of_row.items()
+                            if row not in new and (owner := slot.owner()) is not None and owner.row == row}
+        used = {slot.number for slot in self.slot_of_row.values()}
+        free = (number for number in count(1) if number not in used)
         seqs = [seq for seq in seqs if seq.sampling.params.edits_logits]
-        self.unsent |= gone | {seq.row for seq in seqs}
-        self.free_slots += [self.slot_of_row.pop(row).number for row in gone]
-        if not self.unsent:
-            return
-        if not self.slot_of_row:
-            self.free_slots, self.settings = [], self.settings[:1]
         for seq in seqs:
             p, bans = seq.sampling.params, _bans(seq, self.vocab_size)
             depth = max(map(len, bans), default=2) - 2
             needs = bool(p.logit_bias or p.allowed_token_ids), p.has_penalty, len(bans), depth
-            number = self.free_slots.pop() if self.free_slots else len(self.slot_of_row) + 1
-            self.slot_of_row[seq.row] = _Slot(number, weakref.ref(seq), bans, needs)
-        self._resize_tables()
-        rows = list(self.unsent)
-        indices = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in rows]
-        self._write(*self.send([rows, indices, *self._lists(seqs)]))
-        self.unsent.clear()
+            self.slot_of_row[seq.row] = _Slot(next(free), weakref.ref(seq), bans, needs)
+        numbers = [self.slot_of_row[row].number if row in self.slot_of_row else 0 for row in range(len(self.sent))]
+        if seqs or numbers != self.sent:
+            self._resize_tables(max(numbers))
+            self._write(*self.send([numbers, *self._lists(seqs)]))
+            self.sent = numbers
 
-    def _resize_tables(self) -> None:
-        """Give each table the size that the slots in use need."""
-        slots, size = self.slot_of_row.values(), len(self.settings)
-        most = max((slot.number for slot in slots), default=0)
+    def _resize_tables(self, most: int) -> None:
+        """Give each table the size that the slots in use need. most: the largest of these, or 0"""
+        size = len(self.settings) if most else 1
         if most >= size:
             size = min(max(most + 1, 2 * size), len(self.slots) + 1)
-        has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *(slot.needs for slot in slots)))
+        needs = (slot.needs for slot in self.slot_of_row.values())
+        has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *needs))
         self.settings = _resize(self.settings, size, 5)
         self.bias = _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS)
         self.seen = _resize(self.seen, size * has_penalty, self.vocab_size)
@@ -141,10 +137,9 @@ class LogitsEditor:
             recent += [x for j, token in enumerate(output_ids[:-1 - depth:-1]) for x in (slot, j, token + 1)]
         return lists
 
-    def _write(self, rows: Tensor, slots_of_rows: Tensor, slots: Tensor, settings: Tensor, bias: Tensor,
-               *others: Tensor) -> None:
+    def _write(self, slot_of_each_row: Tensor, slots: Tensor, settings: Tensor, bias: Tensor, *others: Tensor) -> None:
         slots, settings = slots.long(), settings.view(-1, 5)
-        self.slots[rows] = slots_of_rows.long()
+        self.slots.copy_(slot_of_each_row)
         self.settings[slots] = settings
         if len(self.bias):
             slots_of_bias, tokens, values = bias.view(-1, 3).unbind(1)

@@ -152,12 +152,10 @@ class ParallelRunner(Runner):
             self.peers.catch_up()
             raise
 
-    def allocate_host_pool(self, swap_space: float) -> int:
-        return super().allocate_host_pool(swap_space / self.peers.size)
-
     def make_batch(self, sent: Any, logits_indices: Tensor | None, *args: Any) -> model.Batch:
         num_logits = len(sent.input_ids if logits_indices is None else logits_indices)
-        self.peers.barriers_left = num_barriers(self.config.num_layers, num_logits)
+        # For the sampled tokens, the embedding, twice in each layer, and for the logits
+        self.peers.barriers_left = 2 + 2 * self.config.num_layers + max(0, 2 * cdiv(num_logits, LOGITS_ROWS) - 1)
         tokens = self.tokens.all(self.max_num_seqs + 1)[0]
         if self.peers.rank:
             self.rows.last_tokens = tokens
@@ -176,12 +174,6 @@ class ParallelRunner(Runner):
         self.peers.barriers_left = 0
 
 
-def num_barriers(num_layers: int, num_logits: int) -> int:
-    """Of a step: for the sampled tokens, the embedding, twice in each layer, and for the logits."""
-    rounds = cdiv(num_logits, LOGITS_ROWS)
-    return 2 + 2 * num_layers + max(0, 2 * rounds - 1)
-
-
 class Driver(ParallelRunner):
     """The runner of rank 0. workers: the processes of the other ranks."""
 
@@ -196,27 +188,27 @@ class Driver(ParallelRunner):
 
     def allocate_host_pool(self, swap_space: float) -> int:
         with self.workers.explained():
-            num_blocks = super().allocate_host_pool(swap_space)
+            num_blocks = super().allocate_host_pool(swap_space / self.peers.size)
             self.workers.wait_until_ready()
         return num_blocks
 
     def launch(self, step: SchedulerOutput) -> Any:
-        self.moves = [[number for pair in moves for number in pair]
-                      for moves in (step.swaps_out, step.copies, step.swaps_in)]
+        self.moves = SchedulerOutput(swaps_out=step.swaps_out, copies=step.copies, swaps_in=step.swaps_in)
         with self.workers.explained():
             return super().launch(step)
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        self.workers.send([*self.moves, *self.rows.sent, [bool(needs.grammars), batch.cascade_columns],
-                           sampling_indices, more_rows, batch.num_tokens, *batch.lists])
+        nobody: list[Any] = [None] * len(batch.seqs)
+        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), sampling_indices, more_rows,
+                           SamplingNeeds(grammars=[()] * bool(needs.grammars))))
         self.peers.barriers_left = None
         try:
             computed = super()._compute(batch, sampling_indices, more_rows, needs)
         except Exception as error:
             if not self.peers.catch_up():
                 sentence = f"rank 0 failed in the middle of a step ({error!r:.300}); make a new LLM"
-                self.workers.give_up(EngineDeadError(sentence))
+                self.workers.fail(error=EngineDeadError(sentence))
             raise
         finally:
             self.workers.wait()
@@ -236,18 +228,13 @@ class Follower(ParallelRunner):
 
     @on_its_device
     @torch.inference_mode()
-    def follow(self, lists: list[Any]) -> None:
+    def follow(self, message: tuple) -> None:
         """Launch the step that `Driver._compute` has sent."""
         self.peers.barriers_left = None
-        *moves, cells, blocks, (has_grammars, columns), sampling_indices, more_rows, num_tokens = lists[:9]
-        out, copies, back = (list(zip(pairs[::2], pairs[1::2])) for pairs in moves)
-        self.pool.move(SchedulerOutput(swaps_out=out, copies=copies, swaps_in=back))
-        self.rows.write(cells, blocks)
-        seqs: list[Any] = [None] * len(num_tokens)
-        needs = SamplingNeeds(grammars=[()] if has_grammars else [])
-        batch = StepInput(seqs, num_tokens, *lists[9:])
-        batch.cascade_columns = columns
-        self._compute(batch, sampling_indices, more_rows, needs)
+        moves, rows, *step = message
+        self.pool.move(moves)
+        self.rows.write(*rows)
+        self._compute(*step)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         return rows.new_zeros(len(rows))  # rank 0 samples

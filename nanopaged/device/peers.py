@@ -11,10 +11,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, ContextManager
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,12 @@ ALIGNMENT = 64  # numbers, of a buffer's size
 
 class Peers:
     """The ranks of an engine. barriers_left: how many this rank still has to join in this step; None: unknown."""
+    waiting: Callable[[], ContextManager] = nullcontext  # while this process waits for others: rank 0 notes it
 
     def __init__(self, rank: int, size: int, device: torch.device, folder: str):
         self.rank, self.size, self.device, self.folder = rank, size, device, folder
         self.barriers_left: int | None = 0
-        self.num_barriers = self.num_buffers = 0
-        self.is_waiting = False  # this process, in a barrier
+        self.num_buffers = 0
         self.store = dist.FileStore(f"{folder}/store", size)
         backend: Any = dist.ProcessGroupGloo  # by itself: the program may have a default process group of its own
         options = backend._Options()
@@ -73,10 +74,8 @@ class Peers:
     def barrier(self) -> None:
         options: Any = dist.BarrierOptions()
         options.timeout = FOREVER
-        self.num_barriers += 1
-        self.is_waiting = True
-        self.gloo.barrier(options).wait()
-        self.is_waiting = False
+        with self.waiting():
+            self.gloo.barrier(options).wait()
 
     def gather(self, parts: list[Tensor], count: int) -> list[Tensor]:
         """The first `count` numbers of all ranks' buffers. All ranks have launched the writing of theirs."""
@@ -164,10 +163,8 @@ class GpuPeers(Peers):
 
     def _map(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         own = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, self.device)
-        self.num_barriers += 1
-        self.is_waiting = True
-        self.handles.append(handle := _SymmetricMemory.rendezvous(own, self.folder))
-        self.is_waiting = False
+        with self.waiting():
+            self.handles.append(handle := _SymmetricMemory.rendezvous(own, self.folder))
         return [own if rank == self.rank else handle.get_buffer(rank, (size,), dtype) for rank in range(self.size)]
 
     def barrier(self) -> None:

@@ -1,7 +1,7 @@
 """The processes of a model on several GPUs (parallel.py): what rank 0 knows of its workers, and what a worker runs.
 
-    rank 0      sends the step's integers, launches it, reads the answers, plans the next step
-    worker      reads them, launches the step, answers with a line of JSON, and waits for the next
+    rank 0      sends a step (pickled lists of integers), launches it, reads the answers, plans the next step
+    worker      reads it, launches it, answers with a line of JSON, and waits for the next
 
 A worker ends when its pipe closes. A thread of rank 0 looks after the workers. If one is dead, or keeps rank 0 waiting
 for too long, the thread kills all of them and lets the barriers under way end. Whatever waits for a worker then fails
@@ -10,6 +10,7 @@ the workers, also those that compute or are stopped (SIGSTOP), and removes the f
 """
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import tempfile
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,10 +47,25 @@ GUARD = 'while read -r line; do workers=$line; done; kill -9 $workers; rm -rf "$
 KERNELS = {"triton": kernel.TRITON, "torch": kernel.TORCH, "rectangles": rectangles.KERNELS}
 
 
+class Waiting:
+    """While rank 0 has nothing to do but to wait: `with waiting(rank):` for this worker, `with waiting():` for any."""
+    count = 0  # odd in a wait, and each wait has its own
+    ranks: tuple[int, ...] = ()
+
+    @contextmanager
+    def __call__(self, *ranks: int) -> Iterator[None]:
+        self.ranks = ranks
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count += 1
+
+
 class Workers:
     """The processes of ranks 1 to size - 1, as rank 0 sees them. options: for `make_follower`."""
     is_ready = False  # all are made, and wait for steps
-    is_broken = False  # they have been killed
+    dead = 0  # the rank of one that is dead, or has made rank 0 give up: then all have been killed
     error: Exception | None = None  # why
 
     def __init__(self, size: int, options: dict[str, Any]):
@@ -61,37 +76,31 @@ class Workers:
         self.processes: dict[int, Popen] = {}
         self.joined: list[Peers] = []  # rank 0's, once it has them
         self.close = weakref.finalize(self, _close, self.processes, self.guard, self.folder, self.joined, os.getpid())
-        self.awaited: set[int] = set()  # the ranks whose answer rank 0 waits for
-        self.is_waiting = False  # rank 0 has nothing to do but to wait for the workers
-        self.num_answers = 0
-        self.first_dead: int | None = None
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.waiting = Waiting()
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         for rank in range(1, size):
             self.processes[rank] = Popen([sys.executable, "-m", "nanopaged.device.workers"], cwd=ROOT, stdin=PIPE,
                                          stdout=PIPE, env=os.environ | dict(PYTHONPATH=path), start_new_session=True)
             _tell(self.guard, " ".join(str(process.pid) for process in self.processes.values()))
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
         for rank in self.processes:
-            self._write(rank, json.dumps(options | dict(rank=rank, size=size, folder=self.folder)).encode() + b"\n")
+            self._write(rank, pickle.dumps(options | dict(rank=rank, size=size, folder=self.folder)))
 
-    def send(self, lists: list[list[int]]) -> None:
+    def send(self, step: tuple) -> None:
         """Have a step launched."""
-        message = pack(lists)
+        message = pickle.dumps(step)
         for rank in self.processes:
             self._write(rank, message)
 
     def _write(self, rank: int, message: bytes) -> None:
         pipe: Any = self.processes[rank].stdin
-        self.awaited.add(rank)
-        with self.waiting():  # a worker that is stopped reads nothing, and the pipe holds 64 KiB
+        with self.waiting(rank):  # a worker that is stopped reads nothing, and the pipe holds 64 KiB
             pipe.write(message)
             pipe.flush()
 
     def wait(self) -> None:
         """Until every worker has launched what was sent. torch.OutOfMemoryError if one had too little memory for it."""
-        with self.waiting():
-            answers = [self._read(rank) for rank in self.processes]
-        for answer in answers:
+        for answer in [self._read(rank) for rank in self.processes]:
             if answer:
                 raise torch.OutOfMemoryError(answer["text"])
 
@@ -103,33 +112,17 @@ class Workers:
     def _read(self, rank: int) -> dict[str, Any]:
         """A worker's answer: empty, or that it was out of memory."""
         pipe: Any = self.processes[rank].stdout
-        line = pipe.readline()
+        with self.waiting(rank):
+            line = pipe.readline()
+        answer = json.loads(line or "{}")
         if not line:
             self.fail(rank)
-        elif line != b"{}\n" and (answer := json.loads(line))["error"] != OUT_OF_MEMORY:
-            self.give_up(self._describe(rank, answer))
+        elif answer.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY:
+            self.fail(error=self._describe(rank, answer))
         self.check()
-        self.awaited.discard(rank)
-        self.num_answers += 1
-        return json.loads(line)
+        return answer
 
     # ---- when one is dead
-
-    @property
-    def standstill(self) -> tuple | None:
-        """None: rank 0 is busy. Otherwise it waits for a worker, and this value changes when the worker does something.
-        """
-        if self.is_waiting or any(peers.is_waiting for peers in self.joined):
-            return self.num_answers, *(peers.num_barriers for peers in self.joined)
-        return None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.is_waiting = True
-        try:
-            yield
-        finally:
-            self.is_waiting = False
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -144,42 +137,39 @@ class Workers:
                 time.sleep(0.01)
             self.check()
             if not self.is_ready:
-                self.fail(None)  # there will be no engine: nothing to wait for
+                self.fail()  # there will be no engine: nothing to wait for
             raise
 
     def check(self) -> None:
         """Raise the error that has ended the engine, if one has."""
-        if not self.is_broken:
+        if not self.dead:
             return
         for peers in self.joined:
             peers.drain()  # a barrier under way would keep this process from freeing memory
         if self.error is None:
-            process: Any = self.processes[self.first_dead or 1]
-            words = [line for line in process.stdout if line != b"{}\n"]
-            self.error = self._describe(self.first_dead or 1, json.loads(words[-1]) if words else {})
+            answers: Any = self.processes[self.dead].stdout
+            self.error = self._describe(self.dead, json.loads([b"{}", *answers][-1]))
         raise self.error.with_traceback(None) from None
 
     def _describe(self, rank: int, answer: dict[str, Any]) -> Exception:
         if answer.get("error") == "ValueError" and not self.is_ready:
             return ValueError(answer["text"])
         process = self.processes[rank]
-        reason = f"failed ({answer['error']}: {answer['text']})" if answer else f"ended with exit code {process.wait()}"
-        if not answer and process.returncode < 0:
-            reason = f"was ended by signal {-process.returncode}"
+        if answer:
+            reason = f"failed ({answer['error']}: {answer['text']})"
+        else:
+            code = process.wait()
+            reason = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, rank: int = 0, error: Exception | None = None) -> None:
+        """Kill the workers, because the one of this rank is dead, or for this error."""
         self.error = self.error or error
-        self.fail(None)
-
-    def fail(self, rank: int | None) -> None:
-        """Kill the workers, because the one of this rank is dead."""
-        if not self.is_broken:
-            self.first_dead = rank
-            if rank is not None:
+        if not self.dead:
+            if rank:
                 with suppress(TimeoutExpired):  # its pipe is closed
                     self.processes[rank].wait(EXIT_SECONDS)
-            self.is_broken = True
+            self.dead = rank or 1
         for process in self.processes.values():
             process.kill()
         _tell(self.guard, "")
@@ -188,22 +178,22 @@ class Workers:
 def _watch(ref: "weakref.ref[Workers]") -> None:
     """Look after the workers as long as the engine exists. Looks are counted, not seconds: while rank 0 is stopped
     (Ctrl-Z) nobody waits."""
-    num_looks, last = 0, None
+    num_looks = last = 0
     while (workers := ref()) is not None and workers.close.alive:
-        standstill = workers.standstill
-        num_looks, last = num_looks + 1 if standstill is not None and standstill == last else 0, standstill
+        count = workers.waiting.count
+        num_looks, last = num_looks + 1 if count % 2 and count == last else 0, count
         limit = ANSWER_SECONDS if workers.is_ready else START_SECONDS
         dead = [rank for rank, process in workers.processes.items() if process.poll() is not None]
-        if workers.is_broken:
+        if workers.dead:
             for peers in workers.joined:
                 peers.release()
         elif dead:
             workers.fail(dead[0])
         elif num_looks * WATCH_SECONDS > limit:
-            late = workers.awaited or workers.processes
+            late = workers.waiting.ranks or workers.processes
             names = " or ".join(f"worker {rank} (process {workers.processes[rank].pid})" for rank in late)
-            workers.give_up(EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
-        pause = 0.001 if workers.is_broken else WATCH_SECONDS
+            workers.fail(error=EngineDeadError(f"{names} has not answered for {limit} seconds; make a new LLM"))
+        pause = 0.001 if workers.dead else WATCH_SECONDS
         del workers
         time.sleep(pause)
 
@@ -236,23 +226,6 @@ def _close(processes: dict[int, Popen], guard: Popen, folder: str, joined: list[
     guard.wait()
 
 
-def pack(lists: list[list[int]]) -> bytes:
-    """Lists of integers as bytes: the size of what follows, the number of lists, their lengths, and the lists."""
-    numbers = array("i", [len(lists), *map(len, lists)])
-    for part in lists:
-        numbers.extend(part)
-    return array("i", [numbers.itemsize * len(numbers)]).tobytes() + numbers.tobytes()
-
-
-def unpack(message: bytes) -> list[list[int]]:
-    count, *numbers = array("i", message)
-    lists, start = [], count
-    for length in numbers[:count]:
-        lists.append(numbers[start:start + length])
-        start += length
-    return lists
-
-
 # --------------------------------------------------------------------------------------------------
 # The runners
 # --------------------------------------------------------------------------------------------------
@@ -273,21 +246,21 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     split_config(config, size)  # ValueError
     options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
-        config=vars(config) | dict(torch_dtype=None), path=None if tensors is None else str(path.resolve()),
-        base=base.__name__, device=device.type, pool=pool, swap_space=swap_space,
-        kernels=next(name for name, known in KERNELS.items() if known is kernels), threads=torch.get_num_threads(),
-        options=options))
+        config=vars(config), path=None if tensors is None else path.resolve(), base=base, device=device.type, pool=pool,
+        swap_space=swap_space / size, kernels=next(name for name, known in KERNELS.items() if known is kernels),
+        threads=torch.get_num_threads(), options=options))
     with workers.explained():
         workers.wait()  # until Python has started
-        workers.awaited.update(workers.processes)
         workers.joined.append(peers := join_peers(0, size, device, workers.folder))
+        peers.waiting = workers.waiting
         peers.connect()
         driver = GraphDriver if base is GraphRunner else Driver
         return driver(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels, **options)
 
 
-def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: str | None, base: str, device: str,
-                  pool: list, swap_space: float, kernels: str, threads: int, options: dict[str, Any]) -> Follower:
+def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: Path | None, base: type[Runner],
+                  device: str, pool: tuple, swap_space: float, kernels: str, threads: int,
+                  options: dict[str, Any]) -> Follower:
     """A worker's runner."""
     own_device = torch.device(device)
     if device == "cuda":
@@ -297,8 +270,8 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.set_num_threads(max(1, threads // size))
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
-    runner = (GraphFollower if base == "GraphRunner" else Follower)(
-        model.ModelConfig(**config), None if path is None else read_weights(Path(path), config["fp8"], options["fp8"]),
+    runner = (GraphFollower if base is GraphRunner else Follower)(
+        model.ModelConfig(**config), None if path is None else read_weights(path, config["fp8"], options["fp8"]),
         peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)
@@ -307,33 +280,35 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
 
 def main() -> None:
     """A worker: make a part of the model, and launch the steps that rank 0 launches."""
-    messages, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
+    messages: Any = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(error: Exception | None = None) -> None:
+        words = dict(error=type(error).__name__, text=str(error)[:1000]) if error else {}
+        answers.write(json.dumps(words).encode() + b"\n")
+
     try:
-        given = json.loads(messages.readline())
-        answers.write(b"{}\n")
+        given = pickle.load(messages)
+        answer()
         runner = make_follower(**given)
-        answers.write(b"{}\n")
-        while header := messages.read(4):
-            lists = unpack(messages.read(array("i", header)[0]))
+        answer()
+        while messages.peek(1):
+            step = pickle.load(messages)
             try:
-                runner.follow(lists)
-                answers.write(b"{}\n")
+                runner.follow(step)
+                answer()
             except torch.OutOfMemoryError as error:
                 if not runner.peers.catch_up():
                     raise
                 torch.cuda.empty_cache()
-                answers.write(_as_answer(error))
+                answer(error)
         if runner.device.type == "cuda":
             torch.cuda.synchronize()  # rank 0's last steps need this rank
     except Exception as error:
-        answers.write(_as_answer(error))
+        answer(error)
         os._exit(1)
     os._exit(0)  # at once: rank 0 may be gone
-
-
-def _as_answer(error: Exception) -> bytes:
-    return json.dumps(dict(error=type(error).__name__, text=str(error)[:1000])).encode() + b"\n"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ tokens 0 to 7:
     num_tokens            8          9                  10            10          11
 """
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +51,6 @@ class Sequence(engine.Sequence):
     drafter: Any = None  # guesses its next tokens (drafts.py)
     drafts: list[int] = field(default_factory=list)  # guesses in a scheduled step, not checked yet
     pool: "BlockManager | None" = None  # the manager of its blocks; None: it has had none yet
-    num_null_blocks: int = 0  # leading entries of the block table that are NULL (window.py)
     host_table: list[int] = field(default_factory=list)  # its blocks on the host, while it is SWAPPED (swapping.py)
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
     is_new: bool = True  # in its batch row: the device has other settings there (nanopaged/device/rows.py)
@@ -66,6 +66,11 @@ class Sequence(engine.Sequence):
         if self.may_look_ahead and not self.drafts:
             num_known += self.num_pending_tokens
         return min(num_known - start, self.max_len - 1 - start, self.max_chunk)
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Leading entries of the block table that are NULL (window.py)."""
+        return bisect_left(self.block_table, True, key=lambda block: block != NULL)
 
     def is_pending(self, position: int) -> bool:
         """Whether a sample under way for this position may become a token of the text. False if the text has passed the
@@ -96,26 +101,26 @@ class BlockManager(engine.BlockManager):
     """Samples of one prompt share its blocks, beams fork, and the totals of all first admissions are counted."""
     step: SchedulerOutput
     window = num_host_blocks = 0  # window.py, swapping.py
+    max_chunk = sys.maxsize  # the most tokens of one sequence that a step may compute; a Scheduler lowers it
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)
         self.step = SchedulerOutput()
-        # Sums over first admissions: tokens of prompts, those that were found, their blocks; and the most blocks held
-        # after any step was scheduled
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_saved_blocks = self.most_blocks_held = 0
+        # Sums over first admissions: tokens of prompts, those that were found. The most blocks held after any step was
+        # scheduled
+        self.num_prompt_tokens = self.num_cached_tokens = self.most_blocks_held = 0
 
     def begin_step(self) -> SchedulerOutput:
         self.step = SchedulerOutput()
         return self.step
 
-    def largest_chunk(self, max_num_batched_tokens: int) -> int:
-        """The most tokens of one sequence that a step may compute. (A sliding window may lower it.)"""
-        return max_num_batched_tokens
+    def num_blocks_before_window(self, position: int) -> int:
+        """Leading blocks that the token at this position does not attend to."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def find_prefix(self, seq: Any) -> engine.PrefixHit:
         """The longest beginning that the prefix cache has, or what another sample of the same prompt can give."""
-        nothing = engine.PrefixHit([], 0, seq.root, 0)
-        hit = super().find_prefix(seq) if seq.reads_prefix_cache else nothing
+        hit = super().find_prefix(seq) if seq.reads_prefix_cache else engine.PrefixHit([], 0, seq.root, 0)
         return hit if seq.samples is None else seq.samples.find(self, seq, hit)
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
@@ -125,16 +130,6 @@ class BlockManager(engine.BlockManager):
             seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += seq.num_cached_tokens
-            self.num_saved_blocks += len(hit.blocks)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child go on where the parent is, with the same blocks (copy-on-write)."""
-        for block in parent.block_table:
-            self._incref(block)
-        child.block_table, child.pool = list(parent.block_table), self
-        child.num_computed_tokens = child.num_hit_tokens = parent.num_computed_tokens
-        child.num_cached_blocks, child.prefix_key = parent.num_cached_blocks, parent.prefix_key
-        child.num_cached_tokens = parent.num_cached_tokens
 
     def uncache(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -154,7 +149,7 @@ class Scheduler(engine.Scheduler):
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         super().__init__(block_manager, max_num_seqs, max_num_batched_tokens)
-        self.max_chunk = block_manager.largest_chunk(max_num_batched_tokens)
+        block_manager.max_chunk = min(block_manager.max_chunk, max_num_batched_tokens)
         self.num_generated_tokens = self.num_preemptions = 0  # of all sequences so far
         self.observers: list[Callable[[str, Any], object]] = []  # told of each change (nanopaged/cli/frames.py)
 
@@ -167,6 +162,7 @@ class Scheduler(engine.Scheduler):
     def schedule(self) -> SchedulerOutput:
         self.tell("begin")
         step: Any = super().schedule()
+        self.num_preemptions += len(step.preempted)
         step.positions = [seq.num_computed_tokens for seq in step.sampled]
         for seq in step.sampled:
             seq.num_pending_tokens += 1
@@ -184,11 +180,7 @@ class Scheduler(engine.Scheduler):
 
     def _run(self, seq: Any) -> None:
         super()._run(seq)
-        seq.max_chunk, seq.is_new = min(seq.max_chunk, self.max_chunk), True
-
-    def _preempt(self, step: Any) -> Any:
-        self.num_preemptions += 1
-        return super()._preempt(step)
+        seq.max_chunk, seq.is_new = min(seq.max_chunk, self.block_manager.max_chunk), True
 
     def update(self, step: Any, sampled: engine.Sampled) -> None:
         """What a sample for position p does:
@@ -226,11 +218,15 @@ class Scheduler(engine.Scheduler):
         seq.status = engine.Status.WAITING
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Give the child the parent's tokens. The child shares the parent's blocks if the parent is running and a batch
-        row is free. Otherwise its tokens are computed again. (Samples of one prompt need no fork, see samples.py.)"""
+        """Give the child the parent's tokens. If the parent is running and a batch row is free, the child goes on where
+        the parent is, with the same blocks (copy-on-write). Otherwise its tokens are computed again. (Samples of one
+        prompt need no fork, see samples.py.)"""
         child.token_ids = list(parent.token_ids)
         if parent.status is engine.Status.RUNNING and len(self.running) < self.max_num_seqs:
-            self.block_manager.fork(parent, child)
+            found = parent.block_table, parent.num_computed_tokens, parent.prefix_key, parent.num_cached_blocks
+            child.num_cached_tokens = parent.num_cached_tokens  # it counts as no first admission
+            self.block_manager.start(child, engine.PrefixHit(*found))
+            child.num_computed_tokens = parent.num_computed_tokens  # the last token, too: its logits are there
             self._run(child)
         else:
             self.add(child)
@@ -272,14 +268,21 @@ class Engine(engine.Engine):
         one helps, or taking the blocks of paused sequences."""
         while not self.has_room:  # the last call ended while it read: Ctrl-C, or an error
             self.update()
+        if not self.launch_next():
+            self.unblock()
+            self.update()
+        while not self.has_room:
+            self.update()
+
+    def launch_next(self) -> bool:
+        """Plan a step and launch it. False: it computes nothing, and is undone, so that what it preempted is not moved
+        to the host."""
         step = self.scheduler.schedule()
         if step.seqs:
             self.launch(step)
         else:
-            self.unblock(step)
-            self.update()
-        while not self.has_room:
-            self.update()
+            self.scheduler.undo(step)
+        return bool(step.seqs)
 
     @property
     def has_room(self) -> bool:
@@ -300,13 +303,11 @@ class Engine(engine.Engine):
             self.scheduler.update(step, sampled)
             self.updates.append((step.sampled, sampled))
 
-    def unblock(self, step: SchedulerOutput) -> None:
-        """Undo a step that computes nothing, so that what it preempted is not moved to the host.
-
-        If a launched step is unread, its tokens let sequences go on. Else all that run are paused (beams that wait for
-        other beams), and their blocks keep out the first waiting sequence, which fits into an empty pool. So all that
-        run give up their blocks, and `resume` queues each one again when it has got its token."""
-        self.scheduler.undo(step)
+    def unblock(self) -> None:
+        """Nothing can be computed. If a launched step is unread, its tokens let sequences go on. Else all that run are
+        paused (beams that wait for other beams), and their blocks keep out the first waiting sequence, which fits into
+        an empty pool. So all that run give up their blocks, and `resume` queues each one again when it has got its
+        token."""
         if not self.launched:
             for seq in list(self.scheduler.running):
                 self.scheduler.retire(seq)

@@ -33,14 +33,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from heapq import merge
 from itertools import takewhile
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler, SchedulerOutput, Sequence
+from nanopaged.scheduling.additions import BlockManager, Scheduler, SchedulerOutput, Sequence
 from nanopaged.scheduling.samples import Samples
 
 POLL_SECONDS = 20e-6  # between two looks at the devices, while all of them are busy
+LAST = (math.inf,)  # behind every place in the order
 
 
 class Offer(NamedTuple):
@@ -71,18 +71,15 @@ class PoolScheduler(Scheduler):
         self.queue: list[Sequence] = pools[0].queue if pools else []  # sequences without a pool, of all
         pools.append(self)
         self.placements: list[Placement] = []  # of the last call of `schedule`
-        self.forget_promises()
-
-    def forget_promises(self) -> None:
-        """What the sequences placed here will compute, take and cache. Once a step was scheduled, the books know it."""
-        self.promised_tokens, self.promised_blocks = 0, 0
-        self.promised_keys: set[int] = set()
+        self.return_unbound()  # no promises yet
 
     def schedule(self) -> SchedulerOutput:
         if not (self.running or self.waiting or self.queue):  # idle: look for work that was placed elsewhere
             for pool in self.pools:
                 pool.return_unbound()
-        self.placements = self._place_all() if self.queue else []
+        self.placements = []
+        if self.queue:
+            self._place_all()
         try:
             return super().schedule()
         finally:
@@ -91,7 +88,8 @@ class PoolScheduler(Scheduler):
     def return_unbound(self) -> None:
         """Give the waiting sequences that another pool could serve as well back to the queue. Those stay whose blocks
         are on this pool's host, and samples of a prompt of which one runs here."""
-        self.forget_promises()
+        # What the sequences placed here will compute, take and cache. Once a step was scheduled, the books know it.
+        self.promised_tokens, self.promised_blocks, self.promised_keys = 0, 0, set[int]()
         here = {samples for samples in {seq.samples for seq in self.waiting} if self.runs_here(samples)}
         for seq in list(self.waiting):
             if not (seq.host_table or seq.samples in here):
@@ -109,18 +107,19 @@ class PoolScheduler(Scheduler):
 
     # ---- placement
 
-    def _place_all(self) -> list[Placement]:
+    def _place_all(self) -> None:
         """Place sequences from the front of the queue, as long as they have candidates."""
-        placements: list[Placement] = []
         loads = {pool: pool.promised_tokens + sum(1 if seq.drafts else seq.num_new_tokens for seq in pool.running)
                  for pool in self.pools}
-        limits = {pool: pool.order_of_blocked() for pool in self.pools}
+        # The first sequence that waits in a pool, if too few blocks are free for it: none overtakes it there.
+        blocked = {pool: seq.order for pool in self.pools for seq in pool.waiting[:1]
+                   if pool.block_manager.plan(seq) is None}
         for seq in list(self.queue):
             homes = [pool for pool in self.pools if pool.runs_here(seq.samples)]
-            if placements and placements[-1].seq.samples is seq.samples is not None:
-                homes = [placements[-1].pool]
+            if self.placements and self.placements[-1].seq.samples is seq.samples is not None:
+                homes = [self.placements[-1].pool]
             offers = {pool: offer for pool in homes or self.pools
-                      if seq.order < limits[pool] and (offer := pool.offer(seq, loads[pool]))}
+                      if seq.order < blocked.get(pool, LAST) and (offer := pool.offer(seq, loads[pool]))}
             if offers:
                 best = min(offers, key=lambda pool: (offers[pool].num_tokens, -offers[pool].num_free))
                 best.promised_tokens += offers[best].num_tokens - loads[best]
@@ -131,22 +130,18 @@ class PoolScheduler(Scheduler):
                 best = homes[0]
             else:
                 break
-            placements.append(Placement(seq, best, offers))
-            best.add(seq)
-        del self.queue[:len(placements)]
+            self._place(best, offers)
         # One that has no candidate goes where the last of all running sequences is, if that is later in the order: its
         # pool preempts that one.
-        later = [pool for pool in self.pools if self.queue and pool.running
-                 and pool.running[-1].order > self.queue[0].order]
-        if later:
-            best = max(later, key=lambda pool: pool.running[-1].order)
-            placements.append(Placement(self.queue.pop(0), best, {}))
-            best.add(placements[-1].seq)
-        return placements
+        last = max((pool for pool in self.pools if pool.running), key=lambda pool: pool.running[-1].order, default=None)
+        if last and self.queue and self.queue[0].order < last.running[-1].order:
+            self._place(last, {})
 
-    def order_of_blocked(self) -> tuple:
-        """The place in the order of the first waiting sequence if too few blocks are free for it. None overtakes it."""
-        return next((seq.order for seq in self.waiting[:1] if self.block_manager.plan(seq) is None), (math.inf,))
+    def _place(self, pool: "PoolScheduler", offers: dict["PoolScheduler", Offer]) -> None:
+        """Place the first sequence of the queue in this pool."""
+        seq = self.queue.pop(0)
+        self.placements.append(Placement(seq, pool, offers))
+        pool.add(seq)
 
     def offer(self, seq: Sequence, load: int) -> Offer | None:
         """load: the tokens of the next step without the sequence. None: there is no room for it."""
@@ -179,33 +174,35 @@ def make_schedulers(managers: list[BlockManager], *limits: int) -> list[PoolSche
     return pools
 
 
-def total(name: str) -> Any:
-    """A property that is the sum of all parts' attributes of this name."""
-    return property(lambda whole: sum(map(attrgetter(name), whole.parts)))
+class Whole:
+    """The parts as one: each number, such as num_free_blocks, is the sum of theirs."""
+
+    def __init__(self, parts: list):
+        self.parts = parts
+
+    def __getattr__(self, name: str) -> int:
+        return sum(getattr(part, name) for part in self.parts)
 
 
-class BlockManagers:
-    """The books of all pools, as of one."""
-    num_blocks, num_free_blocks, most_blocks_held = map(total, ("num_blocks", "num_free_blocks", "most_blocks_held"))
-    num_prompt_tokens, num_cached_tokens = total("num_prompt_tokens"), total("num_cached_tokens")
-    num_saved_blocks = total("num_saved_blocks")
+class BlockManagers(Whole):
+    """The books of all pools."""
 
     def __init__(self, parts: list[BlockManager]):
-        self.parts, self.block_size = parts, parts[0].block_size
+        super().__init__(parts)
+        self.block_size = parts[0].block_size
 
     def check_idle(self) -> None:
         for manager in self.parts:
             manager.check_idle()
 
 
-class Pools:
-    """All pools as one: their schedulers, and their step loops. A step launches work on every device that has room for
-    it. Once none has room for more, a step also waits until one device is done."""
-    num_generated_tokens, num_preemptions = total("num_generated_tokens"), total("num_preemptions")
+class Pools(Whole):
+    """The schedulers of all pools, and their step loops. A step launches work on every device that has room for it.
+    Once none has room for more, a step also waits until one device is done."""
 
     def __init__(self, engines: list[Any], interruptible: Callable = nullcontext):
+        super().__init__([one.scheduler for one in engines])
         self.engines, self.interruptible = engines, interruptible
-        self.parts: list[PoolScheduler] = [one.scheduler for one in engines]
         self.queue, self.max_num_seqs = self.parts[0].queue, self.parts[0].max_num_seqs  # max_num_seqs: of each pool
         self.block_manager = BlockManagers([pool.block_manager for pool in self.parts])
         self.updates: deque = deque()
@@ -233,33 +230,21 @@ class Pools:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.of(parent).fork(parent, child)
 
-    def resume(self, seq: Sequence) -> None:
-        if seq.status is engine.Status.WAITING and seq not in self.waiting:
-            self.add(seq)
+    resume: Any = Scheduler.resume
 
     @property
     def is_idle(self) -> bool:
         return not self.queue and all(one.is_idle for one in self.engines)
 
     def step(self) -> None:
-        if any([self._launch(one) for one in self.engines if one.has_room]):
-            return
+        if any([one.launch_next() and one.has_room for one in self.engines if one.has_room]):
+            return  # to plan the next before any is read: lookahead has room for it, or one ran out of memory
         done = busy = [one for one in self.engines if one.launched]
         if not busy:  # only paused sequences are running: they give up their blocks
             for one in self.engines:
-                one.unblock(SchedulerOutput())
+                one.unblock()
         while len(busy) > 1 and not (done := [one for one in busy if one.launched[0][1].is_done()]):
             with self.interruptible():
                 time.sleep(POLL_SECONDS)
         for one in done:
             one.update()
-
-    def _launch(self, one: Engine) -> bool:
-        """Launch a step, if there is one. Whether the next is to be planned before any is read: lookahead has room for
-        it, or this one ran out of memory."""
-        step = one.scheduler.schedule()
-        if step.seqs:
-            one.launch(step)
-        else:
-            one.scheduler.undo(step)
-        return bool(step.seqs) and one.has_room

@@ -96,16 +96,15 @@ class Drafter:
     def extend(self, seq: Sequence, step: SchedulerOutput, scheduler: Scheduler) -> None:
         """Let a planned step compute guesses after the sequence's last token, with what the sequences of the step have
         left of the token budget and of the free blocks."""
-        index = step.seqs.index(seq)
-        most = min(step.budget, scheduler.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
+        index, manager = step.seqs.index(seq), scheduler.block_manager
+        most = min(step.budget, manager.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
-            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]
+            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:most]
         except BaseException:  # the proposer's, or a warning that is an error
             scheduler.undo(step)
             raise
         # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
-        allocate = partial(engine.BlockManager.allocate, scheduler.block_manager, seq)
-        while drafts and not allocate(len(seq.token_ids) + len(drafts)):
+        while drafts and not engine.BlockManager.allocate(manager, seq, len(seq.token_ids) + len(drafts)):
             drafts.pop()
         seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:
@@ -117,32 +116,31 @@ class Drafter:
             step.num_drafts += num_drafts
             seq.num_computed_tokens += num_drafts
             seq.num_pending_tokens += num_drafts
-            for metrics in (self.metrics, self.drafting.metrics):
-                metrics.num_draft_steps += 1
-                metrics.num_draft_tokens += num_drafts
+            self._count(1, num_drafts)
 
     def decide(self, seq: Sequence, sample: int) -> bool:
         """Take the first undecided draft. Whether it is the token sampled in its place."""
         is_right = seq.drafts.pop(0) == sample
-        for metrics in (self.metrics, self.drafting.metrics):
-            metrics.num_accepted_tokens += is_right
+        self._count(0, 0, is_right)
         return is_right
+
+    def _count(self, *numbers: int) -> None:
+        for one in (self, self.drafting):
+            one.metrics += RequestMetrics(*numbers)
 
     def _drafts(self, seq: Sequence, num_tokens: int, scheduler: Scheduler) -> list[int]:
         """num_tokens: that the step computes of the sequence already"""
-        if len(scheduler.running) > self.drafting.most_drafting:
-            seq.may_look_ahead = True
-            return []
-        self._guess(seq.token_ids)
-        seq.may_look_ahead = self.mean_right < self.drafting.pays
+        are_many = len(scheduler.running) > self.drafting.most_drafting
+        if not are_many:
+            self._guess(seq.token_ids)
+        seq.may_look_ahead = are_many or self.mean_right < self.drafting.pays
         end, manager = len(seq.token_ids), scheduler.block_manager
-        is_last = num_tokens == 1 and seq.num_computed_tokens == end  # drafts follow one known token
-        if seq.may_look_ahead or not is_last:
+        if seq.may_look_ahead or num_tokens > 1 or seq.num_computed_tokens != end:  # drafts follow one known token
             return []
         # Another sample may share the last block. A copy of it would miss what this step writes there.
         if end % manager.block_size and manager.ref_counts[seq.block_table[end // manager.block_size]] > 1:
             return []
-        drafts = self.guess[len(seq.token_ids) - self.start:]
+        drafts = self.guess[end - self.start:]
         if seq.sampling.grammar:
             drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
         return drafts

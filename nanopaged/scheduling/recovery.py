@@ -20,7 +20,7 @@ class RecoveringEngine(Engine):
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         super().__init__(scheduler, runner, lookahead)
-        self.full_budget, self.num_small_steps = scheduler.max_num_batched_tokens, 0
+        self.full_budget, self.num_steps = scheduler.max_num_batched_tokens, 0  # since one ran out of memory
 
     def launch(self, step: SchedulerOutput) -> None:
         try:
@@ -28,7 +28,10 @@ class RecoveringEngine(Engine):
         except BaseException as error:
             self.failed(step, error)
         else:
-            self.done()
+            self.num_steps += 1
+            if self.num_steps % STEPS_UNTIL_REGROWTH == 0:  # the sequence that took the memory may have ended
+                budget = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
+                self.scheduler.max_num_batched_tokens = budget
 
     def failed(self, step: SchedulerOutput, error: BaseException) -> None:
         """Undo the step, and read those launched before. Raise the error, unless a smaller step may succeed."""
@@ -47,12 +50,4 @@ class RecoveringEngine(Engine):
         torch.cuda.empty_cache()
         print(f"out of memory: steps compute at most {budget} tokens for a while; start with a lower "
               "gpu_memory_utilization to leave room for more", file=sys.stderr)
-        self.scheduler.max_num_batched_tokens, self.num_small_steps = budget, 0
-
-    def done(self) -> None:
-        """A step was launched. If its budget was a reduced one, the sequence that took the memory may have ended."""
-        if self.scheduler.max_num_batched_tokens < self.full_budget:
-            self.num_small_steps += 1
-            if self.num_small_steps % STEPS_UNTIL_REGROWTH == 0:
-                budget = min(2 * self.scheduler.max_num_batched_tokens, self.full_budget)
-                self.scheduler.max_num_batched_tokens = budget
+        self.scheduler.max_num_batched_tokens, self.num_steps = budget, 0

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 
 from nanopaged import engine
 from nanopaged.scheduling.additions import BlockManager, Sequence
-from nanopaged.scheduling.window import SlidingWindow
 
 
 class Samples:
@@ -51,18 +50,10 @@ class Samples:
         shorter."""
         num_tokens = seq.num_prompt_tokens
         if seq.num_tokens > num_tokens:
-            num_tokens = num_tokens // manager.block_size * manager.block_size
-        if hit.num_tokens < num_tokens:
-            for other in self.running(manager):
-                if _has_prompt(manager, other, num_tokens):
-                    blocks = other.block_table[:engine.cdiv(num_tokens, manager.block_size)]
-                    return engine.PrefixHit(blocks, num_tokens, seq.root, 0)
+            num_tokens -= num_tokens % manager.block_size
+        num_null = manager.num_blocks_before_window(num_tokens - 1)  # that it could do without
+        for other in self.running(manager) if hit.num_tokens < num_tokens else ():
+            if other.num_computed_tokens >= num_tokens and other.num_null_blocks <= num_null:
+                blocks = other.block_table[:engine.cdiv(num_tokens, manager.block_size)]
+                return engine.PrefixHit(blocks, num_tokens, seq.root, 0)
         return hit
-
-
-def _has_prompt(manager: BlockManager, seq: Sequence, num_tokens: int) -> bool:
-    """Whether a running sequence has the first num_tokens tokens of its prompt in blocks; under a sliding window, those
-    that the next token attends to."""
-    if isinstance(manager, SlidingWindow) and seq.num_null_blocks > manager.num_blocks_before_window(num_tokens - 1):
-        return False
-    return num_tokens <= seq.num_computed_tokens

@@ -11,11 +11,10 @@ one of four sources, always in this order:
 The runner moves the blocks before a step's forward pass: first moves to the host, then copies, then moves from the
 host (nanopaged/device/runner.py).
 """
-from collections.abc import Iterable
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import NULL, SchedulerOutput
+from nanopaged.scheduling.additions import NULL, SchedulerOutput, Sequence
 from nanopaged.scheduling.window import SlidingWindow
 
 
@@ -28,8 +27,7 @@ class Swapping(SlidingWindow):
         self.num_host_blocks, self.free_host_blocks = num_host_blocks, list(range(num_host_blocks))[::-1]
 
     def begin_step(self) -> SchedulerOutput:
-        # Within a step, moves to the host run before moves from it. So host blocks that the last step read are free
-        # now.
+        # Within a step moves to the host run before moves from it. So what the last step read there is free only now.
         if self.step.swaps_in:
             self.free_host_blocks += [host_block for host_block, _ in self.step.swaps_in]
             self.free_host_blocks.sort(reverse=True)  # neighbouring blocks move in one copy
@@ -37,40 +35,36 @@ class Swapping(SlidingWindow):
 
     def preempt(self, seq: Any) -> engine.Status:
         """Move the sequence's blocks to the host, or free them if the host pool is too small."""
-        num_computed_tokens = seq.num_computed_tokens
+        num_computed_tokens, num_null = seq.num_computed_tokens, seq.num_null_blocks
         if seq.drafts:  # the K and V of drafts that are not decided yet stay behind
             num_computed_tokens = min(num_computed_tokens, len(seq.token_ids))
-        table = seq.block_table[:engine.cdiv(num_computed_tokens, self.block_size)]  # later blocks held only drafts
-        if not num_computed_tokens or len(table) - seq.num_null_blocks > len(self.free_host_blocks):
+        blocks = seq.block_table[num_null:engine.cdiv(num_computed_tokens, self.block_size)]  # later ones held drafts
+        if not num_computed_tokens or len(blocks) > len(self.free_host_blocks):
             return super().preempt(seq)
-        host_table = [NULL if block == NULL else self.free_host_blocks.pop() for block in table]
-        self.step.swaps_out += [pair for pair in zip(table, host_table) if pair[0] != NULL]
+        host_blocks = [self.free_host_blocks.pop() for _ in blocks]
+        self.step.swaps_out += zip(blocks, host_blocks)
         self.free(seq)
-        seq.host_table, seq.num_computed_tokens = host_table, num_computed_tokens
+        seq.host_table, seq.num_computed_tokens = [NULL] * num_null + host_blocks, num_computed_tokens
         return engine.Status.SWAPPED
 
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
-        host_table, num_computed_tokens = seq.host_table, seq.num_computed_tokens
-        num_null, num_found = self.num_null_blocks(seq, hit), len(hit.blocks)
+        num_found, num_computed_tokens = len(hit.blocks), seq.num_computed_tokens
         super().start(seq, hit)
-        if not host_table:
-            return
-        for i, host_block in enumerate(host_table[num_found:], num_found):
-            seq.block_table.append(NULL if i < num_null else self._pop_free_block())
-            if i >= num_null:
-                self.step.swaps_in.append((host_block, seq.block_table[-1]))
-        self._free_on_host(host_table[:max(num_found, num_null)])
-        seq.host_table, seq.num_null_blocks = [], num_null
-        seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
-        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+        if seq.host_table:
+            seq.host_table, swapped = seq.host_table[:num_found], seq.host_table[num_found:]
+            seq.block_table += [self._pop_free_block() for _ in swapped]
+            self.step.swaps_in += zip(swapped, seq.block_table[num_found:])
+            self._free_on_host(seq)
+            seq.num_hit_tokens = max(hit.num_tokens, num_computed_tokens)
+            seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
 
     def free(self, seq: Any) -> None:
         super().free(seq)
-        self._free_on_host(reversed(seq.host_table))
-        seq.host_table = []
+        self._free_on_host(seq)
 
-    def _free_on_host(self, host_blocks: Iterable[int]) -> None:
-        self.free_host_blocks += [block for block in host_blocks if block != NULL]
+    def _free_on_host(self, seq: Sequence) -> None:
+        self.free_host_blocks += [block for block in reversed(seq.host_table) if block != NULL]
+        seq.host_table = []
 
     def check_idle(self) -> None:
         super().check_idle()
