@@ -25,8 +25,7 @@ order, each + 1; 0 stands for any token in `bans`, and for no token yet in `rece
 gets the size that the running sequences need, so a table that none of them needs is empty. Only the number of slots
 does not shrink until no slot is in use.
 
-A plain request uses none of this: the runner makes the editor when the first sequence starts that needs one, and rows
-that are in use by then have slot 0.
+A plain request uses none of this.
 """
 import math
 import struct
@@ -56,7 +55,7 @@ class _Slot(NamedTuple):
 
 
 class LogitsEditor:
-    """The tables, and the arithmetic that edits logits with them. It can be made while sequences without edits run.
+    """The tables, and the arithmetic that edits logits with them.
 
     send: lists of integers -> int32 tensors on the device, in one transfer that the host does not wait for
     fused: with kernel.py's kernels, which read logits and tables once
@@ -85,6 +84,8 @@ class LogitsEditor:
 
         seqs: all of these, also those without edits, because a row's slot belonged to its last sequence
         """
+        if not (self.slot_of_row or any(self.sent) or any(seq.sampling.params.edits_logits for seq in seqs)):
+            return
         new = {seq.row for seq in seqs}
         self.slot_of_row = {row: slot for row, slot in self.slot_of_row.items()
                             if row not in new and (owner := slot.owner()) is not None and owner.row == row}

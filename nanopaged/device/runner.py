@@ -99,7 +99,7 @@ class Runner:
         self.compiled = self.start_compiling() if compiles else []
         tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
         self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
-        self.editor: LogitsEditor | None = None  # until a sequence edits its logits
+        self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send, self.fused)
         # The last step, if it has grammars and is not sampled yet: weakly, because a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
@@ -142,11 +142,7 @@ class Runner:
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)
-        new = self.rows.send(step.seqs)
-        if new and (self.editor or any(seq.sampling.params.edits_logits or seq.sampling.params.logits_processors
-                                       for seq in new)):
-            self.editor = self.editor or LogitsEditor(self.max_num_seqs + 1, self.config.vocab_size, self.device,
-                                                      self.send, self.fused)
+        if new := self.rows.send(step.seqs):
             self.editor.start(new)
         batch = StepInput.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)

@@ -30,15 +30,15 @@ class SamplingNeeds(NamedTuple):
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
-    def of(cls, seqs: list[additions.Sequence], positions: list[int], editor: "LogitsEditor | None") -> "SamplingNeeds":
-        """positions: of the sampled tokens. editor: None while no sequence has edited its logits."""
+    def of(cls, seqs: list[additions.Sequence], positions: list[int], editor: "LogitsEditor") -> "SamplingNeeds":
+        """positions: of the sampled tokens; editor: the runner's"""
         params = [seq.sampling.params for seq in seqs]
         processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:],
                        partial(setattr, seq, "stop_reason"))
                       for i, seq in enumerate(seqs) if params[i].logits_processors]
         wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
         return cls(greedy=all(p.is_greedy for p in params), filters=any(p.has_filter for p in params),
-                   edits=editor is not None and editor.edits(seq.row for seq in seqs), processors=processors,
+                   edits=editor.edits(seq.row for seq in seqs), processors=processors,
                    grammars=[(i, seq, positions[i]) for i, seq in enumerate(seqs) if seq.sampling.grammar],
                    num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
 

@@ -63,7 +63,7 @@ class LaunchedStep:
     """
 
     def __init__(self, step: SchedulerOutput, batch: StepInput, device: torch.device, send: Callable[..., list[Tensor]],
-                 editor: LogitsEditor | None, unsampled: "weakref.WeakSet[LaunchedStep]",
+                 editor: LogitsEditor, unsampled: "weakref.WeakSet[LaunchedStep]",
                  wait: Callable[[torch.cuda.Event], None]):
         self.device, self.send, self.unsampled, self.wait, self.sampled = device, send, unsampled, wait, step.sampled
         sampled = set(step.sampled)

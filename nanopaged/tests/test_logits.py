@@ -226,8 +226,11 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
         engine.note(range(20))
 
 
-def test_without_an_editor_no_sequence_edits():
-    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], None) == SamplingNeeds(greedy=True)
+def test_plain_requests_need_no_tables():
+    editor = editor_for("cpu", num_rows=4, vocab_size=100)
+    editor.send = None
+    editor.start([plain := sequence(0, SamplingParams(temperature=0))])
+    assert SamplingNeeds.of([plain], [1], editor) == SamplingNeeds(greedy=True)
 
 
 def test_tables_hold_the_rows_that_need_them(device):
