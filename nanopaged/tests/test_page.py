@@ -6,26 +6,23 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
-import torch
 
 import kernel
 from engine import Sampled
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
 from nanopaged.cli.page import Page
 from nanopaged.scheduling.cascade import Cascade
-from nanopaged.tests.helpers import load
+from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.test_cli import interrupted_at
 from nanopaged.tests.test_trace import Witness
 
-torch.set_num_threads(1)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 PROMPTS = ["ROMEO: But soft", "ROMEO: But hark"]
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = re.search(r"^    python engine.py (.*\n.*)--trace run.html (.*\n.*)$", README, re.M)
 EXAMPLE = [*shlex.split("".join(COMMAND.groups()).replace("\\\n", "")), "--device", "cpu"]
@@ -148,17 +145,9 @@ def test_a_page_on_request(tmp_path, capsys):
     assert {"found", "copied", "preempted", "slid_out", "evicted", "ended"} <= kinds
 
 
-def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
-    step, steps = LLM.advance, []
-
-    def interrupted(llm):
-        steps.append(llm)
-        if len(steps) == 5:
-            raise KeyboardInterrupt
-        return step(llm)
-
-    monkeypatch.setattr(LLM, "advance", interrupted)
-    assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
+def test_an_interrupted_run_has_a_page(tmp_path, capsys):
+    with interrupted_at(4):
+        assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
 
 
