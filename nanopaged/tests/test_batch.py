@@ -478,12 +478,3 @@ def test_the_remaining_time(monkeypatch):
     assert last.endswith(", 0:00 left, 2 tokens/s   ") and len(last) == len(longer)  # blanks cover the longer line
     bar.clear()
     assert screen.getvalue().endswith("\r" + " " * len(last.rstrip()) + "\r")
-
-
-def test_a_notebooks_cell_has_a_progress_bar(monkeypatch):
-    """Its stderr is no terminal, but draws over a line after a carriage return."""
-    out_stream = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
-    monkeypatch.setattr(sys, "stderr", cell := out_stream())
-    shared_llm(**SMALL).generate([ROMEO, JULIET], SamplingParams(max_tokens=5))
-    assert cell.getvalue().startswith("\r[....................] 0/2 prompts, 0:00, ") and cell.getvalue()[-1] == "\r"
-    assert not ProgressBar(2, enabled=False).enabled

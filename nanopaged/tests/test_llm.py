@@ -18,7 +18,6 @@ from nanopaged.tests.helpers import (
     PROMPT,
     check_books,
     complaint,
-    expectations,
     freed_at_once,
     load,
     needs_kernel,
@@ -28,36 +27,16 @@ from nanopaged.tests.helpers import (
 
 # ---- Requests
 
-def test_eos_stop_tokens_and_lengths():
-    prompts, continuations, _ = expectations("qwen3")
-    prompt, continuation = prompts[0].tolist(), continuations[0].tolist()
-    llm = load("qwen3")
-    at = next(i for i in range(3, 24) if continuation.index(continuation[i]) == i)  # a token that is new there
-
-    def run(**settings):
-        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, **settings))[0].outputs[0]
-        return output.token_ids, output.finish_reason, output.stop_reason
-
-    llm.eos_token_ids = {continuation[at]}
-    assert run() == (continuation[:at + 1], "stop", None)
-    assert run(ignore_eos=True) == (continuation, "length", None)
-    assert run(ignore_eos=True, stop_token_ids=[continuation[at]]) == (
-        continuation[:at + 1], "stop", continuation[at])
-    llm = load("qwen3", max_model_len=len(prompt) + 4)
-    assert run(ignore_eos=True) == (continuation[:4], "length", None)
-
-
-def test_every_eos_id_of_both_config_files_counts():
-    assert load("llama3").eos_token_ids == {2, 5, 7}
-
-
-def test_an_end_token_that_no_model_has_is_no_end_token():
-    """Some files config.json have an eos_token_id of -1."""
-    params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
-    llm = load()
-    expected = tokens_of(llm.generate(PROMPT, params))
-    llm.eos_token_ids = {-1, *llm.eos_token_ids}
-    assert tokens_of(llm.generate(PROMPT, params)) == expected
+def test_an_end_token_ends_a_text_unless_it_is_ignored():
+    """Some files config.json have an eos_token_id of -1, which no model has. (test_paged.py has other ends.)"""
+    llm, params = load(), dict(temperature=0, max_tokens=9, min_tokens=3)
+    ids = tokens_of(llm.generate(PROMPT, SamplingParams(**params)))[0]
+    at = next(i for i in range(3, 9) if ids.index(ids[i]) == i)  # a token that is new there
+    llm.eos_token_ids = {-1, ids[at]}
+    for is_ignored, expected in ((False, (ids[:at + 1], "stop", None)), (True, (ids, "length", None))):
+        sample = llm.generate(PROMPT, SamplingParams(**params, ignore_eos=is_ignored))[0].outputs[0]
+        assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == expected
+    assert load("llama3").eos_token_ids == {2, 5, 7}  # of both config files
 
 
 def test_step_by_step_with_aborts():

@@ -35,9 +35,7 @@ def users_folder(tmp_path):
     return tmp_path
 
 
-# --------------------------------------------------------------------------------------------------
-# Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names
 
 def test_nanopaged_offers_what_it_says_and_names_what_it_lacks():
     assert nanopaged.LLM.__name__ == "LLM" and nanopaged.SamplingParams.__name__ == "SamplingParams"
@@ -58,9 +56,7 @@ def test_an_editor_sees_every_name_with_its_type():
     assert [getattr(nanopaged, name) for name in CHAPTERS] == [kernel, model, engine]
 
 
-# --------------------------------------------------------------------------------------------------
-# What an import costs
-# --------------------------------------------------------------------------------------------------
+# ---- What an import costs
 
 @pytest.mark.parametrize("argv", [["engine.py", "--help"], ["-c", "import engine"], *(
     ["-c", f"{statement}; import sys; assert 'engine' not in sys.modules"] for statement in (
@@ -89,9 +85,7 @@ def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
         assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
-# --------------------------------------------------------------------------------------------------
-# Starting the program
-# --------------------------------------------------------------------------------------------------
+# ---- Starting the program
 
 # Torch, as far as Ctrl-C is concerned: an interrupt while it is imported is swallowed.
 SWALLOWS = """
@@ -131,9 +125,7 @@ def test_the_package_is_a_program(tmp_path, argv, expected):
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", nanopaged.__version__)
 
 
-# --------------------------------------------------------------------------------------------------
-# A user's modules of the same names
-# --------------------------------------------------------------------------------------------------
+# ---- A user's modules of the same names
 
 USERS_PROGRAM = """
 import sys

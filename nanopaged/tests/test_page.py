@@ -65,12 +65,11 @@ def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dic
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
 RUNS = {
     "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "copied", "preempted"}),
-    "swapping": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(swap_space=0.001), {"preempted", "swapped_in"}),
     "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "copied"}),
-    "two GPUs": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES), dict(data_parallel_size=2), {"placed"}),
     "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"found", "copied", "preempted"}),
     "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES),
-                           dict(data_parallel_size=2, num_blocks=14, swap_space=0.001), {"swapped_in", "placed"}),
+                           dict(data_parallel_size=2, num_blocks=14, swap_space=0.001),
+                           {"preempted", "swapped_in", "placed"}),
     "64 sequences": (lambda llm: llm.generate([f"{i}: O" for i in range(64)], SamplingParams(max_tokens=12, seed=0)),
                      dict(num_blocks=200), {"preempted", "arrived"})}
 
@@ -151,9 +150,7 @@ def test_an_interrupted_run_has_a_page(tmp_path, capsys):
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
 
 
-# --------------------------------------------------------------------------------------------------
-# In a browser
-# --------------------------------------------------------------------------------------------------
+# ---- In a browser
 
 DUMP = """<script>{
   const all = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {

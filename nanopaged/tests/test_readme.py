@@ -24,9 +24,7 @@ SOURCE = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged
                  if file.parent.name != "tests")
 
 
-# --------------------------------------------------------------------------------------------------
-# Commands and traces
-# --------------------------------------------------------------------------------------------------
+# ---- Commands and traces
 
 def test_every_line_of_the_traces_is_printed_in_this_order(capsys):
     _, first = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
@@ -65,9 +63,7 @@ def test_every_option_exists():
         assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
 
 
-# --------------------------------------------------------------------------------------------------
-# Paths and names
-# --------------------------------------------------------------------------------------------------
+# ---- Paths and names
 
 def test_every_path_exists():
     paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
@@ -131,9 +127,7 @@ def test_a_room_imports_from_no_room_above():
     assert not re.search(r"^\s*(import|from) torch", (ROOT / "engine.py").read_text(encoding="utf-8"), re.M)
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers
 
 def test_bytes_of_a_token():
     llama2, llama3 = (pool.Pool(32, (1, num_heads, 128), torch.float16, "cpu").block_bytes for num_heads in (32, 8))

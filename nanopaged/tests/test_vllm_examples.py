@@ -106,22 +106,6 @@ def test_a_second_run_gives_the_same_texts():
     assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) == len(PROMPTS)
 
 
-def test_settings_for_each_prompt(opt):
-    """Of vLLM's engine example."""
-    outputs = opt.generate(PROMPTS, [
-        SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1),
-        SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2),
-        SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
-        SamplingParams(n=3, temperature=0.8, stop=["\n", "a"], max_tokens=200)])
-    assert [output.prompt for output in outputs] == PROMPTS
-    assert [len(output.outputs) for output in outputs] == [1, 1, 2, 3]
-    assert [output.prompt_logprobs is None for output in outputs] == [False, True, True, True]
-    assert outputs[2].outputs[0].text != outputs[2].outputs[1].text
-    for completion in outputs[3].outputs:
-        assert completion.finish_reason == "stop" and completion.stop_reason in ("\n", "a")
-        assert not {"\n", "a"} & set(completion.text)
-
-
 def test_beam_search(opt):
     """vLLM's beams are sequences, whose tokens and text begin with the prompt (test_beam.py has their scores)."""
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
@@ -196,8 +180,9 @@ def test_methods_for_pooling_models_get_a_sentence(method, opt):
 
 
 def test_use_tqdm(monkeypatch, llama):
-    """A bar is drawn on a terminal, and is gone at the end. The bar is the default of generate and chat, not of
-    beam_search."""
+    """A bar is drawn on a terminal and in a notebook's cell, and is gone at the end. The bar is the default of generate
+    and chat, not of beam_search."""
+    cell = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
     beams = BeamSearchParams(beam_width=2, max_tokens=3)
 
     def drawn(call, *args, stderr=Screen, **how) -> str:
@@ -207,8 +192,9 @@ def test_use_tqdm(monkeypatch, llama):
 
     for call, *args, default in ((llama.generate, PROMPTS, GREEDY, True), (llama.beam_search, PROMPTS, beams, False),
                                  (llama.chat, [CONVERSATION] * 4, GREEDY, True)):
-        bar = drawn(call, *args, use_tqdm=True)
-        assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith(" \r")
+        for stderr in (Screen, cell):
+            bar = drawn(call, *args, use_tqdm=True, stderr=stderr)
+            assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith(" \r")
         assert bool(drawn(call, *args)) is default and drawn(call, *args, use_tqdm=False) == ""
         assert drawn(call, *args, stderr=io.StringIO) == ""
 
