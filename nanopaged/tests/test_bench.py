@@ -69,6 +69,8 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
                           runner=SimpleNamespace(cascade=None))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
+    monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])
+    monkeypatch.setattr(bench, "workload_256", lambda *_: ([[0]], [1]))
     for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)

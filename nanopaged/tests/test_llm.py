@@ -192,9 +192,10 @@ def test_a_value_that_an_option_does_not_take_is_refused(name):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(dtype="int8"), "dtype must be"), (dict(device="tpu"), "device must be"),
-    (dict(device=torch.ones(2)), "device must be"), (dict(attention="flash"), "attention must be"),
-    (dict(attention=torch.ones(2)), "attention must be"), (dict(max_model_len=10**6), "more than the"),
+    *((dict([(name, value)]), f"{name} must be") for name, values in dict(
+        dtype=["int8", "", "Float32"], device=["tpu", "", "cuda:x", torch.ones(2)],
+        attention=["flash", torch.ones(2)]).items() for value in values), (dict(max_model_len=1025), "more than the"),
+    (dict(device="cuda:99"), "device 'cuda:99' is not there"),
     (dict(max_model_len=500, num_blocks=3), "needs 32 blocks of 16 tokens, and the pool has 3"),
     (dict(block_size=2**31 - 1), "or block_size"), (dict(num_blocks=9, num_gpu_blocks_override=8), "give one of them"),
     (dict(override_generation_config={"top_n": 1}), "top_n"),
