@@ -101,18 +101,15 @@ def test_bench_says_what_it_runs_and_writes_figures(monkeypatch, capsys, tmp_pat
 @pytest.mark.parametrize("argv, words", [
     (["--json", "nowhere/figures.json"], ["--json", "No such file"]),
     (["--only", "scheduler,nosuch"], ["'scheduler,nosuch'", "scheduler, fragmentation, batching, server"])])
-def test_what_bench_cannot_do_it_refuses_first(monkeypatch, capsys, argv, words):
+def test_bench_refuses_first_what_it_cannot_do_and_has_a_plain_help(monkeypatch, capsys, argv, words):
     monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it runs"))
     with pytest.raises(SystemExit, match="2"):
         bench.main(argv)
     captured = capsys.readouterr()
     assert captured.out == "" and all(word in captured.err for word in words)
-
-
-def test_the_help_of_bench_has_no_marks(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--help"])
-    assert "Workload 256 is" in (text := capsys.readouterr().out) and "**" not in text
+    assert "Workload 256 is" in (text := capsys.readouterr().out) and "**" not in text  # a terminal has no bold type
 
 
 def test_a_reader_of_bench_that_goes_away_sees_no_traceback(monkeypatch):

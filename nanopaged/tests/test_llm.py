@@ -86,15 +86,6 @@ def test_streamed_pieces_join_to_the_text():
     assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
 
 
-def test_prompts_come_as_text_ids_or_dicts():
-    llm = shared()
-    ids = llm.get_tokenizer().encode("ROMEO:")
-    outputs = llm.generate(["ROMEO:", ids, {"prompt": "ROMEO:"}, {"prompt_token_ids": ids}], GREEDY)
-    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 1
-    assert [output.prompt for output in outputs] == ["ROMEO:", None, "ROMEO:", None]
-    assert llm.generate([], GREEDY) == []
-
-
 @pytest.mark.parametrize("count, longest", [(0, 30), (3, 10), (-1, 1)])
 def test_many_log_probabilities_of_a_prompt_are_computed_in_small_chunks(count, longest):
     """The log probabilities of all tokens take as much memory as many steps."""
@@ -305,12 +296,9 @@ def test_a_thread_that_searches_when_the_engine_is_closed_gets_the_sentence():
 
 
 def test_what_an_engine_shows_of_itself():
+    """test_cli.py has what is said about `limited_by`."""
     llm = load("llama2", num_blocks=64, max_num_batched_tokens=128)
     assert repr(llm) == (f"LLM('{GOLDEN / 'llama2'}': float32 on {llm.runner.device}, 64 blocks of 16 tokens, "
                          f"max_model_len {llm.max_model_len}, max_num_seqs 64, max_num_batched_tokens 128)")
-
-
-def test_what_limits_a_text():
-    """test_cli.py has what is said about it."""
-    for options, limit in (({}, "model"), (dict(num_blocks=2), "pool"), (dict(max_model_len=20), "option")):
-        assert load("llama2", **options).limited_by == limit
+    limits = [load("llama2", **options).limited_by for options in (dict(num_blocks=2), dict(max_model_len=20))]
+    assert [llm.limited_by, *limits] == ["model", "pool", "option"]

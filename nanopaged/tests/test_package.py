@@ -37,16 +37,12 @@ def users_folder(tmp_path):
 
 # ---- Names
 
-def test_nanopaged_offers_what_it_says_and_names_what_it_lacks():
-    assert nanopaged.LLM.__name__ == "LLM" and nanopaged.SamplingParams.__name__ == "SamplingParams"
+def test_nanopaged_offers_what_an_editor_sees_and_names_what_it_lacks():
+    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed. A chapter
+    is one module."""
     assert all(getattr(nanopaged, name) is not None for name in nanopaged.__all__)
     with pytest.raises(AttributeError, match="Engine.*SamplingParams"):
         nanopaged.Engine
-
-
-def test_an_editor_sees_every_name_with_its_type():
-    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed. A chapter
-    is one module."""
     tree = ast.parse((ROOT / "nanopaged" / "__init__.py").read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     homes = {alias.asname: getattr(node, "module", None) for node in typed.body for alias in node.names}

@@ -106,15 +106,12 @@ def test_a_text_is_told_as_it_becomes_known(tmp_path):
     assert "<!--<script" not in (tmp_path / "run.html").read_text()
 
 
-def test_the_pictures_in_the_readme():
+def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
+    """The README names every field of the data."""
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
     assert len(pictures) == 2
     for picture in pictures:
         assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
-
-
-def test_the_frames_in_the_readme(tmp_path):
-    """README names every field of the data."""
     _, data = recorded(tmp_path, RUNS["samples"][0])
     table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
     for name in [*data, *(item.name for item in fields(Frame))]:

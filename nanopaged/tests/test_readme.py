@@ -130,15 +130,13 @@ def test_a_room_imports_from_no_room_above():
 # ---- Numbers
 
 def test_bytes_of_a_token():
+    """In Llama's models, and in google/gemma-3-27b-it, which has windows in some layers; without keys that concern no
+    cache."""
     llama2, llama3 = (pool.Pool(32, (1, num_heads, 128), torch.float16, "cpu").block_bytes for num_heads in (32, 8))
     assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
     assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
     assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN
     assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/pool.py` has the formula)" in PLAIN
-
-
-def test_bytes_of_a_token_in_a_model_with_windows_in_some_layers():
-    """google/gemma-3-27b-it, without keys that concern no cache"""
     text = dict(model_type="gemma3_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, head_dim=128,
                 num_attention_heads=32, num_key_value_heads=16, sliding_window=1024)
     with pytest.warns(UserWarning, match="images are not read"):

@@ -84,6 +84,7 @@ def test_basic(opt):
     check(opt.generate(PROMPTS[0]), PROMPTS[:1])
     check(opt.generate(TextPrompt(prompt=PROMPTS[0])), PROMPTS[:1])
     check(opt.generate({"prompt": PROMPTS[0], "prompt_token_ids": None}), PROMPTS[:1])
+    assert opt.generate([]) == []
 
 
 def test_the_checkpoints_defaults(llama):
@@ -259,7 +260,7 @@ def test_tokens_alone(opt):
     bare = LLM(model=OPT, skip_tokenizer_init=True)
     for engine, settings in ((bare, GREEDY), (opt, SamplingParams(**vars(GREEDY) | {"detokenize": False}))):
         (output,) = engine.generate([{"prompt_token_ids": ids}], settings)
-        assert output.outputs[0].token_ids == expected and output.outputs[0].text == ""
+        assert output.outputs[0].token_ids == expected and output.outputs[0].text == "" and output.prompt is None
     for call in (bare.get_tokenizer, lambda: bare.generate(PROMPTS[0], GREEDY)):
         assert "token ids" in complaint(call)
 
