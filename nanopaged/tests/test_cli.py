@@ -243,6 +243,9 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(call):
     blocks, rest = divmod(first[0], 16)  # of the prompt
     assert first[1:3] == [0, 4] and first[3] >= blocks and second[1] == first[0] - rest
     assert third[0] == 2 * first[0] and third[2] == 8
+    options = dict(ignore_eos=True, num_blocks=30, block_size=10, data_parallel_size=2)
+    for num_tokens, blocks in ((40, 8), (20, 4)):  # of two texts: the most of this run, which is less than of the first
+        assert f", {blocks}/60 blocks" in call(prompt=["O", "A"], max_tokens=num_tokens, **options).err
 
 
 @pytest.mark.parametrize("drafts", [None, RequestMetrics(10**9, 10**9, 10**9)], ids=["plain", "with drafts"])
@@ -289,13 +292,6 @@ def test_the_last_line_says_what_cut_a_text(call, options, said):
     """max_tokens is what was asked for."""
     last = call(**dict(prompt=ROMEO, ignore_eos=True) | options).err.splitlines()[-1]
     assert last == said if said else "ended" not in last
-
-
-def test_the_status_line_has_the_most_blocks_of_this_run(call):
-    for num_tokens, blocks in ((40, 8), (20, 4)):  # of two texts, less than the longer run before
-        printed = call(prompt=["O", "A"], max_tokens=num_tokens, ignore_eos=True, num_blocks=30, block_size=10,
-                       data_parallel_size=2, device="cpu", attention="torch").err
-        assert f", {blocks}/60 blocks" in printed
 
 
 # ---- Several texts

@@ -107,21 +107,17 @@ def test_a_text_is_told_as_it_becomes_known(tmp_path):
 
 
 def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
-    """The README names every field of the data."""
+    """The README names every field of the data. A long run is cut."""
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
     assert len(pictures) == 2
     for picture in pictures:
         assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
-    _, data = recorded(tmp_path, RUNS["samples"][0])
+    witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
+    assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
     table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
     for name in [*data, *(item.name for item in fields(Frame))]:
         assert f"`{name}`" in table, name
     assert f"`version` ({VERSION})" in table
-
-
-def test_long_runs_are_cut(tmp_path):
-    witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
-    assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
 
 
 def test_a_page_on_request(tmp_path, capsys):

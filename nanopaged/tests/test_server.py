@@ -703,9 +703,11 @@ def test_an_engine_that_is_gone_refuses_and_the_server_ends(capsys):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_requests_that_outlast_the_limit_get_an_error(signals, capfd):
-    """Or a second signal, which comes before the limit."""
-    running = Running(scheduling_policy="priority")
+    """Or a second signal, which comes before the limit. The server has two pools, and takes priorities."""
+    running = Running(scheduling_policy="priority", data_parallel_size=2)
     assert running.post(dict(GREEDY, prompt="ROMEO:", priority=-3))[0] == 200
+    wait_until(running.is_idle)
+    assert running.metric('num_blocks{state="free"}') == 512 and running.metric("generation_tokens_total") == 8
     assert running.post(dict(GREEDY, prompt="ROMEO:", priority="high"))[0] == 400
     running.server.shutdown_seconds = 0.2 if signals == 1 else 60
     with at_each_step(lambda _: time.sleep(0.02)), running.send(request(dict(LONG, stream=True))) as stream, \
@@ -802,13 +804,6 @@ def test_bench_streams_from_a_server():
     with bench.serving(llm) as port:
         seconds, times = bench.stream_all(port, [[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(times) == 3 and all(0 < len(events) <= 4 and 0 < events[0] <= seconds for events in times)
-
-
-def test_a_server_of_several_pools():
-    with contextlib.closing(Running(data_parallel_size=2)) as running:
-        running.assert_works()
-        wait_until(running.is_idle)
-        assert running.metric('num_blocks{state="free"}') == 512 and running.metric("generation_tokens_total") == 8
 
 
 def test_metrics_of_drafts():
