@@ -411,7 +411,8 @@ def test_models_and_prompts_that_can_never_run(call, options, word):
 
 # ---- Edges that are no errors
 
-def test_help_fits_a_screen_and_names_every_option(capsys):
+def test_help_fits_a_screen_and_names_every_option_with_its_default(capsys):
+    """A number or a word that is an option's default stands in brackets on its line."""
     assert run("--version") == 0
     assert capsys.readouterr().out == f"nanopaged {nanopaged.__version__}\n"
     assert run("--help") == 0
@@ -423,10 +424,6 @@ def test_help_fits_a_screen_and_names_every_option(capsys):
     # Functions have no place on a command line, and neither have the refused parameters.
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
-
-
-def test_help_tells_the_defaults():
-    """A number or a word that is an option's default stands in brackets on its line."""
     defaults = {name: option.default for name, option in OPTIONS.items()} | vars(BeamSearchParams(2))
     defaults |= vars(SamplingParams(max_tokens=256, temperature=0.8, seed=0))
     told = {name: default if isinstance(default, str) else f"{default:g}" for name, default in defaults.items()

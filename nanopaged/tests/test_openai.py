@@ -356,6 +356,9 @@ def test_echo_and_log_probabilities_of_prompts(serving, llm):
         assert all(2 <= len(top) <= 3 and (max(top.values()) == mine) is (logprob.rank == 1) for top, mine, logprob in
                    zip(found["top_logprobs"][1:], found["token_logprobs"][1:], own[1:]))
         assert all(text.startswith(token, offset) for token, offset in zip(found["tokens"], found["text_offset"]))
+    for logprob in outputs[0].outputs[0].logprobs[0].values():
+        logprob.logprob = float("-inf")
+    assert "Infinity" not in json.dumps(call.response(outputs))  # which is no JSON
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -427,13 +430,6 @@ def test_log_probabilities_of_a_chat(serving):
         assert entry["top_logprobs"][0]["token"] == entry["token"]  # greedy
         logprobs = [top["logprob"] for top in entry["top_logprobs"]]
         assert logprobs == sorted(logprobs, reverse=True) and entry["logprob"] == logprobs[0]
-
-
-def test_minus_infinity_is_json(serving):
-    call, [output] = complete(serving, logprobs=1, max_tokens=1)
-    for logprob in output.outputs[0].logprobs[0].values():
-        logprob.logprob = float("-inf")
-    assert "Infinity" not in json.dumps(call.response([output]))
 
 
 @pytest.mark.parametrize("every, so_far", [(1, False), (3, True)], ids=["each step", "merged, with the usage so far"])

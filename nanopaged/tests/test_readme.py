@@ -65,13 +65,15 @@ def test_every_option_exists():
 
 # ---- Paths and names
 
-def test_every_path_exists():
+def test_every_path_and_every_heading_that_is_linked_exists():
     paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
     assert len(paths) > 15
     ours = {path for path in paths - {"merges.txt"} if not path.startswith(("basic/", "features/"))}  # those are vLLM's
     assert not [path for path in ours if not (ROOT / path).exists()]
     modules = re.findall(r"python -m nanopaged\.tests\.(\w+)", README)
     assert modules and all((ROOT / "nanopaged" / "tests" / f"{module}.py").exists() for module in modules)
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", README, re.M)}
+    assert not set(re.findall(r"\]\(#([\w-]+)\)", README)) - headings
 
 
 def test_every_field_variable_and_setting_of_the_reference_exists():
@@ -91,11 +93,6 @@ def test_the_figures_are_those_of_the_bench():
     theirs += [peer.replace(", ratio ", " (") + ")" for _, peer, _ in bench.ON_TWO.values()]
     figures = README.split("### Figures")[1]
     assert not [figure for figure in theirs if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.,])", figures)]
-
-
-def test_every_heading_that_is_linked_exists():
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", README, re.M)}
-    assert not set(re.findall(r"\]\(#([\w-]+)\)", README)) - headings
 
 
 def test_the_names_beside_those_of_vllm_exist():
