@@ -12,7 +12,7 @@ import torch
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
 from nanopaged.inputs import OPTIONS
 from nanopaged.scheduling.window import widest_window
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, complaint, freed_at_once, load, shared, tokens_of
+from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, shared, tokens_of
 
 # ---- Requests
 
@@ -26,24 +26,6 @@ def test_an_end_token_ends_a_text_unless_it_is_ignored():
         sample = llm.generate(PROMPT, SamplingParams(**params, ignore_eos=is_ignored))[0].outputs[0]
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == expected
     assert load("llama3").eos_token_ids == {2, 5, 7}  # of both config files
-
-
-def test_step_by_step_with_aborts():
-    llm = load("llama2", num_blocks=16)
-    keep, drop, waiting = (llm.add_request(prompt, GREEDY) for prompt in ([5, 6, 7], [5, 6, 8], list(range(10, 60))))
-    outputs = llm.step() or llm.step()  # with lookahead the first step's tokens come with the second
-    assert {output.request_id for output in outputs} <= {keep, drop, waiting} and len(outputs) >= 2
-    assert all(len(output.outputs[0].token_ids) == 1 and not output.finished for output in outputs)
-    for request_id in (drop, waiting, "no such request"):
-        llm.abort_request(request_id)
-    check_books(llm.scheduler)
-    last = None
-    while llm.has_unfinished_requests():
-        for last in llm.step():
-            assert last.request_id == keep
-        check_books(llm.scheduler)
-    assert last.finished and last.outputs[0].token_ids == tokens_of(llm.generate([5, 6, 7], GREEDY))[0]
-    assert llm.scheduler.block_manager.num_free_blocks == 16
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_rest_go_on():

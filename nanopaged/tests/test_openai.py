@@ -80,12 +80,6 @@ def test_settings_that_are_not_given(serving, llm):
     assert read(serving).params.temperature == llm.default_params["temperature"] == 0.8
 
 
-def test_the_four_forms_of_prompts(serving):
-    for key, one, other in (("prompt", "Hi", "Ho"), ("prompt_token_ids", [1], [2, 3])):
-        assert read(serving, prompt=other).prompts == [{key: other}]
-        assert read(serving, prompt=[one, other]).prompts == [{key: one}, {key: other}]
-
-
 def test_fields_that_ask_for_nothing_are_accepted_and_others_refused_by_name(serving):
     """What OpenAI's, vLLM's and LangChain's clients send without being asked."""
     neutral = dict(best_of=1, suffix="", use_beam_search=False, length_penalty=1.0, early_stopping=False, echo=False,

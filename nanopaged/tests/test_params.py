@@ -119,11 +119,6 @@ def test_tokens_that_the_model_does_not_have_are_refused(name, value):
     assert complaint(params.check_vocabulary, 99) == f"{name} has token id 99; the model's ids are 0 to 98"
 
 
-def test_stop_strings_are_a_list():
-    for stop, strings in ((None, []), ([], []), ("ab", ["ab"]), (("a", "b"), ["a", "b"])):
-        assert SamplingParams(stop=stop).stop_strings == strings
-
-
 @pytest.mark.parametrize("settings, edits, has_penalty", [
     *((dict([penalty]), True, True) for penalty in dict(
         presence_penalty=-1, frequency_penalty=0.1, repetition_penalty=1.1).items()),

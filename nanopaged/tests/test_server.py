@@ -46,10 +46,10 @@ KEY = "sesame"
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, api_key=None, host="127.0.0.1", allowed_hosts=(), **options):
+    def __init__(self, allowed_hosts=(), **options):
         self.llm = load(device="cpu", max_model_len=512, num_blocks=256, max_num_seqs=64, **options)
-        self.server = http.Server(serving_of(self.llm), host, api_key, allowed_hosts)
-        self.listener = http.bind(host, 0)
+        self.server = http.Server(serving_of(self.llm), "127.0.0.1", None, allowed_hosts)
+        self.listener = http.bind("127.0.0.1", 0)
         self.listener.listen(512)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # of each connection: soon full
         self.address = self.listener.getsockname()
@@ -57,7 +57,7 @@ class Running:
         self.thread.start()
         wait_until(lambda: self.server.started)
         self.engine = self.server.engine
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.address[1]}/v1", api_key=api_key or "none",
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.address[1]}/v1", api_key="none",
                                     max_retries=0, timeout=30)
 
     def close(self):
@@ -150,17 +150,11 @@ def server():
         yield running
 
 
-@pytest.fixture(scope="module")
-def locked():
-    with contextlib.closing(Running(KEY)) as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
     yield
-    for name in {"server", "locked"} & set(request.fixturenames):
-        wait_until(request.getfixturevalue(name).is_idle)
+    if "server" in request.fixturenames:
+        wait_until(request.getfixturevalue("server").is_idle)
 
 
 BARD = dict(model="bard", temperature=0)
@@ -210,7 +204,7 @@ def test_chat(server):
 
 @needs_grammar
 def test_a_call_of_a_tool(server, monkeypatch):
-    """Content and a call that the model writes. (test_responses.py has one that must come.)"""
+    """Content and a call that the model writes. (Below is one that must come.)"""
     monkeypatch.setattr(server.server.serving, "tool_parser", "hermes")
     text = 'Ay.\n<tool_call>\n{"name": "person", "arguments": {"age": 7}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "person", "parameters": {"type": "object"}}}]
@@ -256,7 +250,7 @@ def test_responses(server):
 
 
 @needs_grammar
-def test_responses_with_calls_of_functions(server):
+def test_responses_with_calls_of_functions_and_with_a_schema(server):
     tools = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
     fields = dict(input="Hi", tools=tools, tool_choice={"type": "function", "name": "weather"}, **BARD)
     found = server.client.responses.create(**fields)
@@ -269,10 +263,6 @@ def test_responses_with_calls_of_functions(server):
     history = [{"role": "user", "content": "Hi"}, call.model_dump(exclude_none=True),
                {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}]
     assert server.client.responses.create(input=history, max_output_tokens=3, **BARD).output_text
-
-
-@needs_grammar
-def test_responses_with_a_schema(server):
     form = {"type": "json_schema", "name": "age", "schema": {"enum": [7, 77]}}
     found = server.client.responses.create(input="Hi", text={"format": form}, **BARD)
     assert json.loads(found.output_text) in (7, 77)
@@ -540,16 +530,17 @@ def test_requests_that_are_refused(server, content, status, word):
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", "Bearer sesam\u00e9", KEY, "Basic sesame"])
-def test_the_key(locked, authorization):
+def test_the_key(server, monkeypatch, authorization):
+    monkeypatch.setattr(server.server.config.app, "key", KEY.encode())
     headers = {} if authorization is None else {"Authorization": authorization}
-    status, found, content = locked.exchange(request(dict(GREEDY, prompt="x"), **headers))
+    status, found, content = server.exchange(request(dict(GREEDY, prompt="x"), **headers))
     assert status == 401 and found["www-authenticate"] == "Bearer" and KEY not in content.decode()
     assert json.loads(content)["error"]["code"] == "invalid_api_key"
-    assert locked.get("/v1/models", **headers)[0] == locked.post({"tokens": [5]}, "/detokenize", **headers)[0] == 401
-    assert locked.get("/health")[0] == 200
+    assert server.get("/v1/models", **headers)[0] == server.post({"tokens": [5]}, "/detokenize", **headers)[0] == 401
+    assert server.get("/health")[0] == 200
     for right in (f"Bearer {KEY}", f"bearer  {KEY}"):  # then any Host: a proxy passes on the name that the client used
-        assert locked.post(dict(GREEDY, prompt="x"), Authorization=right, Host="chat.example")[0] == 200
-    assert locked.client.models.list().data  # OpenAI's client sends the key as we want it
+        assert server.post(dict(GREEDY, prompt="x"), Authorization=right, Host="chat.example")[0] == 200
+    assert server.client.with_options(api_key=KEY).models.list().data  # OpenAI's client sends the key as we want it
 
 
 def test_hosts_that_are_ours(server):
@@ -750,6 +741,9 @@ def test_signals_let_requests_under_way_finish(process):
         line = next(line for line in process.stderr if line.startswith("serving"))
         port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)[1])
         body = request(LONG | dict(max_tokens=120, stream=True), Authorization=f"Bearer {KEY}")
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+            stranger.sendall(request(LONG))
+            assert read_response(stranger)[0] == 401
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             connection.sendall(body)
             content = connection.recv(10_000)
