@@ -32,17 +32,12 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
         bench.main([], [broken], [])
 
 
-@pytest.fixture
-def tiny():
-    """The engine of the benchmark's sections, on a CPU, with a step launched ahead as on a GPU."""
+def test_bench_times_steps_and_leaves_an_idle_engine():
+    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none. A step is launched ahead
+    as on a GPU."""
     guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
-    llm = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
-    llm.engine.lookahead = 1
-    return llm
-
-
-def test_bench_times_steps_and_leaves_an_idle_engine(tiny):
-    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
+    tiny = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
+    tiny.engine.lookahead = 1
     drafting, tiny.drafting = tiny.drafting, None
     started, num_tokens = time.perf_counter(), tiny.scheduler.num_generated_tokens
     gaps = bench.step_times(tiny, bench.random_prompts(1, [8, 8]), 20, arriving=bench.random_prompts(0, [16]))

@@ -222,10 +222,7 @@ def test_the_checkpoint_may_say_the_defaults(asked_params, monkeypatch, tmp_path
     without = plain | dict(generation_config="vllm")
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     theirs = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
-    override = dict(override_generation_config='{"temperature": 0.1}', llm_class=functools.partial(LLM, device="cpu"))
     for options, read in ((plain, theirs), (plain | dict(generation_config="auto"), theirs), (without, ours),
-                          (plain | override, replace(theirs, temperature=0.1)),
-                          (without | override, replace(ours, temperature=0.1)),
                           (plain | dict(top_k=0, max_tokens=5), replace(theirs, top_k=0, max_tokens=5))):
         assert asked_params(**options) == read
     for is_sampled, temperature in ((True, 0.8), (False, 0.0)):

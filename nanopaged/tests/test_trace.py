@@ -154,13 +154,10 @@ def texts(section: list[str], label: str) -> list[str]:
     return [line[14:] for line in section if line[2:13].rstrip() == label]
 
 
-def columns(line: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
-
-
 def assert_lines_fit(lines: list[str]):
     for line in lines:
-        assert columns(line) <= 100 and line.isprintable() and line == line.rstrip(), line
+        columns = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
+        assert columns <= 100 and line.isprintable() and line == line.rstrip(), line
 
 
 def assert_drawn(section: list[str], frame: Frame, cached: set[tuple[int, int]]):

@@ -160,17 +160,14 @@ def test_another_template_with_tools_and_variables(llama, more, end):
 
 # ---- What else vLLM's calls carry
 
-@pytest.mark.parametrize("options", [
-    dict(enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="half",
-         enable_prefix_caching=False, gpu_memory_utilization=0.4),
-    dict(tokenizer=OPT, tokenizer_mode="auto", revision=None, tokenizer_revision=None, dtype=torch.float32,
-         tensor_parallel_size=1, trust_remote_code=True, disable_log_stats=False, enable_chunked_prefill=True,
-         quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
-         max_logprobs=20, limit_mm_per_prompt={}, mm_processor_kwargs=None, kv_transfer_config=None,
-         logprobs_mode="raw_logprobs", hf_token=None, download_dir=None, override_generation_config={}),
-], ids=lambda options: next(iter(options)))
-def test_engine_options_of_vllm(options):
-    llm = LLM(model=OPT, num_gpu_blocks_override=100, max_model_len=256, **options)
+def test_engine_options_of_vllm():
+    llm = LLM(model=OPT, num_gpu_blocks_override=100, max_model_len=256, enforce_eager=True, max_num_batched_tokens=64,
+              tokenizer=OPT, tokenizer_mode="auto", revision=None, tokenizer_revision=None, dtype=torch.float32,
+              tensor_parallel_size=1, trust_remote_code=True, disable_log_stats=False, enable_chunked_prefill=True,
+              quantization=None, pipeline_parallel_size=1, cpu_offload_gb=0, disable_custom_all_reduce=True,
+              max_logprobs=20, limit_mm_per_prompt={}, mm_processor_kwargs=None, kv_transfer_config=None,
+              logprobs_mode="raw_logprobs", hf_token=None, download_dir=None, override_generation_config={},
+              gpu_memory_utilization=0.4)
     check(llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)))
     assert llm.scheduler.block_manager.num_blocks == 100
 
