@@ -202,9 +202,11 @@ def test_an_interrupt_comes_to_who_waits_for_another_thread():
     assert len(llm.generate([[5, 6, 7]], GREEDY)) == 1 and not llm.requests
 
 
-def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
+def test_interrupts_while_waiting_for_the_gpu_and_after_each_step_lose_nothing():
     llm, interrupts = load("llama2", lookahead=1), [3, 5]
     rid, launch, output = llm.add_request([5, 6, 7], GREEDY), llm.runner.launch, None
+    update = llm.scheduler.update
+    llm.scheduler.update = lambda *args: (update(*args), signal.raise_signal(signal.SIGINT))
 
     def interrupted(step):
         assert len(llm.engine.launched) <= 1
@@ -224,7 +226,8 @@ def test_an_interrupt_while_waiting_for_the_gpu_loses_nothing():
             [output] = llm.step() or [output]
         except KeyboardInterrupt:
             check_books(llm.scheduler)
-    assert not interrupts and tokens_of([output]) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
+    assert not interrupts and output.finished
+    assert tokens_of([output]) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
 class Interrupter:
@@ -329,14 +332,3 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_behind(
         if interrupter.num_lines > 0:  # the clean-up has fewer lines
             break
     assert num_lines > 50 and not went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_interrupt_after_a_step_was_computed_loses_no_output():
-    llm, outputs = load("llama2"), []
-    update, rid = llm.scheduler.update, llm.add_request([5, 6, 7], tokens(1))
-    llm.scheduler.update = lambda *args: (update(*args), signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        llm.step()
-    while llm.has_unfinished_requests():
-        outputs += llm.step()
-    assert [(output.request_id, output.finished) for output in outputs] == [(rid, True)]

@@ -454,8 +454,6 @@ def test_a_stream_adds_up_to_the_answer(serving, path, every, so_far):
                 assert sum((found[key] for found in logprobs), []) == values, key
 
 
-# ---- Salts
-
 def test_only_requests_with_the_same_salt_share_cached_blocks(serving):
     prompt, cached = list(range(200, 240)), []
     for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}):

@@ -35,8 +35,6 @@ def users_folder(tmp_path):
     return tmp_path
 
 
-# ---- Names
-
 def test_nanopaged_offers_what_an_editor_sees_and_names_what_it_lacks():
     """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed. A chapter
     is one module."""

@@ -9,16 +9,13 @@ from dataclasses import fields
 
 import pytest
 
-import kernel
-from engine import Sampled
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
 from nanopaged.cli.page import Page
-from nanopaged.scheduling.cascade import Cascade
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import interrupted_at
-from nanopaged.tests.test_trace import Witness
+from nanopaged.tests.test_trace import Witness, cascading, plan
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -360,15 +357,8 @@ def test_wrong_drafts_are_drawn(tmp_path):
 @needs_chromium
 def test_tokens_that_are_read_once(tmp_path):
     """The attention view of the first text, A, says who reads which tokens with it, as long as these texts decode."""
-    llm = load("shakespeare", device="cpu", num_blocks=300, block_size=16, max_num_batched_tokens=400)
-    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 2, least_tokens=1)
-    page = Page(llm)
-    for i in range(3):
-        llm.add_request([*range(300 if i else 200), 7, i],
-                        SamplingParams(temperature=0, max_tokens=7 - i, ignore_eos=True))
-    for _ in range(9):
-        step = llm.scheduler.schedule()
-        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    page = Page(llm := cascading())
+    plan(llm, [[*range(300 if i else 200), 7, i] for i in range(3)], 9, max_tokens=7)
     page.save(str(tmp_path / "run.html"), "a run")
     assert [frame["together"] for frame in page.frames if "together" in frame][0] == [
         [["B", "C", "A"], 0, 128], [["B", "C"], 128, 256]]

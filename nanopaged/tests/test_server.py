@@ -130,11 +130,10 @@ def choices(content: bytes) -> list[dict]:
 
 
 def is_refused(port: int) -> bool:
-    try:
+    with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except (ConnectionRefusedError, ConnectionResetError):
-        return True
-    return False
+        return False
+    return True
 
 
 def wait_until(condition, seconds=20):
@@ -567,13 +566,10 @@ def test_large_bodies_of_honest_clients(server):
     b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000], ids=range(5))
 def test_what_is_no_http_costs_its_own_connection(server, garbage):
     with server.send(request(dict(GREEDY, prompt="ROMEO:"))) as other:
-        with socket.create_connection(server.address, timeout=20) as connection:
-            try:
-                connection.sendall(garbage)
-                answer = connection.recv(1000)
-            except (ConnectionResetError, BrokenPipeError):
-                answer = b""
-            assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        answer = b""
+        with contextlib.suppress(ConnectionError), server.send(garbage) as connection:
+            answer = connection.recv(1000)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
         assert read_response(other)[0] == 200
 
 
