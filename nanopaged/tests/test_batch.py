@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -58,13 +59,11 @@ class Pipe(io.BytesIO):
 
 
 def write_lines(*lines, path="in.jsonl") -> None:
-    with open(path, "w") as file:
-        file.writelines((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    Path(path).write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
 
 
 def content(path="out.jsonl") -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    return Path(path).read_bytes()
 
 
 def results(path="out.jsonl") -> dict[int, dict]:

@@ -1,6 +1,5 @@
 """SamplingParams takes what an engine can use, and answers anything else with one sentence."""
 import math
-import re
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
@@ -171,10 +170,11 @@ def test_a_generation_config_gives_defaults(config, given, expected):
     assert params == SamplingParams(**expected) and params.is_greedy == (params.temperature == 0)
 
 
-@pytest.mark.parametrize("config", [dict(top_p=1.5), dict(temperature="hot"), dict(max_new_tokens=0)], ids=str)
-def test_a_generation_config_out_of_range_is_blamed(config):
-    message = complaint(SamplingParams.from_generation_config, config)
-    assert re.match("generation_config.json cannot be used: (top_p|temperature|max_tokens) must be ", message)
+def test_a_generation_config_out_of_range_is_blamed():
+    for config, name in ((dict(top_p=1.5), "top_p"), (dict(temperature="hot"), "temperature"),
+                         (dict(max_new_tokens=0), "max_tokens")):
+        assert complaint(SamplingParams.from_generation_config, config).startswith(
+            f"generation_config.json cannot be used: {name} must be ")
     assert complaint(SamplingParams.from_generation_config, QWEN3, min_p=2).startswith("min_p must be ")
 
 

@@ -444,13 +444,12 @@ def test_close_leaves_the_scheduler_as_it_was(capsys):
     assert outer + inner == before and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("stream, environment, is_coloured", [
-    (Screen, dict(TERM="xterm", NO_COLOR=""), True), (io.StringIO, dict(TERM="xterm", NO_COLOR=""), False),
-    (Screen, dict(TERM="dumb", NO_COLOR=""), False), (Screen, dict(TERM="xterm", NO_COLOR="1"), False)])
-def test_colours_are_for_terminals(monkeypatch, stream, environment, is_coloured):
+@pytest.mark.parametrize("stream, term, no_color, is_coloured", [
+    (Screen, "xterm", "", True), (io.StringIO, "xterm", "", False), (Screen, "dumb", "", False),
+    (Screen, "xterm", "1", False)])
+def test_colours_are_for_terminals(monkeypatch, stream, term, no_color, is_coloured):
     """Without the escape sequences the lines are the same."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TERM", term), monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys, "stderr", shown := stream())
     Trace(llm := small(num_blocks=6))
     expected = traced(llm)
