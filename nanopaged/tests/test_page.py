@@ -117,7 +117,7 @@ def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
     assert f"`version` ({VERSION})" in table
 
 
-def test_a_page_on_request(tmp_path, capsys):
+def test_a_page_on_request_also_of_an_interrupted_run(tmp_path, capsys):
     """The text is as without it, and the rest goes to stderr. The page has no parts outside of its file."""
     texts = []
     for more in ([], ["--trace", str(tmp_path / "run.html")], ["--trace", str(tmp_path / "run.json")]):
@@ -132,9 +132,6 @@ def test_a_page_on_request(tmp_path, capsys):
     assert not re.search(r"src=|url\(|@import|fetch\(|<link", page.replace(json.dumps(run), ""))
     kinds = {kind for frame in data["frames"] for kind in frame}
     assert {"found", "copied", "preempted", "slid_out", "evicted", "ended"} <= kinds
-
-
-def test_an_interrupted_run_has_a_page(tmp_path, capsys):
     with interrupted_at(4):
         assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
