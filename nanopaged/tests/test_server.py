@@ -29,7 +29,7 @@ from nanopaged.api.responses import RESPONSES
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
-from nanopaged.tests.test_openai import TOOLS, needs_grammar, serving_of
+from nanopaged.tests.test_openai import CALL, TOOLS, needs_grammar, serving_of
 
 REASON = "the server's packages are optional; .ci/run installs them for its last part"
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
@@ -169,11 +169,11 @@ def expected(server, prompt, **params) -> str:
 # ---- OpenAI's client
 
 def test_completions(server):
-    for given in ("ROMEO:", server.llm.tokenizer.encode("ROMEO:")):
-        found = server.client.completions.create(prompt=[given, given], n=2, logprobs=1, **GREEDY)
-        assert [choice.text for choice in found.choices] == [expected(server, "ROMEO:")] * 4
-        assert all(len(choice.logprobs.token_logprobs) == 8 for choice in found.choices)
-        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (4, 32)
+    given = ["ROMEO:", server.llm.tokenizer.encode("ROMEO:")]
+    found = server.client.completions.create(prompt=given, n=2, logprobs=1, **GREEDY)
+    assert [choice.text for choice in found.choices] == [expected(server, "ROMEO:")] * 4
+    assert all(len(choice.logprobs.token_logprobs) == 8 for choice in found.choices)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (4, 32)
     options = {"include_usage": True}
     parts = list(server.client.completions.create(prompt="ROMEO:", stream=True, stream_options=options, **GREEDY))
     assert "".join(part.choices[0].text for part in parts[:-1]) == expected(server, "ROMEO:")
@@ -205,16 +205,15 @@ def test_chat(server):
 def test_a_call_of_a_tool(server, monkeypatch):
     """Content and a call that the model writes. (Below is one that must come.)"""
     monkeypatch.setattr(server.server.serving, "tool_parser", "hermes")
-    text = 'Ay.\n<tool_call>\n{"name": "person", "arguments": {"age": 7}}\n</tool_call>'
-    tools = [{"type": "function", "function": {"name": "person", "parameters": {"type": "object"}}}]
-    fields = dict(messages=MESSAGES, model="bard", tools=tools, extra_body={"structured_outputs": {"choice": [text]}})
+    text = {"choice": [f"Ay.\n<tool_call>\n{CALL}\n</tool_call>"]}
+    fields = dict(messages=MESSAGES, model="bard", tools=TOOLS, extra_body={"structured_outputs": text})
     whole = server.client.chat.completions.create(**fields).choices[0]
     with server.client.chat.completions.stream(**fields) as events:  # puts the deltas together
         streamed = events.get_final_completion().choices[0]
     for found in (whole, streamed):
         [call] = found.message.tool_calls
         assert found.finish_reason == "tool_calls" and found.message.content == "Ay." and call.type == "function"
-        assert (call.function.name, json.loads(call.function.arguments)) == ("person", {"age": 7})
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": 1})
 
 
 def test_models_versions_and_ids(server):
