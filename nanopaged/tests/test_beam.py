@@ -1,15 +1,11 @@
 """Beam search without an engine: BeamGroup is driven by candidates that are made by hand or drawn. test_paged.py holds
 whole searches to the results of Hugging Face transformers (nanopaged/golden/beam/)."""
-import math
 import random
-from fractions import Fraction
 
 import pytest
 
 from nanopaged.api.beam import BeamGroup
 from nanopaged.sampling_params import BeamSearchParams
-from nanopaged.tests.helpers import complaint
-from nanopaged.tests.test_params import NO_BOOL, NO_INTEGER, NO_NUMBER
 
 
 def test_beams_fork_and_die():
@@ -71,34 +67,3 @@ def test_every_step_equals_the_reference(seed):
             assert [(beam.token_ids, beam.cumulative_logprob) for beam in beams.live] == expected.live
             assert [(beam.score, beam.token_ids, beam.cumulative_logprob, beam.finish_reason)
                     for beam in beams.ended] == expected.ended
-
-
-# ---- BeamSearchParams
-
-FIELDS = {  # name -> what is refused, what passes unchanged (a fraction as a float)
-    "beam_width": ([*NO_INTEGER, None, 0, -1, -2**70, 16_385, 2**70], [1, 4, 1000]),
-    "max_tokens": ([*NO_INTEGER, None, 0, -1, -2**70], [1, 10**9]),
-    "length_penalty": ([*NO_NUMBER, 30.1, -31, 10**400], [0, 0.0, 1, -1.0, 2.5, -30, 30.0, Fraction(1, 2)]),
-    "ignore_eos": (NO_BOOL, [True, False]),
-    "early_stopping": ([None, 0, 1, 1.0, "", "Never", "always", [], [True]], [True, False, "never"]),
-    "temperature": ([0.5, "0", None, math.nan, -1], [0, 0.0]),
-}
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_fields_take_their_values_and_no_others(name):
-    refused, passing = FIELDS[name]
-    for value in refused:
-        message = complaint(BeamSearchParams, **{"beam_width": 4} | {name: value})
-        assert message.startswith(f"{name} must be ") and message.endswith(f", not {value!r:.80}")
-    for value in passing:
-        kept = getattr(BeamSearchParams(**{"beam_width": 4} | {name: value}), name)
-        assert kept == value and type(kept) is (float if isinstance(value, Fraction) else type(value))
-
-
-def test_the_defaults():
-    assert vars(BeamSearchParams(4)) == dict(
-        beam_width=4, max_tokens=16, length_penalty=1.0, ignore_eos=False, early_stopping=False, temperature=0.0)
-    assert vars(BeamSearchParams(4)).keys() == FIELDS.keys()
-    with pytest.raises(TypeError):
-        BeamSearchParams()

@@ -80,12 +80,6 @@ def test_settings_that_are_not_given(serving, llm):
     assert read(serving).params.temperature == llm.default_params["temperature"] == 0.8
 
 
-def test_the_four_forms_of_prompts(serving):
-    for key, one, other in (("prompt", "Hi", "Ho"), ("prompt_token_ids", [1], [2, 3])):
-        assert read(serving, prompt=other).prompts == [{key: other}]
-        assert read(serving, prompt=[one, other]).prompts == [{key: one}, {key: other}]
-
-
 def test_fields_that_ask_for_nothing_are_accepted_and_others_refused_by_name(serving):
     """What OpenAI's, vLLM's and LangChain's clients send without being asked."""
     neutral = dict(best_of=1, suffix="", use_beam_search=False, length_penalty=1.0, early_stopping=False, echo=False,
@@ -356,6 +350,9 @@ def test_echo_and_log_probabilities_of_prompts(serving, llm):
         assert all(2 <= len(top) <= 3 and (max(top.values()) == mine) is (logprob.rank == 1) for top, mine, logprob in
                    zip(found["top_logprobs"][1:], found["token_logprobs"][1:], own[1:]))
         assert all(text.startswith(token, offset) for token, offset in zip(found["tokens"], found["text_offset"]))
+    for logprob in outputs[0].outputs[0].logprobs[0].values():
+        logprob.logprob = float("-inf")
+    assert "Infinity" not in json.dumps(call.response(outputs))  # which is no JSON
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -429,13 +426,6 @@ def test_log_probabilities_of_a_chat(serving):
         assert logprobs == sorted(logprobs, reverse=True) and entry["logprob"] == logprobs[0]
 
 
-def test_minus_infinity_is_json(serving):
-    call, [output] = complete(serving, logprobs=1, max_tokens=1)
-    for logprob in output.outputs[0].logprobs[0].values():
-        logprob.logprob = float("-inf")
-    assert "Infinity" not in json.dumps(call.response([output]))
-
-
 @pytest.mark.parametrize("every, so_far", [(1, False), (3, True)], ids=["each step", "merged, with the usage so far"])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_adds_up_to_the_answer(serving, path, every, so_far):
@@ -463,8 +453,6 @@ def test_a_stream_adds_up_to_the_answer(serving, path, every, so_far):
             for key, values in choice["logprobs"].items():
                 assert sum((found[key] for found in logprobs), []) == values, key
 
-
-# ---- Salts
 
 def test_only_requests_with_the_same_salt_share_cached_blocks(serving):
     prompt, cached = list(range(200, 240)), []

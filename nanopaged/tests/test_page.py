@@ -6,26 +6,20 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
-import torch
 
-import kernel
-from engine import Sampled
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
 from nanopaged.cli.page import Page
-from nanopaged.scheduling.cascade import Cascade
-from nanopaged.tests.helpers import load
-from nanopaged.tests.test_trace import Witness
+from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.test_cli import interrupted_at
+from nanopaged.tests.test_trace import Witness, cascading, plan
 
-torch.set_num_threads(1)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 PROMPTS = ["ROMEO: But soft", "ROMEO: But hark"]
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = re.search(r"^    python engine.py (.*\n.*)--trace run.html (.*\n.*)$", README, re.M)
 EXAMPLE = [*shlex.split("".join(COMMAND.groups()).replace("\\\n", "")), "--device", "cpu"]
@@ -68,12 +62,11 @@ def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dic
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
 RUNS = {
     "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "copied", "preempted"}),
-    "swapping": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(swap_space=0.001), {"preempted", "swapped_in"}),
     "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "copied"}),
-    "two GPUs": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES), dict(data_parallel_size=2), {"placed"}),
     "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"found", "copied", "preempted"}),
-    "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "JULIET:"], SAMPLES),
-                           dict(data_parallel_size=2, num_blocks=14, swap_space=0.001), {"swapped_in", "placed"}),
+    "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "<!--<script>"], SAMPLES),  # could end the page's script
+                           dict(data_parallel_size=2, num_blocks=14, swap_space=0.001),
+                           {"preempted", "swapped_in", "placed"}),
     "64 sequences": (lambda llm: llm.generate([f"{i}: O" for i in range(64)], SamplingParams(max_tokens=12, seed=0)),
                      dict(num_blocks=200), {"preempted", "arrived"})}
 
@@ -110,28 +103,21 @@ def test_a_text_is_told_as_it_becomes_known(tmp_path):
     assert "<!--<script" not in (tmp_path / "run.html").read_text()
 
 
-def test_the_pictures_in_the_readme():
+def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
+    """The README names every field of the data. A long run is cut."""
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
     assert len(pictures) == 2
     for picture in pictures:
         assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
-
-
-def test_the_frames_in_the_readme(tmp_path):
-    """README names every field of the data."""
-    _, data = recorded(tmp_path, RUNS["samples"][0])
+    witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
+    assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
     table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
     for name in [*data, *(item.name for item in fields(Frame))]:
         assert f"`{name}`" in table, name
     assert f"`version` ({VERSION})" in table
 
 
-def test_long_runs_are_cut(tmp_path):
-    witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
-    assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
-
-
-def test_a_page_on_request(tmp_path, capsys):
+def test_a_page_on_request_also_of_an_interrupted_run(tmp_path, capsys):
     """The text is as without it, and the rest goes to stderr. The page has no parts outside of its file."""
     texts = []
     for more in ([], ["--trace", str(tmp_path / "run.html")], ["--trace", str(tmp_path / "run.json")]):
@@ -146,25 +132,12 @@ def test_a_page_on_request(tmp_path, capsys):
     assert not re.search(r"src=|url\(|@import|fetch\(|<link", page.replace(json.dumps(run), ""))
     kinds = {kind for frame in data["frames"] for kind in frame}
     assert {"found", "copied", "preempted", "slid_out", "evicted", "ended"} <= kinds
-
-
-def test_an_interrupted_run_has_a_page(tmp_path, capsys, monkeypatch):
-    step, steps = LLM.advance, []
-
-    def interrupted(llm):
-        steps.append(llm)
-        if len(steps) == 5:
-            raise KeyboardInterrupt
-        return step(llm)
-
-    monkeypatch.setattr(LLM, "advance", interrupted)
-    assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
+    with interrupted_at(4):
+        assert main([*EXAMPLE, "--trace", str(tmp_path / "run.html")]) == 130
     assert len(run_of((tmp_path / "run.html").read_text())["frames"]) >= 4
 
 
-# --------------------------------------------------------------------------------------------------
-# In a browser
-# --------------------------------------------------------------------------------------------------
+# ---- In a browser
 
 DUMP = """<script>{
   const all = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
@@ -186,6 +159,7 @@ DUMP = """<script>{
       lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
       saving: $("saving").innerText} })
   const unjoined = R.pools > 1 ? stops.flatMap((_, i) => {  // texts in blocks that no line joins to the pool
+    if (i % 3) return []
     show(i)
     return [...document.querySelectorAll(".name")].map(e => e.id).filter(name => { show(i, [], name)
       return $("lines").children.length === 0 &&
@@ -275,19 +249,26 @@ def assert_played(run: dict, played: dict, look: list[int]):
                 assert names or block in cached[pool] or label == " free"
 
 
-@needs_chromium
-def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
-    path = tmp_path / "run.html"
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> tuple[dict, dict]:
+    """The run of the README, and all its pictures in a browser."""
+    path = tmp_path_factory.mktemp("page") / "run.html"
     assert main([*EXAMPLE, "--trace", str(path)]) == 0
     run = run_of(path.read_text())
-    result = played(path, look := list(range(0, 45, 3)))
+    result = played(path, look := list(range(45)))
     assert_played(run, result, look)
+    return run, result
+
+
+@needs_chromium
+def test_a_browser_plays_the_run_of_the_readme(example):
+    run, result = example
     titles = [title for _, title, _ in result["tour"]]
     assert titles == ["Texts are admitted", "Prefill: the prompt", "Decode: one token", "A full block",
                       "A shared beginning", "Samples of one prompt", "Copy-on-write", "The pool is full",
                       "A text is preempted", "A text returns", "Drafts", "The window",
                       "A text ends, its blocks are free", "What paging saves"]
-    assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:8])
+    assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:24:3])
     assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("right guesses") == 1
     causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
     assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "registered", "found"]  # A0; A1; B0
@@ -308,16 +289,13 @@ def test_a_browser_plays_the_run_of_the_readme(tmp_path, capsys):
 
 
 @needs_chromium
-def test_what_the_page_says_is_true(tmp_path, capsys):
+def test_what_the_page_says_is_true(example):
     """Who needs a block, what is computed again, who holds a block, what is masked, and every token that is written or
     chosen, in the run of the README: seen by a reader who knew nothing, and wrong before."""
-    path = tmp_path / "run.html"
-    assert main([*EXAMPLE, "--trace", str(path)]) == 0
-    run = run_of(path.read_text())
-    result = played(path, look := list(range(45)))
+    run, result = example
     steps = [(i, stop, shown) for i, (stop, shown) in enumerate(zip(result["all"], result["shown"])) if shown["dark"]]
     frames = [frame for frame in run["frames"] if frame["kind"] == "step"]
-    assert len(steps) == len(frames) and len(look) == len(result["all"])
+    assert len(steps) == len(frames) and len(result["shown"]) == len(result["all"])
     kinds, computed = set(), {}
     for frame, (i, stop, shown) in zip(frames, steps):
         drafts = sum(row[5] for row in frame["work"])
@@ -376,15 +354,8 @@ def test_wrong_drafts_are_drawn(tmp_path):
 @needs_chromium
 def test_tokens_that_are_read_once(tmp_path):
     """The attention view of the first text, A, says who reads which tokens with it, as long as these texts decode."""
-    llm = load("shakespeare", device="cpu", num_blocks=300, block_size=16, max_num_batched_tokens=400)
-    llm.runner.kernels, llm.runner.cascade = kernel.TRITON, Cascade(16, 64, 2, least_tokens=1)
-    page = Page(llm)
-    for i in range(3):
-        llm.add_request([*range(300 if i else 200), 7, i],
-                        SamplingParams(temperature=0, max_tokens=7 - i, ignore_eos=True))
-    for _ in range(9):
-        step = llm.scheduler.schedule()
-        llm.scheduler.update(step, Sampled([7] * len(step.sampled)))
+    page = Page(llm := cascading())
+    plan(llm, [[*range(300 if i else 200), 7, i] for i in range(3)], 9, max_tokens=7)
     page.save(str(tmp_path / "run.html"), "a run")
     assert [frame["together"] for frame in page.frames if "together" in frame][0] == [
         [["B", "C", "A"], 0, 128], [["B", "C"], 128, 256]]
@@ -409,14 +380,6 @@ def test_a_browser_plays_other_runs(tmp_path, name, width):
     assert 0 <= tour_top < tour_bottom <= stage_top <= tour_bottom + 20 < 600
     if run["host_blocks"]:
         assert result["unjoined"] == [] and any(table[2] for stop in result["all"] for table in stop["tables"].values())
-
-
-@needs_chromium
-def test_a_browser_opens_what_could_end_the_script(tmp_path):
-    _, run = recorded(tmp_path, lambda llm: llm.generate("<!--<script>", SamplingParams(max_tokens=2)))
-    result = played(tmp_path / "run.html", [0])
-    assert_played(run, result, [0])
-    assert '"<!--<script>"' in result["shown"][0]["words"]
 
 
 @needs_chromium

@@ -24,9 +24,7 @@ SOURCE = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "nanopaged
                  if file.parent.name != "tests")
 
 
-# --------------------------------------------------------------------------------------------------
-# Commands and traces
-# --------------------------------------------------------------------------------------------------
+# ---- Commands and traces
 
 def test_every_line_of_the_traces_is_printed_in_this_order(capsys):
     _, first = (shlex.split(command.replace("\\\n", " "))[2:] for command in COMMANDS if "--trace" in command)
@@ -60,17 +58,17 @@ def test_every_option_exists():
         assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
 
 
-# --------------------------------------------------------------------------------------------------
-# Paths and names
-# --------------------------------------------------------------------------------------------------
+# ---- Paths and names
 
-def test_every_path_exists():
+def test_every_path_and_every_heading_that_is_linked_exists():
     paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
     assert len(paths) > 15
     ours = {path for path in paths - {"merges.txt"} if not path.startswith(("basic/", "features/"))}  # those are vLLM's
     assert not [path for path in ours if not (ROOT / path).exists()]
     modules = re.findall(r"python -m nanopaged\.tests\.(\w+)", README)
     assert modules and all((ROOT / "nanopaged" / "tests" / f"{module}.py").exists() for module in modules)
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", README, re.M)}
+    assert not set(re.findall(r"\]\(#([\w-]+)\)", README)) - headings
 
 
 def test_every_field_variable_and_setting_of_the_reference_exists():
@@ -90,11 +88,6 @@ def test_the_figures_are_those_of_the_bench():
     theirs += [peer.replace(", ratio ", " (") + ")" for _, peer, _ in bench.ON_TWO.values()]
     figures = README.split("### Figures")[1]
     assert not [figure for figure in theirs if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.,])", figures)]
-
-
-def test_every_heading_that_is_linked_exists():
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", README, re.M)}
-    assert not set(re.findall(r"\]\(#([\w-]+)\)", README)) - headings
 
 
 def test_the_names_beside_those_of_vllm_exist():
@@ -126,20 +119,16 @@ def test_a_room_imports_from_no_room_above():
     assert not re.search(r"^\s*(import|from) torch", (ROOT / "engine.py").read_text(encoding="utf-8"), re.M)
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers
 
 def test_bytes_of_a_token():
+    """In Llama's models, and in google/gemma-3-27b-it, which has windows in some layers; without keys that concern no
+    cache."""
     llama2, llama3 = (pool.Pool(32, (1, num_heads, 128), torch.float16, "cpu").block_bytes for num_heads in (32, 8))
     assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
     assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
     assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN
     assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/pool.py` has the formula)" in PLAIN
-
-
-def test_bytes_of_a_token_in_a_model_with_windows_in_some_layers():
-    """google/gemma-3-27b-it, without keys that concern no cache"""
     text = dict(model_type="gemma3_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, head_dim=128,
                 num_attention_heads=32, num_key_value_heads=16, sliding_window=1024)
     with pytest.warns(UserWarning, match="images are not read"):
