@@ -13,7 +13,7 @@ from nanopaged.scheduling.recovery import RecoveringEngine
 from nanopaged.scheduling.swapping import Swapping
 from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.checkpoint import find_on_disk
-from nanopaged.weights.fp8 import read_weights, with_warning
+from nanopaged.weights.fp8 import read_weights
 from nanopaged.weights.split import as_checkpoint
 
 
@@ -49,8 +49,6 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: 
     more["max_model_len"] = options.max_model_len or config.max_position_embeddings
     more["max_num_drafts"] = drafting.most_in_step(options.max_num_seqs) if drafting else 0
     tensors = None if options.load_format == "dummy" else read_weights(path, config.fp8, fp8)
-    if tensors and config.fp8 and fp8:
-        tensors = with_warning(tensors)
     pool = options.num_gpu_blocks_override or options.num_blocks, options.gpu_memory_utilization
     for device in devices:
         runner_class, kernels = pick_runner(options.attention, device, is_eager)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -283,6 +284,7 @@ def main() -> None:
     messages: Any = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
+    warnings.simplefilter("ignore")  # rank 0 warns
 
     def answer(error: Exception | None = None) -> None:
         words = dict(error=type(error).__name__, text=str(error)[:1000]) if error else {}

@@ -436,7 +436,7 @@ def test_ordinary_matrices_of_a_checkpoint_with_blocks(tmp_path, keeps):
     tower = {"vision_tower.layers.0.self_attn.q_proj.weight": torch.randn(60, 70)}
     path = write(tmp_path / "stored", WHOLE, {name: tensor.bfloat16() if "o_proj" in name else tensor
                                               for name, tensor in (stored | tower).items()}, QWEN3)
-    with pytest.warns(UserWarning, match="^8 matrices of the FP8 checkpoint are stored in 16 or 32 bits and were cut "
+    with pytest.warns(UserWarning, match="^8 matrices of the FP8 checkpoint are stored in 16 or 32 bits and are cut "
                                          "to FP8, the first being model.layers.0.self_attn.k_proj.weight$"):
         llm = load(path, device=DEVICE)
     plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)

@@ -58,13 +58,15 @@ def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[t
 
     A weight and its scale come in any order, and may be in different shards. The first one waits for the other as a
     view of its mapped file, so the system can take back the memory of all that wait. Iterating raises ValueError for a
-    scale that is missing or impossible, and for tensors that are not what config.json says."""
+    scale that is missing or impossible, and for tensors that are not what config.json says. A warning at the end names
+    matrices that are not stored in FP8, and that `in_fp8` will cut."""
     waiting: dict[str, dict[str, Tensor]] = {}  # the weight's name -> "weight" or "scale" -> tensor
-    found = False
+    found, ordinary = False, list[str]()
     for name, tensor in read_tensors(path):
         owner = name.removesuffix("_inv").removesuffix("_scale") if "weight_scale" in name else name
         kind = "weight" if owner == name else "scale"
         if kind == "weight" and not (tensor.is_floating_point() and tensor.itemsize == 1):
+            ordinary += [name] * is_ordinary(name, tensor)
             yield name, tensor
             continue
         if kind == "weight" and not (is_fp8 and tensor.dtype == torch.float8_e4m3fn and tensor.dim() == 2):
@@ -84,6 +86,9 @@ def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[t
     if is_fp8 and not found:
         raise ValueError("config.json says that weights are FP8, and no tensor is; if they are ordinary weights, pass "
                          "hf_overrides={'quantization_config': None}, or delete that entry of config.json")
+    if is_fp8 and keep and ordinary:
+        warnings.warn(f"{len(ordinary)} matrices of the FP8 checkpoint are stored in 16 or 32 bits and are cut to FP8, "
+                      f"the first being {ordinary[0]}")
 
 
 def scale_of_rows(name: str, weight: Tensor, scale: Tensor) -> Tensor:
@@ -128,17 +133,6 @@ def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str | None,
             yield from as_tensors(name, *quantize(tensor.to(device), keep), keep)
         else:
             yield name, tensor
-
-
-def with_warning(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an FP8 checkpoint, and then a warning if `in_fp8` has cut some of them."""
-    names = []
-    for name, tensor in tensors:
-        names += [name] * is_ordinary(name, tensor)
-        yield name, tensor
-    if names:
-        warnings.warn(f"{len(names)} matrices of the FP8 checkpoint are stored in 16 or 32 bits and were cut to FP8, "
-                      f"the first being {names[0]}")
 
 
 def is_ordinary(name: str, tensor: Tensor) -> bool:
