@@ -90,7 +90,7 @@ class _Sample:
             seq.listener = self
         if tokenizer and params.detokenize:
             self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
-        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
+        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         self.new_logprobs: list[tuple] = []  # in the runner's form, not converted yet
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -149,23 +149,20 @@ class _Sample:
             self.fail("tokenizer", error)
 
     def _decode(self) -> None:
-        seq, start = self.seq, self.num_read
+        seq = self.seq
         if self.detokenizer is None:
             return
-        token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
-        self.num_read += len(token_ids)
+        token_ids = seq.token_ids[seq.num_prompt_tokens + self.num_read:]
         shows_stop = self.params.include_stop_str_in_output
         if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not shows_stop:
             token_ids.pop()  # the text does not contain the token that ended it
-        if self.stop is None:
-            self.text += self.detokenizer.add(token_ids)
-        else:
-            for i, token in enumerate(token_ids, start + 1):
-                self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.params.min_tokens)
-                if self.stop.matched is not None:
-                    self.detokenizer, self.end = None, ("stop", self.stop.matched)
-                    seq.truncate(seq.num_prompt_tokens + i)  # a grammar may have forced several at once
-                    return
+        for part in [[token] for token in token_ids] if self.params.stop else [token_ids]:
+            self.num_read += len(part)
+            self.text += self.stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
+            if self.stop.matched is not None:
+                self.detokenizer, self.end = None, ("stop", self.stop.matched)
+                seq.truncate(seq.num_prompt_tokens + self.num_read)  # a grammar may have forced several at once
+                return
         if seq.finish_reason:
             rest, self.detokenizer = self.detokenizer.finish(), None
-            self.text += rest if self.stop is None else self.stop.add(rest) + self.stop.finish()
+            self.text += self.stop.add(rest) + self.stop.finish()
