@@ -67,12 +67,12 @@ class Call:
         self.only_echo = self.echo and get("max_tokens") == 0  # a token is generated, and not shown
         self.is_chat, self.adds_ids, options = self.path == CHAT, get("return_token_ids"), get("stream_options", {})
         self.adds_usage, self.adds_usage_so_far = map(options.get, ("include_usage", "continuous_usage_stats"))
-        self.head = {"id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-                     "object": "chat.completion" if self.is_chat else "text_completion",
-                     "created": int(time.time()), "model": self.model}
-        in_stream = {"object": "chat.completion.chunk"} if self.is_chat else {}
+        start, kind, kind_of_event = ("chatcmpl", "chat.completion", "chat.completion.chunk") if self.is_chat else (
+            "cmpl", "text_completion", "text_completion")
+        self.head = {"id": f"{start}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()),
+                     "model": self.model}
         # Encoded once: there are some 25,000 events a second.
-        self.event_head = f"data: {encode(self.head | in_stream)[:-1]}"
+        self.event_head = f"data: {encode(self.head | {'object': kind_of_event})[:-1]}"
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""

@@ -184,14 +184,14 @@ class Core:
         for seq in request.sequences:
             self.scheduler.add(seq)
 
-    def abort(self, *request_ids: str) -> None:
+    def abort(self, *request_ids: str, reason: str = "abort", sentence: str | None = None) -> None:
         for request_id in request_ids:
             request = self.requests.pop(request_id, None)
             self.unreported.pop(request_id, None)
             if request:
                 for seq in request.sequences:
                     if seq.status is not engine.Status.FINISHED:
-                        self.scheduler.finish(seq, "abort")
+                        self.scheduler.finish(seq, reason, sentence)
                 request.end()
                 self._check_if_idle()
 

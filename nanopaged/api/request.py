@@ -122,15 +122,14 @@ class _Sample:
         seq, (finish_reason, stop_reason) = self.seq, self.end or (self.seq.finish_reason, self.seq.stop_reason)
         if isinstance(stop_reason, int) and stop_reason not in (self.params.stop_token_ids or ()):
             stop_reason = None  # an end-of-sequence token
-        result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], finish_reason,
-                                  stop_reason)
+        result = self.result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:],
+                                                finish_reason, stop_reason)
         if self.logprobs is not None:
             new, self.new_logprobs = self.new_logprobs, []
             for token, found in zip(result.token_ids[len(self.logprobs):], new):
                 self.logprobs.append(self.logprobs_of(token, found))
                 self.cumulative_logprob += found[0]
             result.logprobs, result.cumulative_logprob = list(self.logprobs), self.cumulative_logprob
-        self.result = result
         return result
 
     def logprobs_of(self, token: int, found: tuple) -> dict[int, Logprob]:
@@ -143,26 +142,22 @@ class _Sample:
 
     def read(self) -> None:
         """Decode the sequence's new tokens."""
-        try:
-            self._decode()
-        except BaseException as error:
-            self.fail("tokenizer", error)
-
-    def _decode(self) -> None:
-        seq = self.seq
         if self.detokenizer is None:
             return
+        seq, stop = self.seq, self.stop
         token_ids = seq.token_ids[seq.num_prompt_tokens + self.num_read:]
-        shows_stop = self.params.include_stop_str_in_output
-        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not shows_stop:
+        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not stop.include:
             token_ids.pop()  # the text does not contain the token that ended it
-        for part in [[token] for token in token_ids] if self.params.stop else [token_ids]:
-            self.num_read += len(part)
-            self.text += self.stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
-            if self.stop.matched is not None:
-                self.detokenizer, self.end = None, ("stop", self.stop.matched)
-                seq.truncate(seq.num_prompt_tokens + self.num_read)  # a grammar may have forced several at once
-                return
-        if seq.finish_reason:
-            rest, self.detokenizer = self.detokenizer.finish(), None
-            self.text += self.stop.add(rest) + self.stop.finish()
+        try:
+            for part in [[token] for token in token_ids] if self.params.stop else [token_ids]:
+                self.num_read += len(part)
+                self.text += stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
+                if stop.matched is not None:
+                    self.detokenizer, self.end = None, ("stop", stop.matched)
+                    seq.truncate(seq.num_prompt_tokens + self.num_read)  # a grammar may have forced several at once
+                    return
+            if seq.finish_reason:
+                rest, self.detokenizer = self.detokenizer.finish(), None
+                self.text += stop.add(rest) + stop.finish()
+        except BaseException as error:
+            self.fail("tokenizer", error)

@@ -294,10 +294,9 @@ class Server(uvicorn.Server):
         if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
             stream = Stream([self.llm.read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
             with self.engine.open(stream):
-                try:
-                    await self.engine.outputs(stream)
-                except ApiError as error:
-                    raise ApiError(f"the engine failed: {error}", 503) from None
+                await self.engine.outputs(stream)
+            if self.engine.failure is not None:
+                raise ApiError(f"the engine failed: {self.engine.failure}", 503)
         return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:
