@@ -662,6 +662,7 @@ class RandomGroup:
 
     def __init__(self, width, max_tokens, rng):
         self.beam_width, self.max_tokens, self.rng, self.num_tokens = width, max_tokens, rng, 0
+        self.num_candidates = 1
 
     def extend(self, candidates):
         self.num_tokens += 1
@@ -740,7 +741,7 @@ def random_operations(count, num_pools, rng, events):
                 scheduler.add(seq)
         elif action < 0.33 and len(searches) < 3:
             group = RandomGroup(rng.randint(1, 4), max_len - len(prompt), rng)
-            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), 1, scheduler))
+            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), scheduler))
             scheduler.add(searches[-1].sequences[0])
         elif action < 0.37 and alive:
             scheduler.finish(rng.choice(alive), "abort")

@@ -34,8 +34,8 @@ class ApiError(ValueError):
         self.body = {"error": {"message": message, "type": kind, "param": None, "code": code or found}}
 
     @classmethod
-    def of(cls, error: BaseException, status: int = 400) -> "ApiError":
-        return error if isinstance(error, cls) else cls(str(error) or type(error).__name__, status)
+    def of(cls, error: BaseException) -> "ApiError":
+        return error if isinstance(error, cls) else cls(str(error) or type(error).__name__)
 
 
 @dataclass(slots=True)

@@ -167,7 +167,7 @@ class AsyncLLM(threading.Thread):
         step has few tokens of prompts and of calls with several samples, which come later in the order than others."""
         for one in self.core.engines if self.core.runners[0].device.type == "cpu" else ():
             texts = [seq for seq in one.scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
-            num_first = sum(seq.order[1] == seq.order[3] for seq in texts)  # see `_add`
+            num_first = sum(seq.order[1] in seq.order[3:] for seq in texts)  # see `_add`; LLM's own calls have no [3]
             has_grammars = any(seq.sampling.grammar for seq in texts[num_first:])
             beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
             one.scheduler.max_num_batched_tokens = min(
@@ -203,7 +203,8 @@ class AsyncLLM(threading.Thread):
     def _fail(self, failure: BaseException) -> None:
         self.failure = failure
         with self.core.lock:
-            self.core.abort(*self.core.requests, reason="error", sentence=str(failure) or type(failure).__name__)
+            for stream in [*self.opened]:
+                self.core.abort(*stream.request_ids, reason="error", sentence=str(failure) or type(failure).__name__)
             self._serve(0)
 
     # ---- with the lock

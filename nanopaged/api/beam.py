@@ -139,10 +139,10 @@ class BeamSearch:
     is_reported = False  # LLM.step returns no outputs of it
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
-                 num_candidates: int, scheduler: Scheduler, tokenizer: Any = None) -> None:
+                 scheduler: Scheduler, tokenizer: Any = None) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
         self.request_id, self.scheduler, self.tokenizer = f"beam {arrival}", scheduler, tokenizer
-        self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
+        self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=group.num_candidates)
         self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
         self.sequences = [self._new_beam()]  # the live beams, best first

@@ -143,8 +143,7 @@ class Core:
             drafter=self.drafting and self.drafting.drafter(params)) for j in range(params.n)]
         if (count := params.prompt_logprobs) is not None:
             # They come from logits, which a block of the prefix cache does not have, and take memory.
-            first, vocab_size = sequences[0], self.config.vocab_size
-            num_values = max(1, vocab_size if count < 0 else min(count, vocab_size))
+            first, num_values = sequences[0], max(1, count) if count >= 0 else self.config.vocab_size
             first.sampling = first.sampling._replace(num_prompt_logprobs=count)
             first.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
             first.reads_prefix_cache = False

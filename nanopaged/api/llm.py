@@ -291,9 +291,7 @@ class LLM(Core):
         for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]:
             max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
             group = BeamGroup(params, self.eos_token_ids, max_tokens)
-            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                       min(group.num_candidates, self.config.vocab_size), self.scheduler,
-                                       self.tokenizer))
+            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals), self.scheduler, self.tokenizer))
         return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:

@@ -238,7 +238,7 @@ class Server(uvicorn.Server):
         if path in TEXT_PATHS:
             return JSONResponse(call)
         try:
-            if call.params.structured_outputs and self.llm.tokenizer:
+            if call.params.structured_outputs:
                 grammars = await self._in_thread(False, self.llm.grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
             stream = await self._in_thread(is_large, self._make_stream, call)
