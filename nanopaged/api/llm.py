@@ -222,9 +222,8 @@ class LLM(Core):
         _refuse_lora(lora_request)
         if not isinstance(messages, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {messages!r:.80}")
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations = messages if several else [messages]
-        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
+        several = messages and isinstance(messages[0], (list, tuple))
+        prompts = [self.chat_prompt(conversation, **template) for conversation in (messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Any, *, chat_template: str | None = None,

@@ -22,7 +22,7 @@ class Request:
         self.samples = [_Sample(j, seq, params, tokenizer) for j, seq in enumerate(sequences)]
         self.running = dict(zip(sequences, self.samples))
         self.has_news = False  # a sample got a token or finished since the last call of `output` or `read_text`
-        self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
+        self.prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
 
     @property
@@ -70,8 +70,7 @@ class Request:
         self.new_prompt_logprobs.clear()
         of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0,
-                             None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
+                             self.sequences[0].num_cached_tokens or 0, self.prompt_logprobs and [*self.prompt_logprobs],
                              metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
 
 
