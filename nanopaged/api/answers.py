@@ -76,7 +76,8 @@ class Call:
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""
-        choices: list[Any] = [self._choice(number, output, sample, Sent(self.make_reader()))
+        choices: list[Any] = [self._choice(number * self.params.n + sample.index, output, sample,
+                                           Sent(self.make_reader()))
                               for number, output in enumerate(outputs) for sample in output.outputs]
         for choice in choices if self.is_chat else ():
             message = choice["message"] = {"role": "assistant", "content": None} | choice.pop("delta")
@@ -106,11 +107,11 @@ class Call:
                     role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                             "finish_reason": None}
                     events.append(self._event(**self._of_prompt(output), choices=[role], **counts))
-            if not sent.ended and (choice := self._choice(number, output, sample, sent)):
+            if not sent.ended and (choice := self._choice(index, output, sample, sent)):
                 events.append(self._event(choices=[choice], **counts))
         return "".join(events)
 
-    def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
+    def _choice(self, index: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
         """What is new of a sample. None: nothing"""
         self._refuse(sample)
         if self.only_echo:
@@ -127,7 +128,7 @@ class Call:
         delta = sent.reader.add(text, sent.ended)
         if not (any(delta.values()) or logprobs or sent.ended or self.adds_ids):
             return None
-        choice: dict[str, Any] = {"index": number * self.params.n + sample.index}
+        choice: dict[str, Any] = {"index": index}
         if self.is_chat:
             choice["delta"] = delta
         else:

@@ -69,15 +69,12 @@ class BeamGroup:
         # One beam is greedy decoding and ends with its first text, as in transformers.
         self.early_stopping = params.early_stopping if params.beam_width > 1 else True
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        # The next tokens that `extend` needs of each live beam: enough even if all EOS tokens are among them and all
+        # new live beams have one parent. More change nothing; a small vocabulary may have fewer.
+        self.num_candidates = self.beam_width + len(self.eos_token_ids)
         self.max_tokens = max_tokens
         self.live = [Beam([], 0.0, 0.0)]  # best first; at the start the prompt alone, and none when the search is done
         self.ended: list[Beam] = []  # best score first: beam_width of them once the search is done
-
-    @property
-    def num_candidates(self) -> int:
-        """The number of next tokens that `extend` needs of each live beam. It is enough even if all EOS tokens are
-        among them and all new live beams have one parent. More change nothing; a small vocabulary may have fewer."""
-        return self.beam_width + len(self.eos_token_ids)
 
     def extend(self, candidates: list[list[tuple[int, float]]]) -> list[tuple[int, int]]:
         """One step of the search.

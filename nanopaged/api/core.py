@@ -124,7 +124,7 @@ class Core:
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
         sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
-        return Request(text, token_ids, params, sequences, self.tokenizer)
+        return Request(text, sequences, self.tokenizer)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)

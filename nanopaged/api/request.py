@@ -6,7 +6,6 @@ stop strings, which are searched for in the text.
 from typing import Any
 
 from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
-from nanopaged.sampling_params import SamplingParams
 from nanopaged.scheduling.additions import Sequence
 from nanopaged.text.stop import StopChecker
 
@@ -14,15 +13,15 @@ from nanopaged.text.stop import StopChecker
 class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 sequences: list[Sequence], tokenizer: Any) -> None:
-        self.prompt, self.prompt_token_ids, self.params = prompt, prompt_token_ids, params
-        self.request_id, self.sequences = sequences[0].request_id, sequences
+    def __init__(self, prompt: str | None, sequences: list[Sequence], tokenizer: Any) -> None:
+        self.prompt, self.sequences, first = prompt, sequences, sequences[0]
+        self.request_id, self.params = first.request_id, first.sampling.params
+        self.prompt_token_ids = [*first.token_ids]
         self.is_reported = False  # LLM.step returns outputs of this request
-        self.samples = [_Sample(j, seq, params, tokenizer) for j, seq in enumerate(sequences)]
+        self.samples = [_Sample(seq, tokenizer) for seq in sequences]
         self.running = dict(zip(sequences, self.samples))
         self.has_news = False  # a sample got a token or finished since the last call of `output` or `read_text`
-        self.prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
+        self.prompt_logprobs: Any = None if self.params.prompt_logprobs is None else [None] * len(first.token_ids)
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
 
     @property
@@ -77,8 +76,9 @@ class Request:
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
-    def __init__(self, index: int, seq: Sequence, params: SamplingParams, tokenizer: Any) -> None:
-        self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
+    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
+        self.index, self.seq, self.tokenizer = seq.order[2], seq, tokenizer
+        params = self.params = seq.sampling.params
         self.text = ""
         self.num_read = 0  # generated tokens that are in the text
         # (finish_reason, stop_reason) if the text ends for a reason that the scheduler does not know
@@ -88,7 +88,7 @@ class _Sample:
         if params.logprobs is not None or seq.sampling.grammar is not None:
             seq.listener = self
         if tokenizer and params.detokenize:
-            self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
+            self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, [*seq.token_ids])
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         self.new_logprobs: list[tuple] = []  # in the runner's form, not converted yet
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []

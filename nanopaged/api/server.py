@@ -105,18 +105,17 @@ class Guard:
 
 class Protocol(H11Protocol):
     """uvicorn's, with a time limit for headers. Its own limit is for a kept connection that is silent."""
-    header_seconds = HEADER_SECONDS
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.headers_due = self.loop.call_later(self.header_seconds, transport.abort)
+        self.headers_due = self.loop.call_later(HEADER_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # all headers of a request have come
             self.headers_due.cancel()
         elif self.headers_due.cancelled():
-            self.headers_due = self.loop.call_later(self.header_seconds, self.transport.abort)
+            self.headers_due = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
 
 def is_address(name: str, is_loopback: bool = False) -> bool:
@@ -150,7 +149,6 @@ def parse(body: bytes) -> Any:
 
 class Server(uvicorn.Server):
     """uvicorn's, with an engine and the endpoints."""
-    most_sequences, body_seconds, shutdown_seconds = MOST_SEQUENCES, BODY_SECONDS, SHUTDOWN_SECONDS
 
     def __init__(self, serving: Serving, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> None:
         self.serving, self.llm = serving, serving.llm
@@ -173,7 +171,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.engine.loop.call_later(self.shutdown_seconds, self.hurry)
+        self.engine.loop.call_later(SHUTDOWN_SECONDS, self.hurry)
         await super().shutdown(sockets)
         if self.llm.grammars:
             await self.llm.grammars.close()
@@ -219,13 +217,13 @@ class Server(uvicorn.Server):
         if int(request.headers.get("content-length", 0)) > self.most_bytes:  # HTTP's parser has checked the number
             raise too_large
         try:
-            async with asyncio.timeout(self.body_seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
                     if len(body) > self.most_bytes:
                         raise too_large
         except TimeoutError:
-            raise ApiError(f"the body did not arrive within {self.body_seconds} seconds", 408) from None
+            raise ApiError(f"the body did not arrive within {BODY_SECONDS} seconds", 408) from None
         return bytes(body)
 
     def _in_thread(self, is_large: bool, function: Callable, *arguments: Any) -> Awaitable:
@@ -245,9 +243,9 @@ class Server(uvicorn.Server):
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None
         num_sequences = self.engine.num_unfinished()
-        if num_sequences + stream.num_sequences > self.most_sequences:
-            raise ApiError(f"the server has {num_sequences} samples under way and {self.most_sequences} at most; try "
-                           "again later", 503)
+        if num_sequences + stream.num_sequences > MOST_SEQUENCES:
+            raise ApiError(f"the server has {num_sequences} samples under way and {MOST_SEQUENCES} at most; try again "
+                           "later", 503)
         if call.stream:
             return StreamingResponse(self._events(call, stream), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # nginx's

@@ -288,7 +288,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_one_event_for_many
 
 
 def test_finished_samples_that_nobody_reads_do_not_count_and_go(server, monkeypatch):
-    monkeypatch.setattr(server.server, "most_sequences", 32)
+    monkeypatch.setattr(http, "MOST_SEQUENCES", 32)
     assert server.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * http.READ_SECONDS
     may_step, step = threading.Event(), server.llm.advance
     monkeypatch.setattr(server.llm, "advance", lambda: (may_step.wait(20), step()))
@@ -352,6 +352,13 @@ def test_the_engine_sleeps_when_idle(server):
     used = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used < 0.1 and server.engine.is_alive()
+
+
+def test_a_call_of_generate_goes_on_beside_the_clients(server):
+    with server.send(request(dict(LONG, stream=True))) as connection:
+        wait_until(lambda: server.llm.scheduler.running)
+        [output] = server.llm.generate([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 100 and b"error" not in read_response(connection)[2]
 
 
 def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
@@ -436,7 +443,7 @@ def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
     """What is plain takes at most three times as long beside an attack. There are 0.5 s (a gap), 1 s (a request) and
     three rounds for other work on the machine; each attack used to take longer in every round."""
     if attack == "unread":
-        monkeypatch.setattr(server.server, "most_sequences", 32)
+        monkeypatch.setattr(http, "MOST_SEQUENCES", 32)
 
     def send(connection, content):
         with contextlib.suppress(ConnectionError):  # refused before all of it was sent
@@ -548,7 +555,7 @@ def test_what_is_no_http_costs_its_own_connection(server, garbage):
 
 
 def test_a_body_that_never_ends(server, monkeypatch):
-    monkeypatch.setattr(server.server, "body_seconds", 0.2)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
     with server.send(request(b"{", Content_Length="100")) as slow:
         server.assert_works()
         assert read_response(slow)[0] == 408
@@ -559,7 +566,7 @@ def test_a_body_that_never_ends(server, monkeypatch):
 @pytest.mark.parametrize("parts", [[], [b"GET / HT"], [request(b"", "/version", "GET"), b"GE"]])
 def test_connections_without_a_request_are_closed(server, monkeypatch, parts):
     """Also those that send a byte from time to time, and kept ones. A request may take longer than its headers."""
-    monkeypatch.setattr(http.Protocol, "header_seconds", 0.2)
+    monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
     with server.send(*parts) as connection:
         content, begun = b"", time.monotonic()
         with pytest.raises(ConnectionError):
@@ -665,12 +672,12 @@ def test_an_engine_that_is_gone_refuses_and_the_server_ends(capsys):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_requests_that_outlast_the_limit_get_an_error(signals, capfd):
+def test_requests_that_outlast_the_limit_get_an_error(monkeypatch, signals, capfd):
     """Or a second signal, which comes before the limit."""
     running = Running(scheduling_policy="priority")
     assert running.post(dict(GREEDY, prompt="ROMEO:", priority=-3))[0] == 200
     assert running.post(dict(GREEDY, prompt="ROMEO:", priority="high"))[0] == 400
-    running.server.shutdown_seconds = 0.2 if signals == 1 else 60
+    monkeypatch.setattr(http, "SHUTDOWN_SECONDS", 0.2 if signals == 1 else 60)
     running.llm.runner.launch = lambda step, launch=running.llm.runner.launch: (time.sleep(0.02), launch(step))[1]
     with running.send(request(dict(LONG, stream=True))) as stream, running.send(request(LONG)) as whole:
         wait_until(lambda: len(running.llm.scheduler.running) == 2)
