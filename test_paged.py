@@ -722,9 +722,9 @@ def random_operations(count, num_pools, rng, events):
     alive, searches = [], []
 
     def end(search):  # as Core.abort does
-        for beam in search.sequences:
+        for beam in [*search.sequences]:
             scheduler.finish(beam, "abort")
-        search.end()
+            search.take(beam)
 
     drafting = Drafting({"method": lambda: RandomProposer(rng), "num_speculative_tokens": rng.randint(1, 6)}, 3)
     drafting.pays = rng.choice([0, 1])

@@ -155,8 +155,12 @@ class BeamSearch:
         return []
 
     def take(self, seq: Sequence) -> None:
-        """A step has given this beam its candidates. With those of the last one the search goes on."""
-        if self.can_branch:
+        """A step has given this beam its candidates, and with those of the last one the search goes on. Or the beam was
+        aborted."""
+        if seq.finish_reason and seq in self.sequences:
+            self.sequences.remove(seq)
+            self._forget(seq)
+        elif self.can_branch:
             self.branch()
 
     @property
@@ -193,12 +197,6 @@ class BeamSearch:
     @property
     def num_new_tokens(self) -> int:
         return sum(len(beam.token_ids) for beam in self.group.live + self.group.ended)
-
-    def end(self) -> None:
-        """The search was aborted, and its sequences have ended."""
-        for beam in self.sequences:
-            self._forget(beam)
-        self.sequences = []
 
     def _forget(self, beam: Sequence) -> None:
         beam.listener = None  # the beam and the search would keep each other in memory

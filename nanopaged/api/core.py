@@ -188,10 +188,10 @@ class Core:
             request = self.requests.pop(request_id, None)
             self.unreported.pop(request_id, None)
             if request:
-                for seq in request.sequences:
+                for seq in [*request.sequences]:
                     if seq.status is not engine.Status.FINISHED:
                         self.scheduler.finish(seq, reason, sentence)
-                request.end()
+                    request.take(seq)
                 self._check_if_idle()
 
     def advance(self) -> None:

@@ -29,8 +29,8 @@ class Request:
         return not self.running
 
     def take(self, seq: Sequence) -> tuple[str, str] | None:
-        """A sequence got a token, or failed to get one. Returns (finish_reason, stop_reason) if its text ends here for
-        a reason that the scheduler does not know."""
+        """A sequence got a token, failed to get one, or was aborted. Returns (finish_reason, stop_reason) if its text
+        ends here for a reason that the scheduler does not know."""
         sample = self.running.get(seq)
         if sample is None:  # the step was launched before the sequence was known to be finished
             return None
@@ -41,13 +41,6 @@ class Request:
             del self.running[seq]
             seq.listener = None  # the sequence and its sample would keep each other in memory
         return sample.end
-
-    def end(self) -> None:
-        """The request was aborted, or has failed."""
-        self.has_news = True
-        for sample in self.running.values():
-            sample.result = None
-        self.running.clear()
 
     def read_text(self) -> str:
         """The first sample's text so far."""
