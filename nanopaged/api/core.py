@@ -124,7 +124,7 @@ class Core:
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
         sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
-        return Request(text, sequences, self.tokenizer)
+        return Request(text, sequences, self.scheduler, self.tokenizer)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
@@ -211,8 +211,7 @@ class Core:
             request = self.requests.get(seq.request_id)
             if request is None:
                 continue
-            if (end := request.take(seq)) is not None:  # (reason, stop_reason): a stop string, or an error
-                self.scheduler.finish(seq, *end)
+            request.take(seq)
             if request.finished:
                 del self.requests[request.request_id]
             if request.is_reported:

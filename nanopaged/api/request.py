@@ -13,8 +13,8 @@ from nanopaged.text.stop import StopChecker
 class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
-    def __init__(self, prompt: str | None, sequences: list[Sequence], tokenizer: Any) -> None:
-        self.prompt, self.sequences, first = prompt, sequences, sequences[0]
+    def __init__(self, prompt: str | None, sequences: list[Sequence], scheduler: Any, tokenizer: Any) -> None:
+        self.prompt, self.sequences, self.scheduler, first = prompt, sequences, scheduler, sequences[0]
         self.request_id, self.params = first.request_id, first.sampling.params
         self.prompt_token_ids = [*first.token_ids]
         self.is_reported = False  # LLM.step returns outputs of this request
@@ -28,19 +28,19 @@ class Request:
     def finished(self) -> bool:
         return not self.running
 
-    def take(self, seq: Sequence) -> tuple[str, str] | None:
-        """A sequence got a token, failed to get one, or was aborted. Returns (finish_reason, stop_reason) if its text
-        ends here for a reason that the scheduler does not know."""
+    def take(self, seq: Sequence) -> None:
+        """A sequence got a token, failed to get one, or was aborted."""
         sample = self.running.get(seq)
         if sample is None:  # the step was launched before the sequence was known to be finished
-            return None
+            return
         self.has_news, sample.result = True, None
         if self.params.stop and seq.finish_reason != "error":
             sample.read()
-        if sample.end or seq.finish_reason:
+        if sample.end:
+            self.scheduler.finish(seq, *sample.end)
+        if seq.finish_reason:
             del self.running[seq]
             seq.listener = None  # the sequence and its sample would keep each other in memory
-        return sample.end
 
     def read_text(self) -> str:
         """The first sample's text so far."""
