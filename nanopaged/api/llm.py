@@ -219,12 +219,11 @@ class LLM(Core):
         template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message,
             chat_template_content_format (see `chat_prompt`)
         """
-        _refuse_lora(lora_request)
         if not isinstance(messages, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {messages!r:.80}")
         several = messages and isinstance(messages[0], (list, tuple))
         prompts = [self.chat_prompt(conversation, **template) for conversation in (messages if several else [messages])]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(self, messages: Any, *, chat_template: str | None = None,
                     chat_template_kwargs: dict | None = None,
