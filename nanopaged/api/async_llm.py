@@ -187,8 +187,7 @@ class AsyncLLM(threading.Thread):
 
     def _serve(self, seconds: float) -> None:
         """Outputs for clients that wait, after a step of so many seconds."""
-        ready = [stream for stream in [*self.waiting]
-                 if stream.has_news and (stream.in_parts or stream.finished)]
+        ready = [stream for stream in [*self.waiting] if stream.has_news and (stream.in_parts or stream.finished)]
         if self.core.requests:
             del ready[16 + int(self.loop_share / EVENT_SECONDS * seconds):]
         news = []
@@ -204,7 +203,7 @@ class AsyncLLM(threading.Thread):
         self.failure = failure
         with self.core.lock:
             for stream in [*self.opened]:
-                self.core.abort(*stream.request_ids, reason="error", sentence=str(failure) or type(failure).__name__)
+                self.core.abort(*stream.request_ids, reason="error", sentence=str(ApiError.of(failure)))
             self._serve(0)
 
     # ---- with the lock

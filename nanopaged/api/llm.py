@@ -146,8 +146,8 @@ class LLM(Core):
         return bool(self.requests or self.unreported)
 
     def abort_request(self, request_id: str) -> None:
-        """Stop a request; its blocks are free at once, or when the step is done that is being computed (by another
-        thread, or this call comes from a logits processor). A finished or unknown id is ignored."""
+        """Stop a request. Its blocks are free at once, or at the end of the step that is being computed (by another
+        thread, or by this one, if a logits processor calls). A finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
         self.lock.defer(lambda: self.abort(request_id))
 

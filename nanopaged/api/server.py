@@ -294,7 +294,7 @@ class Server(uvicorn.Server):
             with self.engine.open(stream):
                 await self.engine.outputs(stream)
             if self.engine.failure is not None:
-                raise ApiError(f"the engine failed: {self.engine.failure}", 503)
+                raise ApiError(f"the engine failed: {ApiError.of(self.engine.failure)}", 503)
         return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:
