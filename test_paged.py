@@ -753,8 +753,9 @@ def random_operations(count, num_pools, rng, events):
             except SystemExit:
                 events["unplanned"] += 1
             for search in searches:
-                if search.can_branch:
-                    search.branch()
+                before = search.candidates
+                search.take(search.sequences[0])
+                if search.candidates is not before:
                     assert len(search.sequences) + len(search.free_numbers) == search.group.beam_width
                     events["branches"] += not search.finished
         for one in models:

@@ -160,15 +160,9 @@ class BeamSearch:
         if seq.finish_reason and seq in self.sequences:
             self.sequences.remove(seq)
             self._forget(seq)
-        elif self.can_branch:
+        # A beam that was preempted meanwhile may be computing its candidates again: the search waits for them.
+        elif self.sequences and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.sequences):
             self.branch()
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether all live beams have their candidates. A beam that was preempted meanwhile may be computing its
-        candidates again; then the search waits for them."""
-        return not self.finished and all(beam in self.candidates and not beam.num_pending_tokens
-                                         for beam in self.sequences)
 
     def branch(self) -> None:
         """One step of the search. A beam's first child is the beam itself, and each further child is a fork. A beam
