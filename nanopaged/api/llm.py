@@ -175,8 +175,15 @@ class LLM(Core):
         use_tqdm: draw a progress bar on stderr, if that is a terminal or a notebook's cell
         """
         _refuse_lora(lora_request)
-        requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
-        return self._finish(requests, use_tqdm)
+        prompts = as_list(prompts)
+        count = len(prompts)
+        settings: Any = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * count
+        order = [0] * count if priority is None else as_python(priority)
+        if len(settings) != count:
+            raise ValueError(f"{count} prompts came with {len(settings)} sampling_params; give one, or one for each")
+        if not isinstance(order, (list, tuple)) or len(order) != count:
+            raise ValueError(f"{count} prompts came with the priority {order!r:.80}; give a list with one for each")
+        return self._finish([self.read_request(*given) for given in zip(prompts, settings, order)], use_tqdm)
 
     def _finish(self, requests: list[Any], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests, each a Request or a BeamSearch, to the end. Ctrl-C comes in a step or after it, and a second
@@ -298,19 +305,6 @@ class LLM(Core):
                          "yet; it has generate, chat and beam_search")
 
     embed = classify = score = reward = encode
-
-
-def _one_for_each(prompts: list, settings: Any, priority: Any) -> Iterator[tuple]:
-    """(prompt, sampling parameters, priority) for each prompt."""
-    priority = as_python(priority)
-    if not isinstance(settings, (list, tuple)):
-        settings = [settings] * len(prompts)
-    if len(settings) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling_params; give one, or one for each")
-    if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
-        raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for "
-                         "each")
-    return zip(prompts, settings, priority or [0] * len(prompts))
 
 
 def _refuse_lora(lora_request: Any) -> None:
