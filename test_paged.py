@@ -659,6 +659,7 @@ class RandomGroup:
 
     def __init__(self, width, max_tokens, rng):
         self.beam_width, self.max_tokens, self.rng, self.num_tokens = width, max_tokens, rng, 0
+        self.num_candidates = 1
 
     def extend(self, candidates):
         self.num_tokens += 1
@@ -718,9 +719,9 @@ def random_operations(count, num_pools, rng, events):
     alive, searches = [], []
 
     def end(search):  # as Core.abort does
-        for beam in search.sequences:
+        for beam in [*search.sequences]:
             scheduler.finish(beam, "abort")
-        search.end()
+            search.take(beam)
 
     drafting = Drafting({"method": lambda: RandomProposer(rng), "num_speculative_tokens": rng.randint(1, 6)}, 3)
     drafting.pays = rng.choice([0, 1])
@@ -737,7 +738,7 @@ def random_operations(count, num_pools, rng, events):
                 scheduler.add(seq)
         elif action < 0.33 and len(searches) < 3:
             group = RandomGroup(rng.randint(1, 4), max_len - len(prompt), rng)
-            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), 1, scheduler))
+            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), scheduler))
             scheduler.add(searches[-1].sequences[0])
         elif action < 0.37 and alive:
             scheduler.finish(rng.choice(alive), "abort")
@@ -749,8 +750,9 @@ def random_operations(count, num_pools, rng, events):
             except SystemExit:
                 events["unplanned"] += 1
             for search in searches:
-                if search.can_branch:
-                    search.branch()
+                before = search.candidates
+                search.take(search.sequences[0])
+                if search.candidates is not before:
                     assert len(search.sequences) + len(search.free_numbers) == search.group.beam_width
                     events["branches"] += not search.finished
         for one in models:

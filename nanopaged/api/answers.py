@@ -34,8 +34,8 @@ class ApiError(ValueError):
         self.body = {"error": {"message": message, "type": kind, "param": None, "code": code or found}}
 
     @classmethod
-    def of(cls, error: BaseException, status: int = 400) -> "ApiError":
-        return error if isinstance(error, cls) else cls(str(error) or type(error).__name__, status)
+    def of(cls, error: BaseException) -> "ApiError":
+        return error if isinstance(error, cls) else cls(str(error) or type(error).__name__)
 
 
 @dataclass(slots=True)
@@ -67,16 +67,17 @@ class Call:
         self.only_echo = self.echo and get("max_tokens") == 0  # a token is generated, and not shown
         self.is_chat, self.adds_ids, options = self.path == CHAT, get("return_token_ids"), get("stream_options", {})
         self.adds_usage, self.adds_usage_so_far = map(options.get, ("include_usage", "continuous_usage_stats"))
-        self.head = {"id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-                     "object": "chat.completion" if self.is_chat else "text_completion",
-                     "created": int(time.time()), "model": self.model}
-        in_stream = {"object": "chat.completion.chunk"} if self.is_chat else {}
+        start, kind, kind_of_event = ("chatcmpl", "chat.completion", "chat.completion.chunk") if self.is_chat else (
+            "cmpl", "text_completion", "text_completion")
+        self.head = {"id": f"{start}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()),
+                     "model": self.model}
         # Encoded once: there are some 25,000 events a second.
-        self.event_head = f"data: {encode(self.head | in_stream)[:-1]}"
+        self.event_head = f"data: {encode(self.head | {'object': kind_of_event})[:-1]}"
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer; outputs: one for each prompt, finished. Raises ApiError if one has gone wrong."""
-        choices: list[Any] = [self._choice(number, output, sample, Sent(self.make_reader()))
+        choices: list[Any] = [self._choice(number * self.params.n + sample.index, output, sample,
+                                           Sent(self.make_reader()))
                               for number, output in enumerate(outputs) for sample in output.outputs]
         for choice in choices if self.is_chat else ():
             message = choice["message"] = {"role": "assistant", "content": None} | choice.pop("delta")
@@ -106,11 +107,11 @@ class Call:
                     role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                             "finish_reason": None}
                     events.append(self._event(**self._of_prompt(output), choices=[role], **counts))
-            if not sent.ended and (choice := self._choice(number, output, sample, sent)):
+            if not sent.ended and (choice := self._choice(index, output, sample, sent)):
                 events.append(self._event(choices=[choice], **counts))
         return "".join(events)
 
-    def _choice(self, number: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
+    def _choice(self, index: int, output: RequestOutput, sample: CompletionOutput, sent: Sent) -> dict | None:
         """What is new of a sample. None: nothing"""
         self._refuse(sample)
         if self.only_echo:
@@ -127,7 +128,7 @@ class Call:
         delta = sent.reader.add(text, sent.ended)
         if not (any(delta.values()) or logprobs or sent.ended or self.adds_ids):
             return None
-        choice: dict[str, Any] = {"index": number * self.params.n + sample.index}
+        choice: dict[str, Any] = {"index": index}
         if self.is_chat:
             choice["delta"] = delta
         else:

@@ -40,7 +40,6 @@ class Stream:
         self.requests, self.in_parts = requests, in_parts  # in_parts: outputs are wanted before all are finished
         self.num_sequences, self.arrival = sum(request.params.n for request in requests), time.monotonic()
         self.request_ids = [request.request_id for request in requests]
-        self.failure: BaseException | None = None  # of a step
 
     @property
     def finished(self) -> bool:
@@ -97,13 +96,13 @@ class AsyncLLM(threading.Thread):
     async def outputs(self, stream: Stream) -> dict[int, RequestOutput]:
         """Wait for outputs of the stream that have something new; by the request's number. If all are wanted at once,
         the result is empty, and `take_news` makes them, in any thread: log probabilities of long texts take a while.
-        Raises ApiError for a step that has failed, and once the engine has ended."""
+        Raises ApiError once the engine has ended."""
         waiter = self.waiting[stream] = self.loop.create_future()
         if stream.finished:  # else the thread is awake, and `set` is slow
             self.has_work.set()
         news = {} if self.end_reason else await waiter
-        if problem := self.end_reason or stream.failure:
-            raise ApiError.of(problem, 500) from problem
+        if self.end_reason:
+            raise self.end_reason
         return news
 
     def end(self, sentence: str = "the server is stopping") -> None:
@@ -168,7 +167,7 @@ class AsyncLLM(threading.Thread):
         step has few tokens of prompts and of calls with several samples, which come later in the order than others."""
         for one in self.core.engines if self.core.runners[0].device.type == "cpu" else ():
             texts = [seq for seq in one.scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
-            num_first = sum(seq.order[1] == seq.order[3] for seq in texts)  # see `_add`
+            num_first = sum(seq.order[1] in seq.order[3:] for seq in texts)  # see `_add`; LLM's own calls have no [3]
             has_grammars = any(seq.sampling.grammar for seq in texts[num_first:])
             beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
             one.scheduler.max_num_batched_tokens = min(
@@ -188,14 +187,13 @@ class AsyncLLM(threading.Thread):
 
     def _serve(self, seconds: float) -> None:
         """Outputs for clients that wait, after a step of so many seconds."""
-        ready = [stream for stream in [*self.waiting]
-                 if stream.failure or stream.has_news and (stream.in_parts or stream.finished)]
+        ready = [stream for stream in [*self.waiting] if stream.has_news and (stream.in_parts or stream.finished)]
         if self.core.requests:
             del ready[16 + int(self.loop_share / EVENT_SECONDS * seconds):]
         news = []
         for stream in ready:
             news.append((self.waiting.pop(stream, None), stream.take_news() if stream.in_parts else {}))
-            if stream.finished and not stream.failure:
+            if stream.finished and not self.failure:
                 self.metrics.whole.add(time.monotonic() - stream.arrival, len(stream.requests))
         if news:
             with suppress(RuntimeError):  # as in `run`
@@ -205,9 +203,7 @@ class AsyncLLM(threading.Thread):
         self.failure = failure
         with self.core.lock:
             for stream in [*self.opened]:
-                if stream in self.waiting or not stream.finished:  # else the client has all outputs
-                    stream.failure = failure
-                    self.core.abort(*stream.request_ids)
+                self.core.abort(*stream.request_ids, reason="error", sentence=str(ApiError.of(failure)))
             self._serve(0)
 
     # ---- with the lock

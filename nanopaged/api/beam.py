@@ -69,15 +69,12 @@ class BeamGroup:
         # One beam is greedy decoding and ends with its first text, as in transformers.
         self.early_stopping = params.early_stopping if params.beam_width > 1 else True
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        # The next tokens that `extend` needs of each live beam: enough even if all EOS tokens are among them and all
+        # new live beams have one parent. More change nothing; a small vocabulary may have fewer.
+        self.num_candidates = self.beam_width + len(self.eos_token_ids)
         self.max_tokens = max_tokens
         self.live = [Beam([], 0.0, 0.0)]  # best first; at the start the prompt alone, and none when the search is done
         self.ended: list[Beam] = []  # best score first: beam_width of them once the search is done
-
-    @property
-    def num_candidates(self) -> int:
-        """The number of next tokens that `extend` needs of each live beam. It is enough even if all EOS tokens are
-        among them and all new live beams have one parent. More change nothing; a small vocabulary may have fewer."""
-        return self.beam_width + len(self.eos_token_ids)
 
     def extend(self, candidates: list[list[tuple[int, float]]]) -> list[tuple[int, int]]:
         """One step of the search.
@@ -139,10 +136,10 @@ class BeamSearch:
     is_reported = False  # LLM.step returns no outputs of it
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
-                 num_candidates: int, scheduler: Scheduler, tokenizer: Any = None) -> None:
+                 scheduler: Scheduler, tokenizer: Any = None) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
         self.request_id, self.scheduler, self.tokenizer = f"beam {arrival}", scheduler, tokenizer
-        self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=num_candidates)
+        self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=group.num_candidates)
         self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
         self.sequences = [self._new_beam()]  # the live beams, best first
@@ -158,16 +155,14 @@ class BeamSearch:
         return []
 
     def take(self, seq: Sequence) -> None:
-        """A step has given this beam its candidates. With those of the last one the search goes on."""
-        if self.can_branch:
+        """A step has given this beam its candidates, and with those of the last one the search goes on. Or the beam was
+        aborted."""
+        if seq.finish_reason and seq in self.sequences:
+            self.sequences.remove(seq)
+            self._forget(seq)
+        # A beam that was preempted meanwhile may be computing its candidates again: the search waits for them.
+        elif self.sequences and all(beam in self.candidates and not beam.num_pending_tokens for beam in self.sequences):
             self.branch()
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether all live beams have their candidates. A beam that was preempted meanwhile may be computing its
-        candidates again; then the search waits for them."""
-        return not self.finished and all(beam in self.candidates and not beam.num_pending_tokens
-                                         for beam in self.sequences)
 
     def branch(self) -> None:
         """One step of the search. A beam's first child is the beam itself, and each further child is a fork. A beam
@@ -196,12 +191,6 @@ class BeamSearch:
     @property
     def num_new_tokens(self) -> int:
         return sum(len(beam.token_ids) for beam in self.group.live + self.group.ended)
-
-    def end(self) -> None:
-        """The search was aborted, and its sequences have ended."""
-        for beam in self.sequences:
-            self._forget(beam)
-        self.sequences = []
 
     def _forget(self, beam: Sequence) -> None:
         beam.listener = None  # the beam and the search would keep each other in memory

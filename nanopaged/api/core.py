@@ -124,7 +124,7 @@ class Core:
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
         sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
-        return Request(text, token_ids, params, sequences, self.tokenizer)
+        return Request(text, sequences, self.scheduler, self.tokenizer)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
@@ -143,8 +143,7 @@ class Core:
             drafter=self.drafting and self.drafting.drafter(params)) for j in range(params.n)]
         if (count := params.prompt_logprobs) is not None:
             # They come from logits, which a block of the prefix cache does not have, and take memory.
-            first, vocab_size = sequences[0], self.config.vocab_size
-            num_values = max(1, vocab_size if count < 0 else min(count, vocab_size))
+            first, num_values = sequences[0], max(1, count) if count >= 0 else self.config.vocab_size
             first.sampling = first.sampling._replace(num_prompt_logprobs=count)
             first.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
             first.reads_prefix_cache = False
@@ -184,15 +183,15 @@ class Core:
         for seq in request.sequences:
             self.scheduler.add(seq)
 
-    def abort(self, *request_ids: str) -> None:
+    def abort(self, *request_ids: str, reason: str = "abort", sentence: str | None = None) -> None:
         for request_id in request_ids:
             request = self.requests.pop(request_id, None)
             self.unreported.pop(request_id, None)
             if request:
-                for seq in request.sequences:
+                for seq in [*request.sequences]:
                     if seq.status is not engine.Status.FINISHED:
-                        self.scheduler.finish(seq, "abort")
-                request.end()
+                        self.scheduler.finish(seq, reason, sentence)
+                    request.take(seq)
                 self._check_if_idle()
 
     def advance(self) -> None:
@@ -212,8 +211,7 @@ class Core:
             request = self.requests.get(seq.request_id)
             if request is None:
                 continue
-            if (end := request.take(seq)) is not None:  # (reason, stop_reason): a stop string, or an error
-                self.scheduler.finish(seq, *end)
+            request.take(seq)
             if request.finished:
                 del self.requests[request.request_id]
             if request.is_reported:

@@ -149,10 +149,10 @@ class LLM(Core):
         return bool(self.requests or self.unreported)
 
     def abort_request(self, request_id: str) -> None:
-        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is
-        done). A finished or unknown id is ignored."""
+        """Stop a request. Its blocks are free at once, or at the end of the step that is being computed (by another
+        thread, or by this one, if a logits processor calls). A finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
-        self.lock.change(lambda: self.abort(request_id))
+        self.lock.defer(lambda: self.abort(request_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
@@ -178,8 +178,15 @@ class LLM(Core):
         use_tqdm: draw a progress bar on stderr, if that is a terminal or a notebook's cell
         """
         _refuse_lora(lora_request)
-        requests = [self.read_request(*given) for given in _one_for_each(as_list(prompts), sampling_params, priority)]
-        return self._finish(requests, use_tqdm)
+        prompts = as_list(prompts)
+        count = len(prompts)
+        settings: Any = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * count
+        order = [0] * count if priority is None else as_python(priority)
+        if len(settings) != count:
+            raise ValueError(f"{count} prompts came with {len(settings)} sampling_params; give one, or one for each")
+        if not isinstance(order, (list, tuple)) or len(order) != count:
+            raise ValueError(f"{count} prompts came with the priority {order!r:.80}; give a list with one for each")
+        return self._finish([self.read_request(*given) for given in zip(prompts, settings, order)], use_tqdm)
 
     def _finish(self, requests: list[Any], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests, each a Request or a BeamSearch, to the end. Ctrl-C comes in a step or after it, and a second
@@ -222,13 +229,11 @@ class LLM(Core):
         template: chat_template, chat_template_kwargs, tools, add_generation_prompt, continue_final_message,
             chat_template_content_format (see `chat_prompt`)
         """
-        _refuse_lora(lora_request)
         if not isinstance(messages, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {messages!r:.80}")
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations = messages if several else [messages]
-        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        several = messages and isinstance(messages[0], (list, tuple))
+        prompts = [self.chat_prompt(conversation, **template) for conversation in (messages if several else [messages])]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(self, messages: Any, *, chat_template: str | None = None,
                     chat_template_kwargs: dict | None = None,
@@ -294,9 +299,7 @@ class LLM(Core):
         for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]:
             max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
             group = BeamGroup(params, self.eos_token_ids, max_tokens)
-            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals),
-                                       min(group.num_candidates, self.config.vocab_size), self.scheduler,
-                                       self.tokenizer))
+            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals), self.scheduler, self.tokenizer))
         return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
@@ -305,19 +308,6 @@ class LLM(Core):
                          "yet; it has generate, chat and beam_search")
 
     embed = classify = score = reward = encode
-
-
-def _one_for_each(prompts: list, settings: Any, priority: Any) -> Iterator[tuple]:
-    """(prompt, sampling parameters, priority) for each prompt."""
-    priority = as_python(priority)
-    if not isinstance(settings, (list, tuple)):
-        settings = [settings] * len(prompts)
-    if len(settings) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling_params; give one, or one for each")
-    if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(prompts)):
-        raise ValueError(f"{len(prompts)} prompts came with the priority {priority!r:.80}; give a list with one for "
-                         "each")
-    return zip(prompts, settings, priority or [0] * len(prompts))
 
 
 def _refuse_lora(lora_request: Any) -> None:

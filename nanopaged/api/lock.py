@@ -120,14 +120,6 @@ class StepLock:
         with self.interrupts:
             self._serve()
 
-    def change(self, function: Callable[[], object]) -> None:
-        """Call `function` between two steps and wait for it; from within a step, defer it."""
-        if self.owner == threading.get_ident():
-            self.deferred.append(function)
-        else:
-            with self:
-                function()
-
 
 class Interrupts(threading.local):
     """`with interrupts:` delays Ctrl-C in the main thread, the only thread that receives signals. Each thread has its
@@ -144,10 +136,10 @@ class Interrupts(threading.local):
         try:
             if threading.current_thread() is threading.main_thread():
                 handler = signal.getsignal(signal.SIGINT)
-                if self.depth == 1 and handler != self._take:
+                if handler != self._take:
                     self.handler, self.pending, self.passes = handler, None, False
-                if handler == self.handler and callable(handler):
-                    signal.signal(signal.SIGINT, self._take)
+                    if callable(handler):
+                        signal.signal(signal.SIGINT, self._take)
         except BaseException:  # Ctrl-C
             self.depth -= 1
             raise

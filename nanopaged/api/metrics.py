@@ -1,6 +1,7 @@
 """What a server counts, in Prometheus' text format. The names and their meanings are vLLM's, with `nanopaged:`."""
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
@@ -53,12 +54,9 @@ class Metrics:
             ("inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),
             ("e2e_request_latency_seconds", self.whole.values(), "From arrival to the last token.")]
         if self.llm.drafting:
-            drafts = self.llm.drafting.metrics
-            values += [
-                ("spec_decode_num_drafts_total", drafts.num_draft_steps, "Speculative decoding: drafts."),
-                ("spec_decode_num_draft_tokens_total", drafts.num_draft_tokens, "Speculative decoding: draft_tokens."),
-                ("spec_decode_num_accepted_tokens_total", drafts.num_accepted_tokens,
-                 "Speculative decoding: accepted_tokens.")]
+            counts = zip(("drafts", "draft_tokens", "accepted_tokens"), astuple(self.llm.drafting.metrics))
+            values += [(f"spec_decode_num_{name}_total", count, f"Speculative decoding: {name}.")
+                       for name, count in counts]
         escaped = model.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
         lines = []
         for name, found, meaning in values:

@@ -94,7 +94,7 @@ class Serving:
         if path == RESPONSES:
             make, body, path = partial(ResponseCall, given=body), read_response(body), CHAT
         body = _check_fields(path, body)
-        tools, call = read_tools(body) if path == CHAT else (None, None)
+        tools, call = read_tools(body)  # /v1/completions has none
         kind = "forced" if call else self.tool_parser if tools else None
         if kind in FORMATS:
             body.setdefault("skip_special_tokens", False)  # they may be those around a call

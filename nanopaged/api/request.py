@@ -6,7 +6,6 @@ stop strings, which are searched for in the text.
 from typing import Any
 
 from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
-from nanopaged.sampling_params import SamplingParams
 from nanopaged.scheduling.additions import Sequence
 from nanopaged.text.stop import StopChecker
 
@@ -14,41 +13,34 @@ from nanopaged.text.stop import StopChecker
 class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 sequences: list[Sequence], tokenizer: Any) -> None:
-        self.prompt, self.prompt_token_ids, self.params = prompt, prompt_token_ids, params
-        self.request_id, self.sequences = sequences[0].request_id, sequences
+    def __init__(self, prompt: str | None, sequences: list[Sequence], scheduler: Any, tokenizer: Any) -> None:
+        self.prompt, self.sequences, self.scheduler, first = prompt, sequences, scheduler, sequences[0]
+        self.request_id, self.params = first.request_id, first.sampling.params
+        self.prompt_token_ids = [*first.token_ids]
         self.is_reported = False  # LLM.step returns outputs of this request
-        self.samples = [_Sample(j, seq, params, tokenizer) for j, seq in enumerate(sequences)]
+        self.samples = [_Sample(seq, tokenizer) for seq in sequences]
         self.running = dict(zip(sequences, self.samples))
         self.has_news = False  # a sample got a token or finished since the last call of `output` or `read_text`
-        self.prompt_logprobs: list = [None] * len(prompt_token_ids) if params.prompt_logprobs is not None else []
+        self.prompt_logprobs: Any = None if self.params.prompt_logprobs is None else [None] * len(first.token_ids)
         self.new_prompt_logprobs: dict[int, tuple] = {}  # by position, in the runner's form, not converted yet
 
     @property
     def finished(self) -> bool:
         return not self.running
 
-    def take(self, seq: Sequence) -> tuple[str, str] | None:
-        """A sequence got a token, or failed to get one. Returns (finish_reason, stop_reason) if its text ends here for
-        a reason that the scheduler does not know."""
+    def take(self, seq: Sequence) -> None:
+        """A sequence got a token, failed to get one, or was aborted."""
         sample = self.running.get(seq)
         if sample is None:  # the step was launched before the sequence was known to be finished
-            return None
+            return
         self.has_news, sample.result = True, None
         if self.params.stop and seq.finish_reason != "error":
             sample.read()
-        if sample.end or seq.finish_reason:
+        if sample.end:
+            self.scheduler.finish(seq, *sample.end)
+        if seq.finish_reason:
             del self.running[seq]
             seq.listener = None  # the sequence and its sample would keep each other in memory
-        return sample.end
-
-    def end(self) -> None:
-        """The request was aborted, or has failed."""
-        self.has_news = True
-        for sample in self.running.values():
-            sample.result = None
-        self.running.clear()
 
     def read_text(self) -> str:
         """The first sample's text so far."""
@@ -70,16 +62,16 @@ class Request:
         self.new_prompt_logprobs.clear()
         of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
-                             self.sequences[0].num_cached_tokens or 0,
-                             None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
+                             self.sequences[0].num_cached_tokens or 0, self.prompt_logprobs and [*self.prompt_logprobs],
                              metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
 
 
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
-    def __init__(self, index: int, seq: Sequence, params: SamplingParams, tokenizer: Any) -> None:
-        self.index, self.seq, self.params, self.tokenizer = index, seq, params, tokenizer
+    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
+        self.index, self.seq, self.tokenizer = seq.order[2], seq, tokenizer
+        params = self.params = seq.sampling.params
         self.text = ""
         self.num_read = 0  # generated tokens that are in the text
         # (finish_reason, stop_reason) if the text ends for a reason that the scheduler does not know
@@ -89,8 +81,8 @@ class _Sample:
         if params.logprobs is not None or seq.sampling.grammar is not None:
             seq.listener = self
         if tokenizer and params.detokenize:
-            self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, seq.token_ids[:seq.num_prompt_tokens])
-        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output) if params.stop else None
+            self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, [*seq.token_ids])
+        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         self.new_logprobs: list[tuple] = []  # in the runner's form, not converted yet
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -122,15 +114,14 @@ class _Sample:
         seq, (finish_reason, stop_reason) = self.seq, self.end or (self.seq.finish_reason, self.seq.stop_reason)
         if isinstance(stop_reason, int) and stop_reason not in (self.params.stop_token_ids or ()):
             stop_reason = None  # an end-of-sequence token
-        result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:], finish_reason,
-                                  stop_reason)
+        result = self.result = CompletionOutput(self.index, self.text, seq.token_ids[seq.num_prompt_tokens:],
+                                                finish_reason, stop_reason)
         if self.logprobs is not None:
             new, self.new_logprobs = self.new_logprobs, []
             for token, found in zip(result.token_ids[len(self.logprobs):], new):
                 self.logprobs.append(self.logprobs_of(token, found))
                 self.cumulative_logprob += found[0]
             result.logprobs, result.cumulative_logprob = list(self.logprobs), self.cumulative_logprob
-        self.result = result
         return result
 
     def logprobs_of(self, token: int, found: tuple) -> dict[int, Logprob]:
@@ -143,29 +134,22 @@ class _Sample:
 
     def read(self) -> None:
         """Decode the sequence's new tokens."""
-        try:
-            self._decode()
-        except BaseException as error:
-            self.fail("tokenizer", error)
-
-    def _decode(self) -> None:
-        seq, start = self.seq, self.num_read
         if self.detokenizer is None:
             return
-        token_ids = seq.token_ids[seq.num_prompt_tokens + start:]
-        self.num_read += len(token_ids)
-        shows_stop = self.params.include_stop_str_in_output
-        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not shows_stop:
+        seq, stop = self.seq, self.stop
+        token_ids = seq.token_ids[seq.num_prompt_tokens + self.num_read:]
+        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not stop.include:
             token_ids.pop()  # the text does not contain the token that ended it
-        if self.stop is None:
-            self.text += self.detokenizer.add(token_ids)
-        else:
-            for i, token in enumerate(token_ids, start + 1):
-                self.text += self.stop.add(self.detokenizer.add([token]), may_stop=i > self.params.min_tokens)
-                if self.stop.matched is not None:
-                    self.detokenizer, self.end = None, ("stop", self.stop.matched)
-                    seq.truncate(seq.num_prompt_tokens + i)  # a grammar may have forced several at once
+        try:
+            for part in [[token] for token in token_ids] if self.params.stop else [token_ids]:
+                self.num_read += len(part)
+                self.text += stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
+                if stop.matched is not None:
+                    self.detokenizer, self.end = None, ("stop", stop.matched)
+                    seq.truncate(seq.num_prompt_tokens + self.num_read)  # a grammar may have forced several at once
                     return
-        if seq.finish_reason:
-            rest, self.detokenizer = self.detokenizer.finish(), None
-            self.text += rest if self.stop is None else self.stop.add(rest) + self.stop.finish()
+            if seq.finish_reason:
+                rest, self.detokenizer = self.detokenizer.finish(), None
+                self.text += stop.add(rest) + stop.finish()
+        except BaseException as error:
+            self.fail("tokenizer", error)

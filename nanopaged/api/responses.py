@@ -30,13 +30,11 @@ def read_response(body: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{stored[0]} needs what the server stores, and it stores nothing; send all messages in input")
     if unknown := sorted(body.keys() - SAME - IGNORED - ECHOED - STORED - {"input"}):
         raise ValueError(f"{RESPONSES} has no field {unknown[0]!r:.80} here; leave it out")
-    chat = {name: body[name] for name in SAME & body.keys()}
+    chat: dict[str, Any] = {name: body.get(name) for name in SAME} | {"max_tokens": body.get("max_output_tokens")}
     chat["messages"] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     check_kind("input", items := body.get("input"), (str, list), "a text or a list of items")
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items or ():
         _add_message(chat["messages"], item)
-    if "max_output_tokens" in body:
-        chat["max_tokens"] = body["max_output_tokens"]
     for tool in body.get("tools", ()):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise ValueError(f"a tool must have the type 'function', which is the only one here, not {tool!r:.80}")
@@ -46,9 +44,9 @@ def read_response(body: dict[str, Any]) -> dict[str, Any]:
     chat["tool_choice"] = {"type": choice.get("type"), "function": choice} if isinstance(choice, dict) else choice
     for name, key, new in (("text", "format", "response_format"), ("reasoning", "effort", "reasoning_effort")):
         check_kind(name, given := body.get(name, {}), dict, "an object")
-        if (value := given.get(key)) is not None:
-            chat[new] = {"type": value.get("type"), "json_schema": value} if isinstance(value, dict) else value
-    return chat
+        value = given.get(key)
+        chat[new] = {"type": value.get("type"), "json_schema": value} if isinstance(value, dict) else value
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 def _add_message(messages: list[dict], item: Any) -> None:

@@ -238,7 +238,7 @@ class Server(uvicorn.Server):
         if path in TEXT_PATHS:
             return JSONResponse(call)
         try:
-            if call.params.structured_outputs and self.llm.tokenizer:
+            if call.params.structured_outputs:
                 grammars = await self._in_thread(False, self.llm.grammar_compiler)
                 await grammars.compile_safely(call.params.structured_outputs)
             stream = await self._in_thread(is_large, self._make_stream, call)
@@ -294,10 +294,9 @@ class Server(uvicorn.Server):
         if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
             stream = Stream([self.llm.read_request([0], SamplingParams(max_tokens=1, detokenize=False))], False)
             with self.engine.open(stream):
-                try:
-                    await self.engine.outputs(stream)
-                except ApiError as error:
-                    raise ApiError(f"the engine failed: {error}", 503) from None
+                await self.engine.outputs(stream)
+            if self.engine.failure is not None:
+                raise ApiError(f"the engine failed: {ApiError.of(self.engine.failure)}", 503)
         return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:

@@ -384,6 +384,13 @@ def test_the_engine_sleeps_when_idle(server):
     assert time.process_time() - used < 0.1 and server.engine.is_alive()
 
 
+def test_a_call_of_generate_goes_on_beside_the_clients(server):
+    with server.send(request(dict(LONG, stream=True))) as connection:
+        wait_until(lambda: server.llm.scheduler.running)
+        [output] = server.llm.generate([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 100 and b"error" not in read_response(connection)[2]
+
+
 def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
     """And all of them in turn. The event loop is woken once per step."""
     monkeypatch.setattr(server.engine, "loop_share", 0.0)
