@@ -149,10 +149,10 @@ class LLM(Core):
         return bool(self.requests or self.unreported)
 
     def abort_request(self, request_id: str) -> None:
-        """Stop a request. Its blocks are free at once, or at the end of the step that is being computed (by another
-        thread, or by this one, if a logits processor calls). A finished or unknown id is ignored."""
+        """Stop a request; its blocks are free at once (from within a step, as by a logits processor: when the step is
+        done). A finished or unknown id is ignored."""
         check_kind("request_id", request_id, str, "what add_request returned")
-        self.lock.defer(lambda: self.abort(request_id))
+        self.lock.change(lambda: self.abort(request_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request

@@ -120,6 +120,14 @@ class StepLock:
         with self.interrupts:
             self._serve()
 
+    def change(self, function: Callable[[], object]) -> None:
+        """Call `function` between two steps and wait for it; from within a step, defer it."""
+        if self.owner == threading.get_ident():
+            self.deferred.append(function)
+        else:
+            with self:
+                function()
+
 
 class Interrupts(threading.local):
     """`with interrupts:` delays Ctrl-C in the main thread, the only thread that receives signals. Each thread has its
