@@ -25,6 +25,18 @@ from nanopaged.tests.helpers import (
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
+
+def assert_golden(llm, variant, prompts=slice(None), times=1, num_tokens=24):
+    """The engine generates what transformers did from these prompts of the golden checkpoint."""
+    texts, continuations, _ = expectations(variant)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate([text.tolist() for text in texts[prompts]] * times, params)
+    assert tokens_of(outputs) == [text.tolist()[:num_tokens] for text in continuations[prompts]] * times
+
+
+SECOND = slice(1, 2)  # of the prompts, where one is enough
+
+
 # --------------------------------------------------------------------------------------------------
 # Configurations
 # --------------------------------------------------------------------------------------------------
@@ -156,19 +168,16 @@ SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3
 @pytest.mark.parametrize("variant", SWITCHED)
 def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     """The fused modules get their weights as a checkpoint that is made of the plain ones' weights."""
-    prompts, continuations, _ = expectations(variant)
-    prompts, expected = [prompt.tolist() for prompt in prompts] * 2, [text.tolist() for text in continuations] * 2
     llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu")
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert_golden(llm, variant, times=2)
     has_window = getattr(llm.scheduler.block_manager, "window", 0)  # in every layer: blocks that left it are free
     assert bool(has_window) == (variant == "phi3") and llm.scheduler.num_preemptions > 0
-    assert llm.generate(prompts[1], GREEDY)[0].num_cached_tokens > 0 or has_window
+    assert llm.scheduler.block_manager.num_cached_tokens > 0 or has_window
     llm = load(variant, device="cpu", enforce_eager=True)
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
     for patch in plain_kernels():
         monkeypatch.setattr(*patch)
     use_modules(llm, fused.MODULES)
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert_golden(llm, variant, times=2)
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -206,8 +215,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, variant, architectu
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.warns(UserWarning, match=f"{architecture} is a multimodal model; its text model is loaded, and images"):
         llm = load(path, num_blocks=64)
-    prompts, continuations, _ = expectations(variant)
-    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+    assert_golden(llm, variant, SECOND)
 
 
 def test_keys_that_a_multimodal_gemma_leaves_out():
@@ -258,21 +266,14 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, problem):
     ("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
 def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
     """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
-    prompts, continuations, _ = expectations(variant)
-
-    def assert_loads(change):
-        llm = load(rewritten(tmp_path, variant, change), num_blocks=64, device="cpu")
-        assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
-
-    assert_loads(lambda tensors: {
-        "lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
-    other = {"lm_head.weight": dict(read_tensors(GOLDEN / variant))[embedding].clone()}
-    assert_loads(lambda tensors: other | tensors)
-    assert_loads(lambda tensors: tensors | other)
-    neither = rewritten(tmp_path, variant, lambda tensors: {
-        name: tensor for name, tensor in tensors.items() if name != embedding})
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}
+    rest = {name: tensor for name, tensor in tensors.items() if name != embedding}
+    other = {"lm_head.weight": tensors[embedding].clone()}
+    for stored in (rest | other, other | tensors, tensors | other):
+        assert_golden(load(rewritten(tmp_path, variant, lambda _: stored), num_blocks=64, device="cpu"), variant,
+                      SECOND)
     with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
-        load(neither, num_blocks=64)
+        load(rewritten(tmp_path, variant, lambda _: rest), num_blocks=64)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -290,6 +291,4 @@ def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, s
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
-    prompts, continuations, _ = expectations(variant)
-    llm = load(path, num_blocks=64)
-    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+    assert_golden(load(path, num_blocks=64), variant, SECOND)

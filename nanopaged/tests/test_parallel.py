@@ -1,6 +1,6 @@
 """One model on several GPUs (tensor parallelism). CPUs stand in for the GPUs: one process each, over gloo.
 
-Most workers are forked (forked.py). What ends a worker is tested with workers as users have them.
+Most workers are forked (forked.py). What rank 0 leaves behind is tested with workers as users have them.
 """
 import errno
 import gc
@@ -32,6 +32,7 @@ from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, complaint, expectations, load, shared, tokens_of
 from nanopaged.tests.test_data_parallel import from_one_pool, texts
+from nanopaged.tests.test_families import assert_golden
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 from nanopaged.weights.split import find_cuts, padded_part, split_config
@@ -60,11 +61,18 @@ def pid_of_worker(llm):
     return llm.runner.workers.processes[1].pid
 
 
-def assert_golden(llm, variant):
-    """It generates what transformers does."""
-    prompts, continuations, _ = expectations(variant)
-    outputs = llm.generate([prompt.tolist() for prompt in prompts], GREEDY)
-    assert tokens_of(outputs) == [continuation.tolist() for continuation in continuations]
+def is_gone(pid):
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+        return True
+
+
+def wait_until(condition, *given):
+    deadline = time.monotonic() + 10
+    while not condition(*given):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
@@ -232,31 +240,15 @@ def end(llm):
     with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
         llm.generate(PROMPT)
     assert not llm.has_unfinished_requests()
-    wait_until_gone(pid)
+    wait_until(is_gone, pid)
     return str(first.value).replace(f"(process {pid})", "(its pid)")
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def wait_until_gone(pid):
-    wait_until(lambda: not is_alive(pid))
-
-
-def is_alive(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
-        return False
-
-
-def test_a_worker_that_fails_ends_the_engine_with_its_name(monkeypatch):
-    monkeypatch.setattr(forked, "FAULT", "refuse_steps")
-    assert end(split()) == "worker 1 (its pid) failed (KeyError: 'oops'); make a new LLM"
+@pytest.mark.parametrize("fault, reason", [
+    ("refuse_steps", "failed (KeyError: 'oops')"), ("be_killed", "was ended by signal 9")])
+def test_a_worker_that_fails_ends_the_engine_with_its_name(monkeypatch, fault, reason):
+    monkeypatch.setattr(forked, "FAULT", fault)
+    assert end(split()) == f"worker 1 (its pid) {reason}; make a new LLM"
 
 
 def test_a_worker_that_hangs_ends_the_engine_with_its_name(monkeypatch):
@@ -277,7 +269,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_large_message_ends_the_engine_wi
         llm.generate([[i + 1] * 1000 for i in range(8)], SamplingParams(max_tokens=1))
     error = interrupted.value.__context__
     assert str(error) == f"worker 1 (process {pid}) has not answered for 0.5 seconds; make a new LLM"
-    wait_until_gone(pid)
+    wait_until(is_gone, pid)
     assert not llm.requests
 
 
@@ -293,13 +285,17 @@ def test_a_worker_that_is_killed_between_two_steps_ends_the_engine_with_its_name
     assert not llm.scheduler.running
 
 
-def test_an_engine_that_is_dropped_leaves_no_process_and_no_file():
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_an_engine_that_is_dropped_leaves_no_process_and_no_file(is_guarded):
+    """Nor if the guard was killed before."""
     llm = split()
-    pid, folder = pid_of_worker(llm), llm.runner.workers.folder
+    pid, folder, guard = pid_of_worker(llm), llm.runner.workers.folder, llm.runner.workers.guard
     llm.generate(PROMPT, GREEDY)
+    if not is_guarded:
+        guard.kill(), guard.wait()
     del llm
-    wait_until_gone(pid)
-    assert not os.path.exists(folder)
+    wait_until(is_gone, pid)
+    assert not os.path.exists(folder) and guard.returncode is not None
 
 
 SCRIPT = """
@@ -329,11 +325,11 @@ def test_processes_of_a_users_script(tmp_path):
     assert "going on" in script.stdout.readline()
     os.killpg(script.pid, signal.SIGINT)
     line = next(line for line in script.stdout if "going on" not in line)
-    assert line == f"interrupted {tokens}" and is_alive(int(pid))
+    assert line == f"interrupted {tokens}" and not is_gone(pid)
     assert "going on" in script.stdout.readline()
     os.kill(int(pid), signal.SIGSTOP)
     script.kill()
-    wait_until_gone(int(pid))
+    wait_until(is_gone, pid)
     script.wait()
 
 
@@ -354,7 +350,7 @@ LLM({!r}, tensor_parallel_size=2, device="cpu")
     assert list(tmp_path.iterdir()) == [Path(folder)]
     script.kill()
     script.wait()
-    wait_until_gone(int(pid))
+    wait_until(is_gone, pid)
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
@@ -362,21 +358,6 @@ def test_a_full_disk_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(ValueError, match="No space left on device.*set TMPDIR"):
         split()
-
-
-def test_a_real_worker_that_is_killed(monkeypatch):
-    monkeypatch.setattr(workers, "Popen", subprocess.Popen)
-    llm = split()
-    threading.Timer(0.3, os.kill, [pid_of_worker(llm), signal.SIGKILL]).start()
-    assert end(llm) == "worker 1 (its pid) was ended by signal 9; make a new LLM"
-
-
-def test_a_guard_that_was_killed_does_no_harm():
-    workers = split().runner.workers
-    workers.guard.kill()
-    workers.guard.wait()
-    workers.close()
-    assert not Path(workers.folder).exists()
 
 
 def test_exchanges_are_counted_by_group(tmp_path):
@@ -491,7 +472,7 @@ def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypa
         with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pid}\) .*{sentence}"):
             while True:
                 llm.generate([PROMPT] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
-        wait_until_gone(pid)
+        wait_until(is_gone, pid)
         del llm
         gc.collect()
         torch.cuda.synchronize()  # no barrier is left under way
