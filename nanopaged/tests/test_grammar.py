@@ -13,7 +13,9 @@ import torch
 
 from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
-from nanopaged.tests.helpers import GOLDEN, ROOT, check_books, compiles, freed_at_once, load
+from nanopaged.tests.helpers import GOLDEN, compiles, freed_at_once, load
+from nanopaged.tests.test_data_parallel import run as run_checked
+from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text import grammar as grammars
 from nanopaged.text.tokenizer import load_tokenizer
@@ -169,14 +171,8 @@ def mixed(llm):
                 params(json=PERSON, n=3, seed=5), params(regex=r"\d{4}-\d{2}-\d{2} [a-z]{3,9}", presence_penalty=1.5),
                 params(choice=["yes, indeed", "no, never"], temperature=0), params(json=PERSON, logprobs=2, top_p=0.9),
                 SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3)]
-    requests = [llm.add_request("ROMEO: what is it", setting) for setting in settings]
-    done = {}
-    while llm.has_unfinished_requests():
-        done |= {output.request_id: output for output in llm.step()}
-        for scheduler in [one.scheduler for one in llm.engines]:
-            check_books(scheduler)
-    llm.scheduler.block_manager.check_idle()
-    return [[(sample.text, sample.token_ids) for sample in done[request].outputs] for request in requests]
+    outputs = run_checked(llm, ["ROMEO: what is it"] * len(settings), settings)
+    return [[(sample.text, sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +195,16 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(options, expected):
 def test_steps_that_fail_are_undone(method, options, is_bad, expected):
     """Also while a void token is under way, and several times."""
     llm, calls = load(device="cpu", lookahead=1, **options), count()
-    works, step = getattr(llm.runner, method), llm.step
+    works = getattr(llm.runner, method)
 
     def fails_often(*args):
         if is_bad(next(calls)):
             raise ConnectionError
         return works(*args)
 
-    def step_or_nothing():
+    def step_or_nothing(works=llm.step):
         with contextlib.suppress(ConnectionError):
-            return step()
+            return works()
         return []
 
     setattr(llm.runner, method, fails_often)
@@ -440,11 +436,5 @@ def test_replayed_steps_wait_for_the_masks(llguidance):
 
 
 def test_the_readmes_trace(llguidance, capsys):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    text, excerpt = readme.partition("### Structured output")[2].split("```")[:2]
-    regex = " ".join(re.search('`--regex "(.*?)"`', text, re.S)[1].split())
-    assert main(["--prompt", "ROMEO: ", "--regex", regex, "--temperature", "0", "--trace", "--device", "cpu",
-                 "--block-size", "4"]) == 0
-    printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())
-    for line in filter(None, excerpt.splitlines()):
-        assert line in printed, line
+    assert_prints_the_readmes_trace(capsys, "### Structured output", "--regex", "--prompt", "ROMEO: ",
+                                    "--block-size", "4")
