@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanopaged import LLM
 from nanopaged.device.logits import LogitsEditor, encode_bad_words
 from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
@@ -409,29 +408,3 @@ def test_bad_words_are_banned_with_and_without_a_space_before(words, prefix, tok
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
         encode_bad_words(["bad", " "], tokenizer_of("[a-z]+"))
-
-
-# ---- In an engine
-
-def test_a_sequence_that_comes_back_to_its_row_has_its_settings_again():
-    """The sequence is preempted, others start meanwhile, and the row is free when its turn comes. The tables shrink
-    once no row needs them."""
-    greedy = dict(temperature=0, ignore_eos=True)
-    penalties = SamplingParams(**greedy, max_tokens=28, frequency_penalty=2.0, bad_words=["the", "thou"])
-    expected = LLM(device="cpu", num_blocks=20).generate([[20, 21, 22, 23]], penalties)[0].outputs[0].token_ids
-    llm = LLM(device="cpu", block_size=4, num_blocks=8, scheduling_policy="priority")
-    penalised = llm.requests[llm.add_request([20, 21, 22, 23], penalties, priority=5)].sequences[0]
-    llm.step()
-    rows = [penalised.row]
-    for length, max_tokens in ((4, 16), (25, 2), (2, 3)):  # takes its blocks as it grows; leaves too few; neither
-        params = SamplingParams(**greedy, max_tokens=max_tokens)
-        urgent = llm.add_request(list(range(length)), params, priority=-1)
-        while urgent in llm.requests:
-            llm.step()
-        rows.append(penalised.row)
-    while llm.has_unfinished_requests():
-        llm.step()
-    assert rows == [rows[0], -1, -1, rows[0]] != [-1] * 4 and output_of(penalised) == expected
-    assert num_entries(llm.runner.editor) > 1000
-    llm.generate([[1, 2]], SamplingParams(max_tokens=2))
-    assert num_entries(llm.runner.editor) < 300  # a number for each of the 257 rows

@@ -285,6 +285,7 @@ def test_a_worker_that_is_killed_between_two_steps_ends_the_engine_with_its_name
     assert not llm.scheduler.running
 
 
+@pytest.mark.filterwarnings("error")  # an exception while it is freed is only a warning
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_an_engine_that_is_dropped_leaves_no_process_and_no_file(is_guarded):
     """Nor if the guard was killed before."""
