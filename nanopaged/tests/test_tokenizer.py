@@ -201,7 +201,7 @@ def test_bytes_that_are_no_token_vanish_and_their_neighbours_merge():
 
 def test_long_and_monotonous_prompts():
     """tiktoken alone panics on a million spaces."""
-    for name in ("gpt2", "llama3", "smollm2", "qwen"):
+    for name in ("gpt2", "smollm2", "qwen"):
         tokenizer = load_tokenizer(GOLDEN / name)
         for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -361,7 +361,7 @@ def test_real_gpt2_vocabulary():
     words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
     scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000),
                (0x1F300, 0x1FAFF)]
-    for _ in range(5000):
+    for _ in range(2000):
         parts = rng.choices(words, k=rng.randrange(5)) + [
             "".join(chr(rng.randrange(*script)) for _ in range(rng.randrange(1, 7)))
             for script in rng.choices(scripts, k=rng.randrange(1, 7))]
