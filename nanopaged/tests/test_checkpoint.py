@@ -250,15 +250,12 @@ def test_not_a_safetensors_file(tmp_path, change, problem):
     ({"data_offsets": [24, 0]}, "hold -24"),
     ({"data_offsets": [1 << 40, (1 << 40) + 24]}, "is truncated: expected 1,099,"),
     ({"data_offsets": [-24, 0]}, "tensor 'a' has a malformed header entry"),
-    ({"data_offsets": [0]}, "malformed"), ({"data_offsets": None}, "malformed"),
+    ({"data_offsets": [0]}, "malformed"), ({"shape": "23"}, "malformed"), ({"dtype": ["F32"]}, "malformed"),
     ({"shape": [2, 4]}, "tensor 'a' of shape [2, 4] and dtype F32 takes 32 bytes"),
-    ({"shape": "23"}, "malformed"), ({"shape": [2, 3.0]}, "malformed"), ({"dtype": ["F32"]}, "malformed"),
     ({"dtype": "F4"}, "tensor 'a' has the unknown dtype 'F4'; expected one of F64, F32"),
-    ({"dtype": "F64"}, "takes 48 bytes"),
     *(({"shape": shape, "data_offsets": [0, 0]}, "tensor 'a' has a malformed header entry")
       for shape in ([0, 2**70], [0, 2**40, 2**40], [2**62] * 64)),
-    ({"data_offsets": [0, 10**400]}, "malformed"),
-    *((entry, "tensor 'a' has a malformed header entry") for entry in (None, [], 3))],
+    ({"data_offsets": [0, 10**400]}, "malformed"), ([], "tensor 'a' has a malformed header entry")],
     ids=lambda value: repr(value)[:60])
 def test_bad_header_entries(tmp_path, change, problem):
     header = {"a": entry(SAMPLE["a"], 0) | change if isinstance(change, dict) else change}

@@ -220,7 +220,6 @@ def test_no_tokenizer_files(tmp_path):
         (tmp_path / "tokenizer.model").write_bytes(b"")
 
 
-NO_OBJECTS = ["[]", "null", '"x"', "[" * 100_000]
 SPLIT = "pre_tokenizer__pretokenizers__0__pattern"
 TEMPLATE = "post_processor__processors__1__special_tokens"
 NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  # only the package tokenizers can
@@ -245,18 +244,14 @@ def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Pat
 
 
 @pytest.mark.parametrize("name, text", [
-    *((name, text) for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-      for text in NO_OBJECTS),
-    *(("tokenizer.json", f'{{"model": {model}}}') for model in ("null", "[]", "{}", '{"vocab": 5}')),
-    ("tokenizer.json", "{}"), ("tokenizer.json", '{"model": '), ("tokenizer.json", "version https://git-lfs"),
-    *(("tokenizer_config.json", f'{{"added_tokens_decoder": {tokens}}}')
-      for tokens in ('["x"]', '{"x": {"content": "x"}}', '{"5": "x"}', '{"5": {}}')),
-    *(("tokenizer.json", {part: ...}) for part in (
-        "model", "model__vocab", *(f"added_tokens__0__{key}" for key in (
-            "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")))),
+    ("tokenizer.json", "[]"), ("tokenizer.json", '{"model": null}'), ("tokenizer.json", '{"model": {"vocab": 5}}'),
+    ("tokenizer.json", {"added_tokens__0__special": ...}),
     pytest.param("tokenizer.json", {"model__merges": ...}, marks=needs_tokenizers),
-    *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "[]", "5", '{"content": []}')),
-    ("special_tokens_map.json", '{"bos_token": {}}')], ids=lambda value: f"{value!s:.60}")
+    ("tokenizer_config.json", '{"model": '), ("tokenizer_config.json", '{"added_tokens_decoder": ["x"]}'),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "x"}}}'),
+    *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "5", '{"content": []}')),
+    ("special_tokens_map.json", "[" * 100_000), ("special_tokens_map.json", '{"bos_token": {}}')],
+    ids=lambda value: f"{value!s:.60}")
 def test_damaged_files(tmp_path, name, text):
     """Whatever is wrong with the files, the error is a ValueError, with which the engine starts without a tokenizer."""
     changed(tmp_path, "llama3", **text if isinstance(text, dict) else {})
