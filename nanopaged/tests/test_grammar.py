@@ -147,7 +147,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
         torch.manual_seed(0)
         for parameter in llm.runner.model.parameters():
             parameter.normal_(std=0.1)
-    structures = [random_structure(rng, i) for i in range(300)]
+    structures = [random_structure(rng, i) for i in range(150)]
     settings = [params(**structure, seed=i) for i, structure in enumerate(structures)]
     outputs = run(llm, *settings, prompt="ROMEO:")
     for structure, output, setting in zip(structures, outputs, settings):
@@ -157,7 +157,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
             assert output.finish_reason == "length"
             matcher = llm.grammars.compile(setting.structured_outputs).matcher
             assert matcher.validate_tokens(output.token_ids) == len(output.token_ids)
-    assert sum(output.finish_reason == "stop" for output in outputs) > 240
+    assert sum(output.finish_reason == "stop" for output in outputs) > 120
 
 
 PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"},
