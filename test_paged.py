@@ -262,9 +262,9 @@ def test_store_kv_writes_the_slots_and_nothing_else(dtype, limit, k_scale, v_sca
     k[0, 0, 0], v[3, 1, 1] = 1e6, -1e6
     k_cache, v_cache = torch.full((2, 4, 8, 3, 24), 9.0, device=DEVICE).to(dtype)
     slots = torch.tensor([17, -1, 0, 31, -1], device=DEVICE)
-    for written in (slots, torch.full_like(slots, -1)):
-        stored = (k, v) if dtype is not FP8 else (kernel.to_fp8(k, k_scale, FP8), kernel.to_fp8(v, v_scale, FP8))
-        store_kv(*stored, k_cache, v_cache, written)
+    stored = (k, v) if dtype is not FP8 else (kernel.to_fp8(k, k_scale, FP8), kernel.to_fp8(v, v_scale, FP8))
+    for written in (slots, torch.full_like(slots, -1), slots[:0]):
+        store_kv(*(new[:len(written)] for new in stored), k_cache, v_cache, written)
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         expected = torch.full((32, 3, 24), 9.0, device=DEVICE)
         expected[[17, 0, 31]] = (new / scale).clamp(-limit, limit)[[0, 2, 3]].to(dtype).float()
