@@ -335,11 +335,10 @@ def test_threads_streams_and_aborts():
 # ---- Around it
 
 def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
-    reads, read = [], assemble.read_weights
-    monkeypatch.setattr(assemble, "read_weights", lambda *given: reads.append(given) or read(*given))
+    monkeypatch.setattr(assemble, "read_weights", read := Mock(wraps=assemble.read_weights))
     llm = pools(3)
     manager = llm.scheduler.block_manager
-    assert len(reads) == 1 and len(llm.runners) == 3
+    assert read.call_count == 1 and len(llm.runners) == 3
     assert manager.num_blocks == manager.num_free_blocks == 600
     llm.generate(PROMPTS, GREEDY)
     assert manager.num_prompt_tokens == sum(map(len, PROMPTS)) and manager.num_free_blocks == 600

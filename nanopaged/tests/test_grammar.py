@@ -7,6 +7,7 @@ import re
 import sys
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -223,11 +224,9 @@ def test_an_engine_that_is_deleted_is_freed_at_once(llguidance, lookahead):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkeypatch):
     def num_steps():
-        with monkeypatch.context() as patch:
-            launch, steps = llm.runner.launch, []
-            patch.setattr(llm.runner, "launch", lambda step: steps.append(step) or launch(step))
+        with patch.object(llm.runner, "launch", wraps=llm.runner.launch) as launch:
             run(llm, params(json=PERSON))
-        return len(steps)
+        return launch.call_count
 
     llm = load(device="cpu", lookahead=lookahead)
     with_forced = num_steps()
@@ -293,16 +292,16 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
 
 
 def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
-    compiled, compile_one = [], llm.grammars._compile
-    monkeypatch.setattr(llm.grammars, "_compile", lambda *source: (compiled.append(source), compile_one(*source))[1])
-    monkeypatch.setattr(llm.grammars, "most_compiled", 4)
+    compiler = llm.grammar_compiler()
+    monkeypatch.setattr(compiler, "_compile", compile_one := Mock(wraps=compiler._compile))
+    monkeypatch.setattr(compiler, "most_compiled", 4)
     for i in range(10):
         run(llm, params(regex=f"a{{{i % 6 + 1}}}"))
         run(llm, params(regex="a{1}"))  # the one used last is kept
         with pytest.raises(ValueError, match="unclosed group"):
             llm.add_request("A", params(regex="(unclosed"))
-    assert len(llm.grammars.compiled) == 4
-    assert compiled.count(("regex", "(unclosed")) == compiled.count(("regex", "a{1}")) == 1
+    assert len(compiler.compiled) == 4
+    assert [compile_one.mock_calls.count(call("regex", source)) for source in ("(unclosed", "a{1}")] == [1, 1]
 
 
 def takes_hours(index):
@@ -405,10 +404,9 @@ def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
 
 def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
     llm = load(device="cpu", max_num_seqs=16, num_blocks=30, block_size=4)
-    with monkeypatch.context() as patch:
-        patch.setattr("nanopaged.tests.test_graphs.CUDA", False)
-        replayed = record_graphs(llm, patch)
-        assert mixed(llm) == expected
+    monkeypatch.setattr("nanopaged.tests.test_graphs.CUDA", False)
+    replayed = record_graphs(llm, monkeypatch)
+    assert mixed(llm) == expected
     assert replayed and llm.runner.masked
 
 
