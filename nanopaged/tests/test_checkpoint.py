@@ -255,11 +255,12 @@ def test_not_a_safetensors_file(tmp_path, change, problem):
     ({"dtype": "F4"}, "tensor 'a' has the unknown dtype 'F4'; expected one of F64, F32"),
     *(({"shape": shape, "data_offsets": [0, 0]}, "tensor 'a' has a malformed header entry")
       for shape in ([0, 2**70], [0, 2**40, 2**40], [2**62] * 64)),
-    ({"data_offsets": [0, 10**400]}, "malformed"), ([], "tensor 'a' has a malformed header entry")],
+    ({"data_offsets": [0, 10**400]}, "malformed"), ({"shape": ...}, "malformed"), ([], "malformed")],
     ids=lambda value: repr(value)[:60])
 def test_bad_header_entries(tmp_path, change, problem):
-    header = {"a": entry(SAMPLE["a"], 0) | change if isinstance(change, dict) else change}
-    write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header=header)
+    if isinstance(change, dict):  # ... deletes
+        change = {key: value for key, value in (entry(SAMPLE["a"], 0) | change).items() if value is not ...}
+    write_safetensors(tmp_path / "model.safetensors", {"a": SAMPLE["a"]}, header={"a": change})
     assert problem in read_error(tmp_path)
 
 
