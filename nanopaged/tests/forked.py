@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import torch
 
@@ -35,9 +36,7 @@ def run_out_of_memory(rows=20):
 
 
 def refuse_steps():
-    def follow(self, lists):
-        raise KeyError("oops")
-    parallel.Follower.follow = follow
+    parallel.Follower.follow = Mock(side_effect=KeyError("oops"))
 
 
 def be_killed():
@@ -49,9 +48,7 @@ def have_fewer_blocks():
 
 
 def lack_memory():
-    def choose(runner, share):
-        raise ValueError("no memory is left for the KV pool")
-    trial.choose_num_blocks = choose
+    trial.choose_num_blocks = Mock(side_effect=ValueError("no memory is left for the KV pool"))
 
 
 def pretended():
@@ -76,13 +73,13 @@ def pretended():
 
 
 def pretend_graphs():
-    for owner, name, value in pretended():
-        setattr(owner, name, value)
+    for patch in pretended():
+        setattr(*patch)
 
 
 def pretend_kernels():
-    for owner, name, value in plain_kernels():
-        setattr(owner, name, value)
+    for patch in plain_kernels():
+        setattr(*patch)
 
 
 class ForkedWorker:

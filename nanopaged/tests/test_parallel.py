@@ -138,8 +138,8 @@ def test_grammars():
 @pytest.mark.parametrize("variant", ["qwen3", "gpt2", "gemma3"])
 def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     """On a CPU graphs are pretended, and the small kernels are in torch."""
-    for owner, name, value in forked.pretended():
-        monkeypatch.setattr(owner, name, value)
+    for patch in forked.pretended():
+        monkeypatch.setattr(*patch)
     monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
     monkeypatch.setattr(assemble, "pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
     llm = split(variant, max_num_batched_tokens=40, max_num_seqs=4)
