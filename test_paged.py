@@ -18,6 +18,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ from nanopaged.tests.helpers import (
     shared,
     tokens_of,
 )
+from nanopaged.tests.test_families import assert_golden
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
@@ -246,11 +248,10 @@ def test_padding_is_not_written():
 
 def test_a_decode_step_in_torch_is_one_call(monkeypatch):
     """The default path in torch makes one call, however many sequences there are and however long they are."""
-    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
+    attend = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     run_attention(rectangles.paged_attention, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
-    assert len(calls) == 1
+    attend.assert_called_once()
 
 
 @pytest.mark.parametrize("dtype, limit, k_scale, v_scale", [
@@ -261,9 +262,9 @@ def test_store_kv_writes_the_slots_and_nothing_else(dtype, limit, k_scale, v_sca
     k[0, 0, 0], v[3, 1, 1] = 1e6, -1e6
     k_cache, v_cache = torch.full((2, 4, 8, 3, 24), 9.0, device=DEVICE).to(dtype)
     slots = torch.tensor([17, -1, 0, 31, -1], device=DEVICE)
-    for written in (slots, torch.full_like(slots, -1)):
-        stored = (k, v) if dtype is not FP8 else (kernel.to_fp8(k, k_scale, FP8), kernel.to_fp8(v, v_scale, FP8))
-        store_kv(*stored, k_cache, v_cache, written)
+    stored = (k, v) if dtype is not FP8 else (kernel.to_fp8(k, k_scale, FP8), kernel.to_fp8(v, v_scale, FP8))
+    for written in (slots, torch.full_like(slots, -1), slots[:0]):
+        store_kv(*(new[:len(written)] for new in stored), k_cache, v_cache, written)
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         expected = torch.full((32, 3, 24), 9.0, device=DEVICE)
         expected[[17, 0, 31]] = (new / scale).clamp(-limit, limit)[[0, 2, 3]].to(dtype).float()
@@ -797,23 +798,17 @@ def test_greedy_continuations_equal_transformers(variant):
     pieces = [(torch.cat([prompt, text[:start]]).tolist(), text[start:start + 60].tolist())
               for prompt, text in zip(prompts, continuations) for start in range(0, len(text), 60)]
     params = [SamplingParams(temperature=0, max_tokens=len(piece), ignore_eos=True) for _, piece in pieces]
-    outputs = llm.generate([prompt for prompt, _ in pieces], params)
-    assert tokens_of(outputs) == [piece for _, piece in pieces]
-    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert tokens_of(llm.generate([prompt for prompt, _ in pieces], params)) == [piece for _, piece in pieces]
 
 
 @needs_kernel
 @pytest.mark.parametrize("variant", VARIANTS)
 @compiles
 def test_the_triton_path_equals_transformers(variant):
-    prompts, continuations, _ = expectations(variant)
-    llm = load(variant, attention="triton")
     # The interpreter takes a second for 30 tokens, so there it gets one prompt, and two prompts for models with windows
     # in all, in some and in no layers.
-    num_prompts, num_new = (len(prompts), 8) if CUDA else (1 + (variant in ("mistral", "gemma3", "qwen3")), 2)
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
-    outputs = llm.generate([prompt.tolist() for prompt in prompts[:num_prompts]], params)
-    assert tokens_of(outputs) == [continuation.tolist()[:num_new] for continuation in continuations[:num_prompts]]
+    num_prompts, num_new = (None, 8) if CUDA else (1 + (variant in ("mistral", "gemma3", "qwen3")), 2)
+    assert_golden(load(variant, attention="triton"), variant, slice(num_prompts), num_tokens=num_new)
 
 
 @needs_gpu
@@ -954,13 +949,11 @@ def test_the_last_layer_attends_only_for_what_samples():
 ], ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
 @compiles
 def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
-    prompts, continuations, _ = expectations(variant)
     llm, swapped = load(variant, **options), []  # a lookahead comes with CUDA graphs; here without them, too
     llm.scheduler.observers.append(lambda change, step: swapped.extend(step.swaps_in if change == "schedule" else ()))
     if "attention" in options:
         assert llm.runner.kernels is (kernel.TORCH if options["enforce_eager"] else rectangles.KERNELS)
-    prompts = [prompt.tolist() for prompt in prompts] * 3
-    assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 3
+    assert_golden(llm, variant, times=3)
     manager = llm.scheduler.block_manager
     manager.check_idle()
     if "num_blocks" in options and not getattr(manager, "window", 0):  # not much more than the longest sequence
@@ -969,19 +962,16 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
 
 
 def test_outputs_are_the_same_from_the_cache():
-    llm = load("llama3", num_blocks=32)
-    prompts, continuations, _ = expectations("llama3")
-    block, prompt, continuation = 16, prompts[-1].tolist(), continuations[-1].tolist()
-    whole = prompt + continuation[:-len(prompt) % block]  # ends at the end of a block
-    fresh = load("llama3", enable_prefix_caching=False)
-    for text in (prompt, whole):
-        expected = tokens_of(fresh.generate(text, GREEDY))
-        assert tokens_of(llm.generate(text, GREEDY)) == expected
-        output = llm.generate(text, GREEDY)[0]  # the second time its blocks are in the cache
-        assert tokens_of([output]) == expected and output.num_cached_tokens == len(text) // block * block
+    llm, fresh = load("llama3", num_blocks=32), load("llama3", enable_prefix_caching=False)
+    text = list(range(60, 140))
+    for length in (70, 80):  # of 4 whole blocks and a rest, and of 5 whole blocks
+        expected = tokens_of(fresh.generate(text[:length], GREEDY))
+        assert tokens_of(llm.generate(text[:length], GREEDY)) == expected
+        output = llm.generate(text[:length], GREEDY)[0]  # the second time its blocks are in the cache
+        assert tokens_of([output]) == expected and output.num_cached_tokens == length // 16 * 16
     for i in range(10):  # push everything out
         llm.generate([[i + 10] * 60], SamplingParams(max_tokens=1))
-    output = llm.generate(whole, GREEDY)[0]
+    output = llm.generate(text, GREEDY)[0]
     assert output.num_cached_tokens == 0 and tokens_of([output]) == expected
 
 
@@ -1009,15 +999,14 @@ def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
     """The model is the bundled one, and the text a piece of tinyshakespeare's last tenth, which is no part of the
     training text."""
     held_out = shared().get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
-    prompts = [held_out[start:start + 400] for start in range(0, len(held_out) - 400, 400)]
-    losses, outputs = {}, {}
+    prompts, losses = [held_out[start:start + 400] for start in range(0, 2400, 400)], []
     for dtype in ("auto", "fp8"):
         llm = load(kv_cache_dtype=dtype)
-        outputs[dtype] = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-        tokens = [list(entry.values())[0].logprob for output in outputs[dtype] for entry in output.prompt_logprobs[1:]]
-        losses[dtype] = -sum(tokens) / len(tokens)
-    assert len(prompts) > 5 and 2.6 < losses["auto"] < 3.3  # nats per token; training.json says 3.20 of the whole tenth
-    assert losses["fp8"] == pytest.approx(losses["auto"], rel=0.01) and losses["fp8"] != losses["auto"]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        tokens = [list(entry.values())[0].logprob for output in outputs for entry in output.prompt_logprobs[1:]]
+        losses.append(-sum(tokens) / len(tokens))
+    assert 2.6 < losses[0] < 3.3  # nats per token; training.json says 3.20 of the whole tenth
+    assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
     assert llm.runner.pool.block_bytes * 4 == shared().runner.pool.block_bytes  # float32 here; half of bfloat16
     assert all(k_scale > 0 and v_scale > 0 for _, _, k_scale, v_scale in llm.runner.kv_cache)
 
@@ -1097,7 +1086,7 @@ def each_alone():
 
 
 @pytest.mark.parametrize("options", [
-    dict(graphs=True), dict(lookahead=0), dict(num_blocks=30, block_size=4),
+    dict(graphs=True), dict(lookahead=0), dict(num_blocks=16, block_size=4),
     dict(num_blocks=30, block_size=4, swap_space=0.01),
     dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
 @compiles

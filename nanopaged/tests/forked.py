@@ -1,24 +1,26 @@
 """Workers that are forked from one process, which has imported torch once: starting Python for each takes two seconds.
 
-`ForkedWorker` stands in for subprocess.Popen in nanopaged/device/workers.py. What ends a worker, and what it leaves
-behind, is tested with real processes.
+`ForkedWorker` stands in for subprocess.Popen in nanopaged/device/workers.py. What is left behind when rank 0 ends is
+tested with real processes.
 """
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 
 from nanopaged.device import fused, graphs, parallel, trial, workers
 from nanopaged.tests.helpers import blank_input, plain_kernels
+from nanopaged.tests.test_graphs import PretendedGraph
 
-FAULT = ""  # what workers that start from now on do wrong, see `FAULTS`
+FAULT = ""  # the function below that workers call which start from now on
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
 
 
 def run_out_of_memory(rows=20):
@@ -34,9 +36,11 @@ def run_out_of_memory(rows=20):
 
 
 def refuse_steps():
-    def follow(self, lists):
-        raise KeyError("oops")
-    parallel.Follower.follow = follow
+    parallel.Follower.follow = Mock(side_effect=KeyError("oops"))
+
+
+def be_killed():
+    parallel.Follower.follow = lambda self, lists: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def have_fewer_blocks():
@@ -44,27 +48,7 @@ def have_fewer_blocks():
 
 
 def lack_memory():
-    def choose(runner, share):
-        raise ValueError("no memory is left for the KV pool")
-    trial.choose_num_blocks = choose
-
-
-class PretendedGraph:
-    """A stand-in for a CUDA graph on a CPU: it computes the step again."""
-    recording = None
-
-    def pool(self):
-        pass
-
-    def capture_begin(self, *_, **__):
-        PretendedGraph.recording = self
-
-    def capture_end(self):
-        PretendedGraph.recording = None
-
-    def replay(self):
-        for old, new in zip(self.outputs, self.step()):
-            old.copy_(new)
+    trial.choose_num_blocks = Mock(side_effect=ValueError("no memory is left for the KV pool"))
 
 
 def pretended():
@@ -73,11 +57,12 @@ def pretended():
         method = getattr(graphs.GraphRunner, name)
 
         def record(self, shape):
-            if isinstance(shape, graphs.Shape) and PretendedGraph.recording:
+            graph = PretendedGraph.recording
+            if graph and isinstance(shape, graphs.Shape):
                 blank_input(self, shape)
             outputs = method(self, shape)
-            if graph := PretendedGraph.recording:
-                graph.step, graph.outputs = lambda: method(self, shape), outputs
+            if graph:
+                graph.steps.append((lambda: method(self, shape), outputs))
             return outputs
         return record
 
@@ -88,79 +73,46 @@ def pretended():
 
 
 def pretend_graphs():
-    for owner, name, value in pretended():
-        setattr(owner, name, value)
+    for patch in pretended():
+        setattr(*patch)
 
 
 def pretend_kernels():
-    for owner, name, value in plain_kernels():
-        setattr(owner, name, value)
-
-
-FAULTS = {f.__name__: f for f in (run_out_of_memory, refuse_steps, have_fewer_blocks, lack_memory, pretend_graphs,
-                                  pretend_kernels)}
+    for patch in plain_kernels():
+        setattr(*patch)
 
 
 class ForkedWorker:
     """The part of subprocess.Popen that workers.py uses."""
 
-    def __init__(self, args, **options):
-        (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-        socket.send_fds(server(), [FAULT.encode().ljust(32)], [to_read, from_write])
-        self.pid = int(server().recv(16))
-        self.stdin, self.stdout, self.returncode = open(to_write, "wb"), open(from_read, "rb"), None
-        os.close(to_read), os.close(from_write)
+    def __init__(self, *_, **__):
+        (messages, to_worker), (from_worker, answers) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=work, args=[messages, answers, FAULT], daemon=True)
+        self.process.start()
+        self.pid, self.kill, self.lock = self.process.pid, self.process.kill, threading.Lock()
+        self.stdin, self.stdout = open(os.dup(to_worker.fileno()), "wb"), open(os.dup(from_worker.fileno()), "rb")
+        for end in (messages, to_worker, from_worker, answers):
+            end.close()
 
     def poll(self):
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            self.returncode = 0
+        with self.lock:  # a process ends for one of several threads that look at once
+            self.returncode = self.process.exitcode
         return self.returncode
 
     def wait(self, timeout=10):
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.002)
+        with self.lock:
+            self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("worker", timeout)
         return self.returncode
 
-    def kill(self):
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
-
-@cache
-def server():
-    """A connection to the process that forks. It ends when this process does."""
-    ours, theirs = socket.socketpair()
-    environment = os.environ | dict(PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
-    subprocess.Popen([sys.executable, "-m", "nanopaged.tests.forked", str(theirs.fileno())],
-                     pass_fds=[theirs.fileno()], env=environment)
-    theirs.close()
-    return ours
-
-
-def serve(connection):
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    while True:
-        fault, fds, _, _ = socket.recv_fds(connection, 32, 2)
-        if not fault:
-            return
-        if pid := os.fork():
-            connection.send(str(pid).encode())
-            for fd in fds:
-                os.close(fd)
-            continue
-        connection.close()
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(fds[0], 0), os.dup2(fds[1], 1), os.close(fds[0]), os.close(fds[1])
-        if name := fault.decode().strip():
-            FAULTS[name]()
-        workers.main()
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+def work(messages, answers, fault):
+    """The process of a worker, with these ends of pipes as its stdin and stdout."""
+    os.setsid()
+    os.dup2(messages.fileno(), 0), os.dup2(answers.fileno(), 1)
+    messages.close(), answers.close()
+    sys.stdin = open(0)
+    if fault:
+        globals()[fault]()
+    workers.main()

@@ -33,19 +33,23 @@ def pools(count, model="qwen3", **options):
     return load(model, **dict(data_parallel_size=count, device="cpu", block_size=4, num_blocks=200) | options)
 
 
-def texts(llm):
-    """What mixed requests generate, while every pool keeps its promises."""
-    requests = [llm.add_request(prompt, SETTINGS[i % len(SETTINGS)]) for i, prompt in enumerate(PROMPTS)]
-    done, num_preempted = {}, 0
+def run(llm, prompts, params):
+    """The requests' outputs. Every pool keeps its promises after each step."""
+    requests, done = [llm.add_request(*pair) for pair in zip(prompts, params)], {}
     while llm.has_unfinished_requests():
-        for output in llm.step():
-            done[output.request_id] = output
+        done |= {output.request_id: output for output in llm.step()}
         for one in llm.engines:
             check_books(one.scheduler)
-            num_preempted += len(one.scheduler.block_manager.step.preempted)
+    llm.scheduler.block_manager.check_idle()
+    return [done[request] for request in requests]
+
+
+def texts(llm):
+    """What mixed requests generate, and the number of preemptions."""
+    outputs, num_preempted = run(llm, PROMPTS, cycle(SETTINGS)), llm.scheduler.num_preemptions
     beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
     llm.scheduler.block_manager.check_idle()
-    found = [[(sample.token_ids, sample.finish_reason) for sample in done[request].outputs] for request in requests]
+    found = [[(sample.token_ids, sample.finish_reason) for sample in output.outputs] for output in outputs]
     return found + [[beam.tokens for beam in output.sequences] for output in beams], num_preempted
 
 
@@ -217,13 +221,11 @@ def test_an_urgent_sequence_preempts_the_last_one_of_all_pools():
 
 
 def test_a_preempted_sequence_may_come_back_in_another_pool():
-    llm, homes, done = pools(3, num_blocks=14), set(), {}
-    requests = [llm.add_request(prompt, SETTINGS[1]) for prompt in PROMPTS]
-    while llm.has_unfinished_requests():
-        done |= {output.request_id: output for output in llm.step()}
-        homes |= {(seq.request_id, seq.pool) for seq in llm.scheduler.running}
-    assert len(homes) > len(requests)
-    assert tokens_of([done[rid] for rid in requests]) == tokens_of(pools(1).generate(PROMPTS, SETTINGS[1]))
+    llm, homes = pools(3, num_blocks=14), set()
+    for pool in llm.scheduler.parts:
+        pool.observers.append(lambda *_, pool=pool: homes.update((seq.request_id, pool) for seq in pool.running))
+    assert tokens_of(llm.generate(PROMPTS, SETTINGS[1])) == tokens_of(pools(1).generate(PROMPTS, SETTINGS[1]))
+    assert len(homes) > len(PROMPTS)
 
 
 # ---- The loop
@@ -281,20 +283,18 @@ def test_a_step_that_failed_late_leaves_a_sequence_alone_that_runs_elsewhere_by_
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
-    llm = pools(2)
-    expected = tokens_of(pools(1).generate(PROMPTS, GREEDY))
-    requests, calls, errors, done = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS], count(), 0, {}
+    llm, calls, errors = pools(2), count(), []
     let_fail(llm.runners[1], RuntimeError("device 1"), lambda step: next(calls) == 3)
-    while llm.has_unfinished_requests():
+
+    def step(works=llm.step):
         try:
-            done |= {output.request_id: output for output in llm.step()}
+            return works()
         except RuntimeError as error:
-            assert str(error) == "device 1"
-            errors += 1
-        for one in llm.engines:
-            check_books(one.scheduler)
-    assert errors == 1 and tokens_of([done[request] for request in requests]) == expected
-    llm.scheduler.block_manager.check_idle()
+            return errors.append(str(error)) or []
+
+    llm.step = step
+    assert tokens_of(run(llm, PROMPTS, cycle([GREEDY]))) == tokens_of(pools(1).generate(PROMPTS, GREEDY))
+    assert errors == ["device 1"]
 
 
 def test_a_device_out_of_memory_computes_smaller_steps_alone(capsys):
@@ -311,16 +311,15 @@ def test_sequences_outside_a_step_that_ran_out_of_memory_go_on(capsys):
     for runner in llm.runners:
         let_fail(runner, torch.OutOfMemoryError("CUDA out of memory"),
                  lambda step, runner=runner: runner in failing and not failing.remove(runner))
-    params, done = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), set()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for i in range(2):
         llm.add_request([1, 2, 3 + i], params)
     llm.step()
     for i in range(2):
         llm.add_request(list(range(60 * i, 60 * i + 40)), params, priority=-1)
     failing += llm.runners
-    for _ in range(60):
-        done |= {output.request_id for output in llm.step() if output.finished}
-    assert done == {"0", "1", "2", "3"} and not failing
+    finished = [output for _ in range(60) for output in llm.step() if output.finished]
+    assert len(finished) == 4 and not failing
     llm.scheduler.block_manager.check_idle()
 
 
@@ -336,11 +335,10 @@ def test_threads_streams_and_aborts():
 # ---- Around it
 
 def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
-    reads, read = [], assemble.read_weights
-    monkeypatch.setattr(assemble, "read_weights", lambda *given: reads.append(given) or read(*given))
+    monkeypatch.setattr(assemble, "read_weights", read := Mock(wraps=assemble.read_weights))
     llm = pools(3)
     manager = llm.scheduler.block_manager
-    assert len(reads) == 1 and len(llm.runners) == 3
+    assert read.call_count == 1 and len(llm.runners) == 3
     assert manager.num_blocks == manager.num_free_blocks == 600
     llm.generate(PROMPTS, GREEDY)
     assert manager.num_prompt_tokens == sum(map(len, PROMPTS)) and manager.num_free_blocks == 600
@@ -390,12 +388,10 @@ def test_the_trace_has_a_reason_for_each_placement_and_no_line_for_an_idle_gpu()
 
 def test_the_command_line(capsys):
     arguments = ["--prompt", "ROMEO:", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
-    assert main(arguments) == 0
-    expected = capsys.readouterr().out
-    assert main(arguments + ["--data-parallel-size", "2", "--num-blocks", "20"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == expected
-    assert "on cpu (float32), 2 pools, together 40 blocks of 16 tokens" in printed.err
+    one, two = (main(arguments + more) or capsys.readouterr()
+                for more in ([], ["--data-parallel-size", "2", "--num-blocks", "20"]))
+    assert one.out == two.out
+    assert "on cpu (float32), 2 pools, together 40 blocks of 16 tokens" in two.err
 
 
 def test_devices_of_several_pools(monkeypatch):

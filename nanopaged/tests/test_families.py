@@ -24,6 +24,18 @@ from nanopaged.tests.helpers import (
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
+
+def assert_golden(llm, variant, prompts=slice(None), times=1, num_tokens=24):
+    """The engine generates what transformers did from these prompts of the golden checkpoint."""
+    texts, continuations, _ = expectations(variant)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate([text.tolist() for text in texts[prompts]] * times, params)
+    assert tokens_of(outputs) == [text.tolist()[:num_tokens] for text in continuations[prompts]] * times
+
+
+SECOND = slice(1, 2)  # of the prompts, where one is enough
+
+
 # --------------------------------------------------------------------------------------------------
 # Configurations
 # --------------------------------------------------------------------------------------------------
@@ -48,31 +60,24 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(rope_scaling={"rope_type": "mrope"}), "rope type 'mrope' is not supported; supported are default, linear, "),
     (dict(rope_scaling={"rope_type": "dynamic", "factor": 1e9}), "max_position_embeddings must be .* not 128000000000"),
     (dict(rope_scaling={"rope_type": "dynamic", "factor": 2}, head_dim=2), "no LlamaForCausalLM can have"),
-    (dict(rope_theta=1, rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64}),
-     "no LlamaForCausalLM can have"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported in this family"),
     (dict(architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.4), "3 numbers of a head rotate; expected an eve"),
-    *((dict(architectures=["Phi3ForCausalLM"], max_position_embeddings=8192,
-            rope_scaling=dict(type="su", short_factor=[1.0] * 4, long_factor=long)), "no Phi3ForCausalLM can have")
-      for long in ([1.0] * 3, [1.0, 1.0, 1.0, "x"], None)),
+    (dict(architectures=["Phi3ForCausalLM"], max_position_embeddings=8192,
+          rope_scaling=dict(type="su", short_factor=[1.0] * 4, long_factor=[1.0] * 3)), "no Phi3ForCausalLM can have"),
     (dict(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=3, no_rope_layers=[1, 0]), "no SmolLM3ForCausalLM"),
     (dict(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling must be a number above 0"),
-    (dict(architectures=["GraniteForCausalLM"], residual_multiplier=0), "no GraniteForCausalLM can have"),
     (dict(architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not"),
     (dict(architectures=["Olmo3ForCausalLM"], layer_types=["linear_attention"]), "the kind 'linear_attention' are not"),
-    (dict(rope_scaling={"rope_type": "linear"}), "needs factor"),
     (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
+    (dict(head_dim=7), "head_dim 7 is odd"),
     (dict(hidden_act="mish"), "unknown activation 'mish'"),
     (dict(torch_dtype="float8_e4m3fn"), "weights of type float8_e4m3fn are not supported"),
     (dict(quantization_config="awq"), "quantised with AWQ"),
     (dict(num_hidden_layers="2"), "num_layers must be an integer from 1 to 1024, not '2'"),
-    (dict(num_hidden_layers=0), "not 0"), (dict(vocab_size=-1), "not -1"), (dict(intermediate_size=None), "not None"),
-    (dict(num_attention_heads=0), "a value that no LlamaForCausalLM can have"),
-    (dict(hidden_size=None), "no LlamaForCausalLM can have"),
+    (dict(num_hidden_layers=0), "not 0"), (dict(intermediate_size=None), "not None"),
+    (dict(hidden_size=None), "a value that no LlamaForCausalLM can have"),
     (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"),
-    (dict(rope_scaling={"rope_type": ["x"]}), "no LlamaForCausalLM can have"),
     (dict(rope_theta=None), "rope_theta must be a number above 0 and below 1e15, not None"),
-    (dict(rope_theta=0), "rope_theta .* not 0"),
     (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0 .*, not 'x'"),
     (dict(rms_norm_eps=-1), "epsilon must be a number above 0 .*, not -1"), (dict(rms_norm_eps=math.inf), "not inf"),
     (dict(architectures=True), "unknown architecture True"), (dict(architectures=[[]]), r"unknown architecture \[\]"),
@@ -87,7 +92,7 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
                             intermediate_size="intermediate_size", num_attention_heads="num_heads",
                             max_position_embeddings="max_position_embeddings").items()),
     (dict(max_position_embeddings=10**9), "max_position_embeddings must be an integer from 1 to 8388608"),
-    (dict(rms_norm_eps=10**29), "epsilon must be .* below 1e15, not 10"), (dict(rope_theta=10**400), "rope_theta"),
+    (dict(rope_theta=10**400), "rope_theta must be .* below 1e15"),
     (dict(architectures=["MistralForCausalLM"], sliding_window=10**29), r"below 2\^31.* windows of \[10"),
 ])
 def test_unsupported_configurations_get_a_sentence(change, message):
@@ -152,19 +157,16 @@ SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3
 @pytest.mark.parametrize("variant", SWITCHED)
 def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     """The fused modules get their weights as a checkpoint that is made of the plain ones' weights."""
-    prompts, continuations, _ = expectations(variant)
-    prompts, expected = [prompt.tolist() for prompt in prompts] * 2, [text.tolist() for text in continuations] * 2
     llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu")
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert_golden(llm, variant, times=2)
     has_window = getattr(llm.scheduler.block_manager, "window", 0)  # in every layer: blocks that left it are free
     assert bool(has_window) == (variant == "phi3") and llm.scheduler.num_preemptions > 0
-    assert llm.generate(prompts[1], GREEDY)[0].num_cached_tokens > 0 or has_window
+    assert llm.scheduler.block_manager.num_cached_tokens > 0 or has_window
     llm = load(variant, device="cpu", enforce_eager=True)
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
     for patch in plain_kernels():
         monkeypatch.setattr(*patch)
     use_modules(llm, fused.MODULES)
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert_golden(llm, variant, times=2)
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -202,8 +204,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, variant, architectu
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.warns(UserWarning, match=f"{architecture} is a multimodal model; its text model is loaded, and images"):
         llm = load(path, num_blocks=64)
-    prompts, continuations, _ = expectations(variant)
-    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+    assert_golden(llm, variant, SECOND)
 
 
 def test_keys_that_a_multimodal_gemma_leaves_out():
@@ -254,21 +255,14 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, problem):
     ("smollm2", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")])
 def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant, embedding):
     """safetensors.torch.save_model keeps one name of two, the first in the alphabet: lm_head.weight."""
-    prompts, continuations, _ = expectations(variant)
-
-    def assert_loads(change):
-        llm = load(rewritten(tmp_path, variant, change), num_blocks=64, device="cpu")
-        assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
-
-    assert_loads(lambda tensors: {
-        "lm_head.weight" if name == embedding else name: tensor for name, tensor in tensors.items()})
-    other = {"lm_head.weight": dict(read_tensors(GOLDEN / variant))[embedding].clone()}
-    assert_loads(lambda tensors: other | tensors)
-    assert_loads(lambda tensors: tensors | other)
-    neither = rewritten(tmp_path, variant, lambda tensors: {
-        name: tensor for name, tensor in tensors.items() if name != embedding})
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}
+    rest = {name: tensor for name, tensor in tensors.items() if name != embedding}
+    other = {"lm_head.weight": tensors[embedding].clone()}
+    for stored in (rest | other, other | tensors, tensors | other):
+        assert_golden(load(rewritten(tmp_path, variant, lambda _: stored), num_blocks=64, device="cpu"), variant,
+                      SECOND)
     with pytest.raises(ValueError, match=r"lacks 1 tensor.* '(embed_tokens|wte)\.weight'"):
-        load(neither, num_blocks=64)
+        load(rewritten(tmp_path, variant, lambda _: rest), num_blocks=64)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -286,6 +280,4 @@ def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, s
 @pytest.mark.parametrize("variant, prefix", [("opt", "model."), ("llama2", "model."), ("gpt2", "transformer.")])
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
-    prompts, continuations, _ = expectations(variant)
-    llm = load(path, num_blocks=64)
-    assert tokens_of(llm.generate(prompts[1].tolist(), GREEDY)) == [continuations[1].tolist()]
+    assert_golden(load(path, num_blocks=64), variant, SECOND)

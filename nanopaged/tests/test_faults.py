@@ -42,7 +42,7 @@ def test_broken_logits_end_that_request_and_not_the_batch(process, words):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # fp8 takes its scales from what the weights compute
 def test_broken_weights_end_every_request_and_the_engine_goes_on(tmp_path, kv_cache_dtype):
     path = rewritten(tmp_path, "qwen3", lambda tensors: {name: tensor * math.nan for name, tensor in tensors.items()})
-    llm = load(path, kv_cache_dtype=kv_cache_dtype)
+    llm = load(path, kv_cache_dtype=kv_cache_dtype, lookahead=1)
     for _ in range(2):
         assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, GREEDY)] == ["error"] * 3
     beam = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]

@@ -117,16 +117,3 @@ def test_numbers_of_an_h200():
     assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
     programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
     assert programs[0] == 1 < programs[1]
-
-
-@pytest.mark.parametrize("slots", [[], [-1], [-1, -1, -1], [5, -1, 0], [0, -1, -1], [3, 7]])
-def test_slots_of_minus_1_are_not_written(slots):
-    k, v = torch.randn(2, len(slots), 1, 4)
-    caches = torch.randn(2, 2, 4, 1, 4)
-    expected = caches.clone()
-    for cache, new in zip(expected.flatten(1, 2), (k, v)):
-        for token, slot in enumerate(slots):
-            if slot >= 0:
-                cache[slot] = new[token]
-    kernel.store_kv(k, v, *caches, torch.tensor(slots, dtype=torch.int32))
-    assert torch.equal(caches, expected)

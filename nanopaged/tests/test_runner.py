@@ -15,13 +15,13 @@ from nanopaged.tests.helpers import (
     GOLDEN,
     GREEDY,
     PROMPT,
-    expectations,
     load,
     needs_gpu,
     needs_kernel,
     shared,
     tokens_of,
 )
+from nanopaged.tests.test_families import assert_golden
 
 
 class RecordingKernel:
@@ -73,12 +73,9 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
 def test_a_machine_without_triton_attends_with_torch(monkeypatch):
     """A machine with CUDA does so too, since Windows has no Triton."""
     monkeypatch.setattr(choices, "triton", None)
-    prompts, continuations, _ = expectations("qwen3")
     llm = load("qwen3", enforce_eager=True)
     assert llm.runner.kernels is kernel.TORCH
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    outputs = llm.generate([prompt.tolist() for prompt in prompts], params)
-    assert tokens_of(outputs) == [continuation.tolist()[:8] for continuation in continuations]
+    assert_golden(llm, "qwen3", num_tokens=8)
 
 
 def test_the_type_of_the_weights_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(monkeypatch):

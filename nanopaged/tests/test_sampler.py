@@ -100,7 +100,7 @@ def test_every_draw_is_the_references(vocab_size, kind):
     """One batch has many rows, each with settings, seed and position of its own. Logits may be multiples of 1/2, so
     that whole groups are equal, or -inf. The filters keep what the reference keeps, and of that the best is drawn. A
     kind that is a number is the temperature of all rows, without filters."""
-    rng, num_rows = random.Random(vocab_size), 300
+    rng, num_rows = random.Random(vocab_size), 300 if isinstance(kind, str) else 60
     logits = normal(num_rows, vocab_size, seed=vocab_size, scale=2.0)
     if kind == "ties":
         logits = (logits * 2).round() / 2
@@ -174,7 +174,7 @@ MANY = 2000 if DEVICE == "cuda" else 60  # rows
 
 
 @pytest.mark.parametrize("vocab_size, count, kinds", [
-    (13, 45, MIXED), (1024, 45, MIXED), (50_257, 45, MIXED), (30_000, MANY, [{}]), (1024, MANY, [dict(top_p=0.99)]),
+    (13, 45, MIXED), (1024, 45, MIXED), (50_257, 18, MIXED), (30_000, MANY, [{}]), (1024, MANY, [dict(top_p=0.99)]),
     (150_000, MANY // 10, [{}]), (150_000, MANY // 10, [dict(top_k=100_000)])])
 def test_a_row_in_a_batch_equals_the_row_alone(vocab_size, count, kinds):
     """Also where all tokens have much the same probability. A float sum that is rounded in another order for one row

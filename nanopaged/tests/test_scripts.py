@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -102,34 +103,24 @@ def test_transformers_gives_the_same_answers(folder, tokenizer, monkeypatch):
     assert calls(tokenizer) == expected
 
 
-class Theirs:
-    """Stands in for transformers' tokenizer: it answers with what it was asked."""
-    pad_token = chat_template = padding_side = None
-
-    def __call__(self, *args, **options):
-        return {"input_ids": (args, options, self.pad_token, self.padding_side)}
-
-    def encode(self, *args, **options):
-        return args, options
-
-    def batch_decode(self, rows):
-        return rows, self.chat_template
-
-
 def test_what_goes_beyond_is_transformers_own(folder, tokenizer, monkeypatch):
-    loaded = []
-    auto = SimpleNamespace(from_pretrained=lambda path: loaded.append(path) or Theirs())
+    theirs, auto = MagicMock(spec=["__call__", "encode", "batch_decode"]), Mock()
+    auto.from_pretrained.return_value = theirs
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=auto))
     calls(tokenizer)
-    assert not loaded  # none of these calls needs it
+    auto.from_pretrained.assert_not_called()  # none of these calls needs it
     tokenizer.pad_token, tokenizer.chat_template, tokenizer.padding_side = EOS, "{{ messages[0].content }}", "left"
-    assert tokenizer([TEXT], padding=True)["input_ids"] == (([TEXT],), {"padding": True}, EOS, "left")
-    assert tokenizer.encode([TEXT]) == (([TEXT],), {"add_special_tokens": True})
-    assert tokenizer.encode(TEXT, return_tensors="pt")[1]["return_tensors"] == "pt"
-    assert tokenizer.batch_decode([[1]]) == ([[1]], tokenizer.chat_template)
-    args, options, *_ = tokenizer.apply_chat_template(MESSAGES, return_tensors="pt", return_dict=False)
-    assert (args, options) == (("Hello there",), {"add_special_tokens": False, "return_tensors": "pt"})
-    assert loaded == [folder] and not hasattr(tokenizer, "train_new")
+    assert tokenizer([TEXT], padding=True) is theirs.return_value
+    theirs.assert_called_with([TEXT], padding=True)
+    assert (theirs.pad_token, theirs.chat_template, theirs.padding_side) == (EOS, tokenizer.chat_template, "left")
+    for given, options in (([TEXT], {}), (TEXT, {"return_tensors": "pt"})):
+        assert tokenizer.encode(given, **options) is theirs.encode.return_value
+        theirs.encode.assert_called_with(given, add_special_tokens=True, **options)
+    assert tokenizer.batch_decode([[1]]) is theirs.batch_decode.return_value
+    tokenizer.apply_chat_template(MESSAGES, return_tensors="pt", return_dict=False)
+    theirs.assert_called_with("Hello there", add_special_tokens=False, return_tensors="pt")
+    auto.from_pretrained.assert_called_once_with(folder)
+    assert not hasattr(tokenizer, "train_new")
 
 
 @pytest.mark.parametrize("call, kind", [

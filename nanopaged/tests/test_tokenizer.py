@@ -201,7 +201,7 @@ def test_bytes_that_are_no_token_vanish_and_their_neighbours_merge():
 
 def test_long_and_monotonous_prompts():
     """tiktoken alone panics on a million spaces."""
-    for name in ("gpt2", "llama3", "smollm2", "qwen"):
+    for name in ("gpt2", "smollm2", "qwen"):
         tokenizer = load_tokenizer(GOLDEN / name)
         for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -220,7 +220,6 @@ def test_no_tokenizer_files(tmp_path):
         (tmp_path / "tokenizer.model").write_bytes(b"")
 
 
-NO_OBJECTS = ["[]", "null", '"x"', "[" * 100_000]
 SPLIT = "pre_tokenizer__pretokenizers__0__pattern"
 TEMPLATE = "post_processor__processors__1__special_tokens"
 NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  # only the package tokenizers can
@@ -245,18 +244,14 @@ def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Pat
 
 
 @pytest.mark.parametrize("name, text", [
-    *((name, text) for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-      for text in NO_OBJECTS),
-    *(("tokenizer.json", f'{{"model": {model}}}') for model in ("null", "[]", "{}", '{"vocab": 5}')),
-    ("tokenizer.json", "{}"), ("tokenizer.json", '{"model": '), ("tokenizer.json", "version https://git-lfs"),
-    *(("tokenizer_config.json", f'{{"added_tokens_decoder": {tokens}}}')
-      for tokens in ('["x"]', '{"x": {"content": "x"}}', '{"5": "x"}', '{"5": {}}')),
-    *(("tokenizer.json", {part: ...}) for part in (
-        "model", "model__vocab", *(f"added_tokens__0__{key}" for key in (
-            "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")))),
+    ("tokenizer.json", "[]"), ("tokenizer.json", '{"model": null}'), ("tokenizer.json", '{"model": {"vocab": 5}}'),
+    ("tokenizer.json", {"added_tokens__0__special": ...}),
     pytest.param("tokenizer.json", {"model__merges": ...}, marks=needs_tokenizers),
-    *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "[]", "5", '{"content": []}')),
-    ("special_tokens_map.json", '{"bos_token": {}}')], ids=lambda value: f"{value!s:.60}")
+    ("tokenizer_config.json", '{"model": '), ("tokenizer_config.json", '{"added_tokens_decoder": ["x"]}'),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "x"}}}'),
+    *(("tokenizer_config.json", f'{{"eos_token": {token}}}') for token in ("{}", "5", '{"content": []}')),
+    ("special_tokens_map.json", "[" * 100_000), ("special_tokens_map.json", '{"bos_token": {}}')],
+    ids=lambda value: f"{value!s:.60}")
 def test_damaged_files(tmp_path, name, text):
     """Whatever is wrong with the files, the error is a ValueError, with which the engine starts without a tokenizer."""
     changed(tmp_path, "llama3", **text if isinstance(text, dict) else {})
@@ -361,7 +356,7 @@ def test_real_gpt2_vocabulary():
     words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
     scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000),
                (0x1F300, 0x1FAFF)]
-    for _ in range(5000):
+    for _ in range(2000):
         parts = rng.choices(words, k=rng.randrange(5)) + [
             "".join(chr(rng.randrange(*script)) for _ in range(rng.randrange(1, 7)))
             for script in rng.choices(scripts, k=rng.randrange(1, 7))]
