@@ -48,7 +48,6 @@ from nanopaged.tests.helpers import (
     PROMPT,
     ROOT,
     check_books,
-    compiles,
     expectations,
     load,
     needs_gpu,
@@ -156,7 +155,6 @@ FP8_CASES = ("decode", "mixed batch", "splits", "block size 64", "group of 3", "
     *((case, FP8) for case in FP8_CASES if HAS_FP8)])
 @pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference,
                                        rectangles.paged_attention])
-@compiles
 def test_attention_equals_float64(attention, case, dtype):
     """An fp8 cache is compared with float64 over what the cache holds."""
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
@@ -173,7 +171,6 @@ def test_attention_equals_float64(attention, case, dtype):
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-@compiles
 def test_attention_does_not_depend_on_the_batch(dtype):
     """A sequence's result is the same bits alone and among others, and whatever bounds size the grid."""
     query_lens, seq_lens = [1, 6, 1, 1], [60, 40, 17, 280]
@@ -779,7 +776,6 @@ def random_operations(count, num_pools, rng, events):
 # --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
-@compiles
 def test_logits_equal_transformers(variant):
     prompts, _, logits = expectations(variant)
     llm = load(variant, enable_prefix_caching=False)
@@ -788,7 +784,6 @@ def test_logits_equal_transformers(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS + ["shakespeare"])
-@compiles
 def test_greedy_continuations_equal_transformers(variant):
     """The models whose modules (biases, a relu) are not among those of test_graphs.py run with CUDA graphs.
 
@@ -803,7 +798,6 @@ def test_greedy_continuations_equal_transformers(variant):
 
 @needs_kernel
 @pytest.mark.parametrize("variant", VARIANTS)
-@compiles
 def test_the_triton_path_equals_transformers(variant):
     # The interpreter takes a second for 30 tokens, so there it gets one prompt, and two prompts for models with windows
     # in all, in some and in no layers.
@@ -813,7 +807,6 @@ def test_the_triton_path_equals_transformers(variant):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@compiles
 def test_half_precision_on_the_gpu(dtype):
     """The bundled model's logits are not equal to those in float32, but within a few units of the type's precision."""
     prompts, _, logits = expectations("shakespeare")
@@ -947,7 +940,6 @@ def test_the_last_layer_attends_only_for_what_samples():
     dict(num_blocks=18, block_size=4, swap_space=0.05, enable_prefix_caching=False),
     dict(attention="torch", enforce_eager=True), dict(attention="torch", enforce_eager=False)
 ], ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-@compiles
 def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     llm, swapped = load(variant, **options), []  # a lookahead comes with CUDA graphs; here without them, too
     llm.scheduler.observers.append(lambda change, step: swapped.extend(step.swaps_in if change == "schedule" else ()))
@@ -988,7 +980,6 @@ def samples_alone():
 @pytest.mark.parametrize("options", [
     {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
     dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
-@compiles
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
     output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
@@ -1031,7 +1022,6 @@ BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_s
 @pytest.mark.parametrize("model, options", [
     *((model, {}) for model in sorted({case["model"] for case in BEAM_CASES})),
     *itertools.product(["mistral", "qwen3"], BEAM_SHORTAGES), ("shakespeare", BEAM_SHORTAGES[0])], ids=str)
-@compiles
 def test_beam_search_equals_transformers(model, options):
     cases = [case for case in BEAM_CASES if case["model"] == model][::3 if options else 1]
     if "num_blocks" in options:
@@ -1089,7 +1079,6 @@ def each_alone():
     dict(graphs=True), dict(lookahead=0), dict(num_blocks=16, block_size=4),
     dict(num_blocks=30, block_size=4, swap_space=0.01),
     dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
-@compiles
 def test_settings_mean_the_same_in_any_batch(options):
     """All the requests together, with preemptions and lookahead, give what each request gives alone."""
     params, alone = each_alone()
@@ -1101,7 +1090,6 @@ def test_settings_mean_the_same_in_any_batch(options):
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
 
 
-@compiles
 def test_settings_do_what_they_say():
     llm = load()
 
@@ -1127,7 +1115,6 @@ def test_settings_do_what_they_say():
     assert short.finish_reason == "length" and len(short.token_ids) == 40 - len(PROMPT)
 
 
-@compiles
 def test_log_probabilities_equal_a_plain_log_softmax():
     """The log probabilities of the prompt and of the generated tokens, in chunks too, equal those of one forward pass
     over the whole text."""

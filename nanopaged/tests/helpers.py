@@ -173,12 +173,6 @@ def expectations(variant):
     return tuple([expected[f"{kind}.{i}"] for i in indices] for kind in ("prompt", "continuation", "logits"))
 
 
-def compiles(test):
-    """A test that compiles much on a GPU: conftest.py runs it ahead."""
-    test.compiles = True
-    return test
-
-
 def complaint(function, *arguments, kind=ValueError, **more) -> str:
     """The one sentence of the error that a call must raise; in parentheses it may quote."""
     with pytest.raises(kind) as caught:

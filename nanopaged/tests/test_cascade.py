@@ -11,7 +11,7 @@ from nanopaged import SamplingParams, tiles
 from nanopaged.scheduling import cascade
 from nanopaged.scheduling.additions import BlockManager, Scheduler, Sequence
 from nanopaged.scheduling.cascade import MOST_ENTRIES, Cascade
-from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, compiles, load, needs_gpu, needs_kernel, tokens_of
+from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.fp8 import FP8
 
@@ -198,7 +198,6 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
 @pytest.mark.parametrize("sizes, common, nested, heads, block_size", [
     ([2], 192, 0, (4, 2, 16), 16), ([3, 2], 576, 0, (2, 2, 24), 48), ([1, 4], 256, 128, (3, 1, 16), 64),
     ([9], 64, 0, (8, 1, 16), 16), ([5], 256, 0, (7, 1, 16), 256)])
-@compiles
 def test_kernel_against_float64(sizes, common, nested, heads, block_size):
     torch.manual_seed(0)
     exact, attention, inputs, shared = attend(random.Random(0), sizes, common, heads, block_size, nested=nested,
@@ -209,7 +208,6 @@ def test_kernel_against_float64(sizes, common, nested, heads, block_size):
 @pytest.mark.skipif(not CUDA, reason="the bits are those of tensor cores; test_kernel_against_float64 runs on a CPU")
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
-@compiles
 def test_bits_do_not_depend_on_the_group(heads, dtype):
     """With an fp8 cache they do (see disable_cascade_attn), by a rounding."""
     torch.manual_seed(0)

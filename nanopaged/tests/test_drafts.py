@@ -12,7 +12,7 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.scheduling.drafts import Drafting, Ngram
-from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, compiles, complaint, expectations, load, tokens_of
+from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, complaint, expectations, load, tokens_of
 from nanopaged.tests.test_data_parallel import run
 from nanopaged.tests.test_families import assert_golden
 from nanopaged.tests.test_graphs import record_graphs
@@ -121,7 +121,6 @@ def test_mixed_requests(options):
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
-@compiles
 def test_replayed_steps(monkeypatch, options, expected):
     """Drafts are rows of recorded decode steps."""
     llm = drafting(method=knowing(expected[1], 0.8), graphs=True, device=DEVICE, max_num_seqs=8, **options)

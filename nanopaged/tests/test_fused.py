@@ -17,7 +17,6 @@ from nanopaged.tests.helpers import (
     DEVICE,
     GOLDEN,
     GREEDY,
-    compiles,
     load,
     needs_gpu,
     needs_kernel,
@@ -146,7 +145,6 @@ def test_penalties_and_biases():
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
-@compiles
 def test_fused_modules_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
     """On a GPU with the kernels and CUDA graphs. On a CPU the kernels' plain forms run in the same modules."""
     config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())

@@ -15,7 +15,7 @@ import torch
 from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.device import runner
-from nanopaged.tests.helpers import GOLDEN, compiles, freed_at_once, load
+from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
 from nanopaged.tests.test_data_parallel import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
@@ -413,7 +413,6 @@ def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the test above pretends one")
-@compiles
 def test_replayed_steps_wait_for_the_masks(llguidance):
     expected = mixed(load(lookahead=0))
     assert mixed(load(graphs=True)) == expected

@@ -18,7 +18,6 @@ from nanopaged.tests.helpers import (
     GREEDY,
     PROMPT,
     blank_input,
-    compiles,
     expectations,
     load,
     needs_gpu,
@@ -86,7 +85,6 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
     *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3"))], ids=str)
-@compiles
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """The steps are with prompts and without, padded and full, and in some of them not all sequences sample."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
@@ -107,7 +105,6 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
 
 
 @pytest.mark.skipif(CUDA and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
-@compiles
 def test_replayed_steps_over_an_fp8_cache(monkeypatch):
     """Replayed steps give the tokens of the same steps launched kernel by kernel."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16])
