@@ -842,7 +842,7 @@ def as_rows(text, start):
 
 def test_the_worked_decode_of_the_models_text():
     heading, *rows = as_rows(model.__doc__, "step      tokens in")
-    assert heading == ["step", "tokens in", "positions", "in KV cache before", "slots written", "sampled"]
+    assert heading == ["step", "tokens in", "positions", "in KV cache before", "K, V written of", "sampled"]
     words = [*dict.fromkeys(" ".join(row[1] + " " + row[-1] for row in rows).split())]
     llm = load("llama2", device="cpu", enable_prefix_caching=False)
     follow = {row[1].split()[-1]: row[-1] for row in rows}

@@ -119,11 +119,3 @@ def test_a_beam_step_makes_the_hypotheses_that_it_keeps(monkeypatch):
     made.clear()
     group.extend([[(token, -token / 10) for token in range(group.num_candidates)] for _ in range(width)])
     assert len(group.live) == width and len(made) <= 3 * width
-
-
-def test_a_plain_request_needs_no_logits_editor():
-    llm = load(num_blocks=64)
-    llm.generate("ROMEO:", SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4))
-    assert llm.runner.editor is None
-    llm.generate("ROMEO:", SamplingParams(repetition_penalty=1.2, max_tokens=4))
-    assert llm.runner.editor is not None
