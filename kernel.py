@@ -1021,9 +1021,19 @@ def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROW
             up = _unscale(up, scale, row + num_out, exists, start, ROWS, TILE, COLUMNS)
             up_sums += up.to(tl.float32) * factor
             up = _load_weights(up_at + start + TILE, exists, start + TILE + i, SIZE)
-    y = _finish(tl.sum(sums, 1)[:, None], tl.sum(up_sums, 1)[:, None], scale, bias, out, row, num_out, COLUMNS, BIAS,
-                GATED, ACTIVATION)
-    tl.store(out + row[:, None], y, mask=exists)
+    y, up_y = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    if COLUMNS == 1:
+        y *= tl.load(scale + row, mask=row < num_out, other=0.0)
+        if GATED:
+            up_y *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)
+    if BIAS:
+        y += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
+        if GATED:
+            up_y += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)
+    y = y.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        y = _activate(y, up_y.to(out.dtype.element_ty), GATED, ACTIVATION)
+    tl.store(out + row, y, mask=row < num_out)
 
 
 @jit
@@ -1061,28 +1071,19 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
         sums, up_sums = sums * of_column, up_sums * of_column
     if FACTOR != 1.0:
         sums, up_sums = sums / FACTOR, up_sums / FACTOR
-    y = _finish(sums, up_sums, scale, bias, out, row, num_out, COLUMNS, BIAS, GATED, ACTIVATION)
-    at_out = out + (tl.program_id(1) * num_rows + column)[None, :].to(tl.int64) * num_out
-    tl.store(at_out + row[:, None], y, mask=row_exists & column_exists)
-
-
-@jit
-def _finish(sums, up_sums, scale, bias, out, row, num_out, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
-            GATED: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The product of these rows of the weight, from sums [ROWS, columns]; with an activation, its result."""
-    exists = row < num_out
-    if COLUMNS == 1:  # of FP8, one scale for a whole row
-        sums *= tl.load(scale + row, mask=exists, other=0.0)[:, None]
+    if COLUMNS == 1:
+        sums *= tl.load(scale + row, mask=row < num_out, other=0.0)[:, None]
         if GATED:
-            up_sums *= tl.load(scale + num_out + row, mask=exists, other=0.0)[:, None]
+            up_sums *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)[:, None]
     if BIAS:
-        sums += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+        sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up_sums += tl.load(bias + num_out + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+            up_sums += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
     y = sums.to(out.dtype.element_ty)
     if ACTIVATION != "":
         y = _activate(y, up_sums.to(out.dtype.element_ty), GATED, ACTIVATION)
-    return y
+    at_out = out + (tl.program_id(1) * num_rows + column)[None, :].to(tl.int64) * num_out
+    tl.store(at_out + row[:, None], y, mask=row_exists & column_exists)
 
 
 @jit
