@@ -121,7 +121,6 @@ def batching(quick: bool) -> None:
         many = max(many, rate(lambda: llm.generate(prompts, params), len(prompts) * num_new))
     row("bundled model, one prompt at a time", one, "tokens/s")
     row(f"bundled model, {len(prompts)} prompts at once", many, "tokens/s")
-    row("  batched over one at a time", many / one, "times")
 
 
 def scheduler(quick: bool) -> None:
@@ -144,8 +143,7 @@ def scheduler(quick: bool) -> None:
 
 def planned(prompts: list[list[int]], lengths: list[int], manager: additions.BlockManager,
             max_num_seqs: int = 256) -> Iterator[tuple[additions.Scheduler, additions.SchedulerOutput]]:
-    """The steps in which an engine computes prompts and `lengths` new tokens for them, planned without a model:
-    (scheduler, step) of each step."""
+    """(scheduler, step) of each step that computes prompts and then `lengths` new tokens, planned without a model."""
     plan = additions.Scheduler(manager, max_num_seqs, BUDGET)
     for i, (prompt, length) in enumerate(zip(prompts, lengths)):
         plan.add(additions.Sequence(prompt, (0, i, 0), len(prompt) + length))
@@ -394,24 +392,21 @@ SHARED = {  # samples, prompts, tokens that a prompt has in common with the othe
 
 
 def shared(limits: Limits, quick: bool) -> None:
-    for cache, label in (("auto", "decode"), ("fp8", "fp8 cache")):
-        shared_over(cache, label)
-
-
-def shared_over(cache: str, label: str) -> None:
     """Decode steps of texts that have blocks in common, beside the same steps without a cascade."""
-    llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False,
-                     kv_cache_dtype=cache, disable_cascade_attn=False)
-    cascade = llm.runner.cascade
-    for name, (n, count, common, own, groups) in SHARED.items():
-        starts, ends = random_prompts(2, [common] * groups), random_prompts(3, [own] * count)
-        prompts = [starts[i % groups] + end for i, end in enumerate(ends)]
-        times = []
-        for llm.runner.cascade in (cascade, None):
-            step_times(llm, prompts, 5, n=n)  # warm up
-            times.append(min(statistics.mean(step_times(llm, prompts, 50, n=n)) for _ in range(3)))
-        row(f"0.6B {label}, {name}", times[0], "ms/step",
-            note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
+    for cache, label in (("auto", "decode"), ("fp8", "fp8 cache")):
+        llm = cascade = None  # frees the engine before
+        llm = random_llm(SHAPES["0.6B"], max_model_len=9000, enable_prefix_caching=True, warm_up=False,
+                         kv_cache_dtype=cache, disable_cascade_attn=False)
+        cascade = llm.runner.cascade
+        for name, (n, count, common, own, groups) in SHARED.items():
+            starts, ends = random_prompts(2, [common] * groups), random_prompts(3, [own] * count)
+            prompts = [starts[i % groups] + end for i, end in enumerate(ends)]
+            times = []
+            for llm.runner.cascade in (cascade, None):
+                step_times(llm, prompts, 5, n=n)  # warm up
+                times.append(min(statistics.mean(step_times(llm, prompts, 50, n=n)) for _ in range(3)))
+            row(f"0.6B {label}, {name}", times[0], "ms/step",
+                note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 
 def workload(limits: Limits, shape: str, **options: Any) -> None:
@@ -456,8 +451,7 @@ def start(limits: Limits, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _, *times = (first_token_after(folder, caches) for caches in ("first", *["second"] * 2, *["third"] * 2))
     for label, both in (("cold", times[::2]), ("warm", times[1::2])):
-        row(f"0.6B process start to first token, caches {label}", min(both), "s",
-            note=f"the other time {max(both):.1f}")
+        row(f"0.6B process start to first token, caches {label}", min(both), "s", note=f"another {max(both):.1f}")
 
 
 def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: str = "") -> float:
