@@ -74,9 +74,9 @@ class Sequence:
     num_prompt_tokens: int = 0
     # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
     num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # tokens found at its last admission: it never writes their K and V
+    num_hit_tokens: int = 0  # tokens found at its last admission, whose K and V it never writes
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
-    num_cached_blocks: int = 0  # leading blocks that were found in the prefix cache or offered to it
+    num_cached_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
     prefix_key: int | str = ROOT  # of the tokens in those blocks
     root: int | str = ROOT  # its prefix key of no tokens; with a cache_salt, only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
@@ -118,7 +118,7 @@ class SchedulerOutput:
     sampled: list = field(default_factory=list)  # Sequence
     preempted: list = field(default_factory=list)  # Sequence
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), made before the forward pass
-    cached: list[int] = field(default_factory=list)  # blocks that the step offers to the prefix cache, until it fails
+    cached: list[int] = field(default_factory=list)  # blocks that the step offered to the prefix cache
 
 
 class Sampled(NamedTuple):
@@ -202,8 +202,8 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # The sequence alone holds this cached block, and writes other tokens into it. (With samples: A filled and
-            # offered the block, B shares its first half, A ends, and B writes the second half.)
+            # Only this sequence holds the block, but the prefix cache would still find it by its old tokens. (With
+            # samples: A filled and offered the block, B shared its first half, A ended, and B writes the second half.)
             self._evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -220,8 +220,9 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet, but a
-        sequence that shares them attends after they are written, in the same forward pass or a later one."""
+        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But each
+        layer stores the K and V of all sequences before it attends, so a sequence of the same step may share them,
+        too."""
         if not self.enable_prefix_caching:
             return
         # With lookahead (additions.py) the last scheduled token has no id yet, so its block waits one step.
@@ -234,7 +235,7 @@ class BlockManager:
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
-            # else: the cache has a block for this key. If it is another one, this sequence's block is not shared.
+            # else: the cache has a block for this key. If that is another block, this sequence's block is not shared.
             seq.prefix_key = self.prefix_cache[key][1]
             seq.num_cached_blocks = index + 1
 
@@ -246,7 +247,8 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
 
     def preempt(self, seq: Sequence) -> Status:
-        """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute)."""
+        """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute), but
+        for those that the prefix cache still has."""
         self.free(seq)
         return Status.WAITING
 
@@ -368,7 +370,7 @@ class Scheduler:
 
         C is more urgent than D. (With equal priorities waiting sequences come after running ones.) If C needs room,
         running sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay
-        preempted, and the step admits none."""
+        preempted, and the step admits no more."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         turn, may_admit = 0, True  # running[:turn] have had their turn
@@ -441,7 +443,7 @@ class Scheduler:
                 self.release(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are free at once."""
+        """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are released."""
         if seq.status is not Status.FINISHED:
             self.release(seq)
         seq.finish(reason, stop_reason)

@@ -22,8 +22,8 @@ section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 12
 token t is k_cache[block_table[t // block_size], t % block_size, kv head].
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens: a whole prompt or
-a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer first stores their K and V. The
-cache then holds `seq_len` tokens. Query i, at position seq_len - query_len + i, attends to the keys up to its own:
+a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer first stores these tokens' K and V.
+The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len + i, attends to the keys up to its own:
 
     a chunk of 3 tokens after 4 cached ones           key 0 1 2 3 4 5 6
                                 query 0, position 4       x x x x x . .
@@ -56,7 +56,7 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context, tokens
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: nothing is written, because the token is padding or a shared block has its K and V. A cache must allow the
+    Slot -1: nothing is written, because the token is padding or a shared block has them. A cache must allow the
     view [num_slots, num_kv_heads, head_dim].
     """
     slots = slot_mapping.long()
@@ -96,9 +96,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary position embedding, "rope" (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1,
-    head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates it
-    by the angle of (position, i). The product of a query and a key then depends on their positions only through the
-    distance."""
+    head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates
+    this point by the angle of (position, i). The product of a query and a key then depends on their positions only
+    through the distance."""
     cos, sin = rotation.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)

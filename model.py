@@ -21,9 +21,9 @@ per step: the last sampled one, whose K and V are not in the cache yet. Decode f
 
 Both are the same computation, but their cost differs. A step of T tokens reads each weight once, 2 bytes in bfloat16,
 and computes 2T FLOPs with it: T FLOPs per byte. An H200 computes 180 to 190 FLOPs in the time that it reads a byte
-(measured). Compute therefore bounds a step of more tokens, as with long prompts, and memory bounds a smaller one, above
-all decode, which also reads a sequence's whole K and V for one token. A batch reads the weights once for all its
-sequences, which is why an engine batches.
+(measured). Compute therefore bounds a step of more tokens than that, as with long prompts, and memory bounds a smaller
+one, above all decode, which also reads a sequence's whole K and V for one token. A batch reads the weights once for all
+its sequences, which is why an engine batches.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
@@ -93,7 +93,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # Gemma 3 stores a norm's weight minus 1
     embedding_multiplier: float = 1.0  # Granite, Gemma 3
     attention_scale: float | None = None  # Granite, Gemma 3; None: head_dim ** -0.5
-    logits_scaling: float = 1.0  # Granite: a divisor of the logits
+    logits_scaling: float = 1.0  # Granite: a divisor of the logits, and, once loaded, of the last norm's weight
     tie_word_embeddings: bool = False
     learned_positions: bool = False
     position_offset: int = 0  # OPT's position table begins with two rows that no token uses
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         """The tokens' vectors [T, D], and for each layer cosines and sines of rope's angles [T, head_dim], or None."""
         c, x = self.config, self.embed_tokens(batch.input_ids)
         if c.embedding_multiplier != 1:
-            x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to this type, as in Gemma's training
+            x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to x's type, as in Gemma's training
         if c.learned_positions:
             x = x + self.embed_positions(batch.positions + c.position_offset)
         ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # None at -1
@@ -204,7 +204,7 @@ class LastLayer(Layer):
 
 
 class Embedding(nn.Module):
-    """A table of vectors. torch's own modules import a compiler on the meta device (2 seconds)."""
+    """A table of vectors. (nn.Embedding imports a compiler on the meta device, which takes 2 seconds.)"""
 
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()

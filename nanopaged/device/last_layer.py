@@ -1,7 +1,8 @@
-"""The last layer computes only the rows that need logits. An addition to model.py; `enforce_eager=True` leaves it off.
+"""The last layer attends, and runs its MLP, only for the rows that need logits. An addition to model.py, which
+`enforce_eager=True` leaves off.
 
-No layer reads the last layer's output, and most rows of a prompt need no logits. In the last layer these rows need K
-and V, and neither attention nor the MLP. A decodes, B brings a whole prompt, and C a first chunk:
+No layer reads the last layer's output, and most rows of a prompt need no logits. Rows without logits need K and V
+there, and neither attention nor the MLP. A decodes, B brings a whole prompt, and C a first chunk:
 
     token             a6  b0  b1  b2  b3  c0  c1  c2
     K and V           x   x   x   x   x   x   x   x
@@ -27,7 +28,7 @@ class ShortLastLayer(model.Layer):
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
-        """Write the K and V of all tokens, then attend with some: [T, D] -> [rows, D]."""
+        """Write the K and V of all tokens, then return the attention of some rows: [T, D] -> [rows, D]."""
         attention = partial(attend_with_rows, kernels.attention, batch.logits_indices)
         return super().attention(x, rope, batch, cache, kernels._replace(attention=attention))
 
@@ -42,8 +43,8 @@ def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
 def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
                      block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
                      sampling_indices: Tensor | None = None, **options: Any) -> Tensor:
-    """`attention` of these rows of q; None: of all. sampling_indices: the sequences that sample; the first rows are the
-    last ones of these. Behind them stand rows of prompt tokens whose log probabilities are wanted."""
+    """`attention` of q[rows], or of q if rows is None. rows: the last row of each sequence in sampling_indices, then
+    the rows that predict prompt tokens whose log probabilities are wanted."""
     caches = k_cache, v_cache
     attend_with_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
     if rows is None:
@@ -52,7 +53,7 @@ def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: T
         return q[:0]
     if sampling_indices is None or not len(sampling_indices) or options["max_query_len"] == 1:
         return attend_with_all().index_select(0, rows)  # rows of prompts alone, or one token of each sequence
-    # The last row of each sequence attends as a decode of one token.
+    # The last row of each sequence that samples attends as a decode of one token.
     last_rows, others = rows[:len(sampling_indices)], rows[len(sampling_indices):]
     seq_lens, block_tables = seq_lens.index_select(0, sampling_indices), block_tables.index_select(0, sampling_indices)
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.

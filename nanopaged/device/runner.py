@@ -11,13 +11,13 @@ and returns a `LaunchedStep` (transfer.py), which the engine calls for the token
 **batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens.
 
 This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts
-replace it; enforce_eager switches off those with a *:
+replace it (those with a * unless enforce_eager is given):
 
     plain part                replacement                                         when
     Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
     the last Layer *          one that skips rows (last_layer.py)                 always
-    attention in torch *      one call for all sequences (rectangles.py)          always
+    attention in torch *      one call for each query length (rectangles.py)      attention in torch
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
@@ -100,7 +100,7 @@ class Runner:
         tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
         self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
         self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send, self.fused)
-        # The last step, if it has grammars and is not sampled yet: weakly, because a step refers to the runner.
+        # The last step, if it has grammars and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _make_rows(self) -> Rows:
@@ -159,8 +159,8 @@ class Runner:
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        """Run the forward pass. Returns (sample, logits): `sample()` draws a token for each sampling sequence. The
-        logits [rows, vocab_size] are of last_rows, then of more_rows.
+        """Run the forward pass. Returns (sample, logits): `sample()` draws a token for each sequence of
+        sampling_indices. logits [rows, vocab_size]: a row for each of last_rows, then for each of more_rows.
 
             sequence             A   C   B
             flat rows            0   1   2..5     one for each new token

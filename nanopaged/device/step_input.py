@@ -9,7 +9,7 @@ from nanopaged.scheduling.cascade import Cascade
 @dataclass(slots=True)
 class StepInput:
     """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
-    sequence with drafts counts once for each token to check.)
+    sequence with drafts counts once for its last token and once for each draft.)
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
@@ -32,7 +32,7 @@ class StepInput:
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see scheduling/cascade.py
-    cascade: list[int] = field(default_factory=list)  # its entries
+    cascade: list[int] = field(default_factory=list)  # entries of the cascade
     cascade_columns: int = 0
 
     @property

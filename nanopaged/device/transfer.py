@@ -1,4 +1,4 @@
-"""Between the host and the device: `send` takes integers there, and a `LaunchedStep` brings a step's tokens back."""
+"""Between the host and the device: `send` takes integers over, and a `LaunchedStep` brings a step's tokens back."""
 import weakref
 from array import array
 from contextlib import nullcontext
@@ -48,11 +48,11 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 class LaunchedStep:
     """A launched step. Calling it waits for the step's tokens and returns a Sampled; `is_done` says whether the call
-    would wait. Steps are called in the order of their launches.
+    would return at once. Steps are called in the order of their launches.
 
     `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. (A step with grammars is sampled by the next launch or by the call, see masks.py.) The call restores the
-    scheduler's order.
+    host. (A step with grammars is sampled by the next launch, `is_done` or the call, see masks.py.) The call restores
+    the scheduler's order.
 
     indices: batch places of the sequences that sample
     seqs: these sequences, in batch order
@@ -78,7 +78,7 @@ class LaunchedStep:
         self.done: torch.cuda.Event | None = None
 
     def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
-        """The forward pass is launched. sample() launches sampling and returns the tokens; logits: of all rows."""
+        """The forward pass is launched. sample() launches sampling and returns the tokens; logits: of these rows."""
         self.computed = sample, logits
         if self.needs.grammars:
             self.unsampled.add(self)

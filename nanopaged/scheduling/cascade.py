@@ -1,4 +1,4 @@
-"""Cascade attention: what several sequences have in common is read once. An addition to the decode of chapter 1.
+"""Cascade attention: several sequences read what they have in common together. An addition to the decode of chapter 1.
 
 Samples of one prompt, chats with one system prompt and the rows of a sequence with drafts have tables that begin with
 the same blocks. Attention would read the K and V of these blocks once for each of them. But a program can compute a
@@ -18,9 +18,10 @@ FlashInfer). The splits of a context, which decode has anyway, join both parts:
                                         3 (D)            2          256           512
     num_common_tokens                   320  320  256  512  512
 
-In a batch these sequences stand side by side. The suffix launch goes on where the prefix launch stopped, also within a
-split, and sequences share only while their splits have the same length. Each sum therefore has the bits that it has for
-a sequence by itself. Entries of one sequence meet at the end of a split, because they are computed at the same time.
+In a batch these sequences stand side by side. The suffix launch resumes each sum where the prefix launch stopped, also
+within a split. Sequences share only while their splits have the same length, so each sum adds the same numbers in the
+same order as for its sequence alone. Two entries of one sequence run at the same time and cannot continue one sum, so
+they meet at the end of a split.
 
 Sequences that have blocks in common are looked for when one joins or leaves the decoding batch or reaches another split
 length, and at the latest after as many steps as a tile has tokens. Other steps only compare two lists.
@@ -30,12 +31,13 @@ import os
 from nanopaged import tiles
 from nanopaged.scheduling.additions import Sequence
 
-# An entry must spare attention so many tokens. Another launch and the merge take a few microseconds, in which an H200
-# reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
+# An entry must spare attention so many tokens (more, if a step would have too many entries). Another launch and the
+# merge take a few microseconds, in which an H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of
+# 128).
 LEAST_TOKENS = 4096
 MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
 
-Batch = list[tuple[Sequence, int]]  # sequences and their new tokens; in decode the new token, and its drafts
+Batch = list[tuple[Sequence, int]]  # (sequence, number of its new tokens: in decode 1 plus its drafts)
 
 
 class Cascade:
@@ -44,7 +46,7 @@ class Cascade:
     tile_n: tokens of a tile of keys, which split lengths depend on
     group: query heads that share a kv head
     most_columns: queries that one program can serve
-    least_tokens: an entry must spare attention so many
+    least_tokens: tokens that an entry must spare attention
     """
 
     def __init__(self, block_size: int, tile_n: int, group: int, most_columns: int = tiles.MAX_PREFIX_COLUMNS,
@@ -52,7 +54,7 @@ class Cascade:
         self.block_size, self.tile_n, self.group, self.least_tokens = block_size, tile_n, group, least_tokens
         self.most_rows = most_columns // group
         self.batch: Batch = []  # the last one
-        self.num_steps = 0  # for which `found` holds, if the batch stays the same
+        self.num_steps = 0  # until the next search, if the batch stays the same
         self.found: tuple[Batch, list[int], list[int], int] = [], [], [], 0
         self.splits: dict[Sequence, tuple[int, int]] = {}  # see `_splits`
 
@@ -72,7 +74,7 @@ class Cascade:
 
     def _search(self, decoding: Batch) -> None:
         self.splits = {seq: self._splits(seq, num_rows) for seq, num_rows in decoding}
-        # A sequence with several rows may grow by as many tokens in a step, and its rows then have more in common.
+        # Search again when a split length may change: a sequence of n rows grows by up to n tokens in a step.
         self.num_steps = min(self.tile_n, *(1 + (tiles.longest_with(self.splits[seq][0]) - seq.num_computed_tokens)
                                             // num_rows for seq, num_rows in decoding))
         least, entries = self.least_tokens, [0] * (4 * MOST_ENTRIES + 1)
@@ -92,8 +94,9 @@ class Cascade:
 
     def _share(self, batch: Batch, depth: int, covered: int, least: int, order: Batch, entries: list[int],
                num_common: list[int]) -> None:
-        """Append these sequences to the lists. They have `depth` blocks in common, and entries cover `covered`
-        tokens."""
+        """Append the batch's rows to `order` and `num_common`, and their entries, outer ones before inner ones. The
+        rows have `depth` blocks in common, and outer entries cover `covered` tokens. An entry with inner ones ends with
+        a whole split, others with a whole tile."""
         parts: dict[tuple[int, ...], Batch] = {}
         for seq, num_rows in batch:
             split_len, num_tokens = self.splits[seq]
