@@ -872,7 +872,7 @@ def test_the_flat_batch_of_the_models_text():
     assert batch.input_ids[2:].tolist() == third
     for name in ("positions", "query_start_loc", "seq_lens"):
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
-    drawn = {name: cells for name, *cells in as_rows(llm.runner._compute.__doc__, "sequence ")}
+    drawn = {name: cells for name, *cells in as_rows(llm.runner._compute.__doc__, "sequence     ")}
     assert drawn["sequence"] == ["A", "C", "B"] and drawn["flat rows"][:3] == ["0", "1", "2..5"]
     assert batch.hints["sampling_indices"].tolist() == list(map(int, drawn["sampling_indices"][:3]))
     assert batch.logits_indices.tolist() == list(map(int, drawn["last_rows"][:3]))
