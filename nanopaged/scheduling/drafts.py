@@ -99,7 +99,7 @@ class Drafter:
         index, manager = step.seqs.index(seq), scheduler.block_manager
         most = min(step.budget, manager.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
         try:
-            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:most]
+            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]
         except BaseException:  # the proposer's, or a warning that is an error
             scheduler.undo(step)
             raise
