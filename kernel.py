@@ -817,7 +817,7 @@ def as_bytes(x: Tensor) -> Tensor:
 #
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of few rows. `nanopaged/device/fused.py` puts them into
-# the model, graphs.py and logits.py beside it into sampling. Each names the plain form that it replaces. What does not
+# the model, and graphs.py beside it into sampling. Each names the plain form that it replaces. What does not
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
 
@@ -1120,43 +1120,6 @@ def _unscale(weights, scale, row, exists, start, ROWS: tl.constexpr, TILE: tl.co
 HASH = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x7FEB352D, 0x846CA68B
 GOLDEN, MIX_1, MIX_2, LOW_1, LOW_2 = (tl.constexpr(number) for number in HASH)
 COLDEST, LARGEST = tl.constexpr(SMALLEST_TEMPERATURE), tl.constexpr(3e38)
-
-
-def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
-    """logits.add_bias of nanopaged/device."""
-    return _edit(logits, slots, bias, bias, bias, BIAS=True)
-
-
-def penalise(logits: Tensor, slots: Tensor, seen: Tensor, settings: Tensor) -> Tensor:
-    """logits.penalise of nanopaged/device."""
-    return _edit(logits, slots, logits, seen, settings, BIAS=False)
-
-
-def _edit(logits: Tensor, slots: Tensor, bias: Tensor, seen: Tensor, settings: Tensor, BIAS: bool) -> Tensor:
-    out, tile = torch.empty_like(logits, dtype=torch.float32), 1024
-    edit_kernel[(len(logits), cdiv(logits.shape[1], tile))](
-        logits, slots, bias, seen, settings, out, logits.shape[1], TILE=tile, BIAS=BIAS,
-        **launch_options(logits.device))
-    return out
-
-
-@jit
-def edit_kernel(logits, slots, bias, seen, settings, out, size, TILE: tl.constexpr, BIAS: tl.constexpr,
-                PDL: tl.constexpr):
-    """Grid (row, tile of the vocabulary)."""
-    _wait_for_previous_kernel(PDL)
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    slot, inside = tl.load(slots + row), i < size
-    x = tl.load(logits + row * size + i, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        x += tl.load(bias + slot * size + i, mask=inside, other=0.0)
-    else:
-        count, numbers = tl.load(seen + slot * size + i, mask=inside, other=0), settings + slot * 5
-        repetition = tl.load(numbers + 1).to(tl.float32, bitcast=True)
-        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
-        x -= tl.load(numbers + 2).to(tl.float32, bitcast=True) * (count >> 1)
-        x -= tl.where(count > 1, tl.load(numbers + 3).to(tl.float32, bitcast=True), 0.0)
-    tl.store(out + row * size + i, x, mask=inside)
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import kernel
 from nanopaged.scheduling.additions import Sequence
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
@@ -58,14 +57,11 @@ class LogitsEditor:
     """The tables, and the arithmetic that edits logits with them.
 
     send: lists of integers -> int32 tensors on the device, in one transfer that the host does not wait for
-    fused: with kernel.py's kernels, which read logits and tables once
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device,
-                 send: Callable[[list[list[int]]], list[Tensor]], fused: bool = False) -> None:
+                 send: Callable[[list[list[int]]], list[Tensor]]) -> None:
         self.vocab_size, self.device, self.send = vocab_size, device, send
-        self.add_bias = kernel.add_bias if fused else add_bias
-        self.penalise = kernel.penalise if fused else penalise
         self.slot_of_row: dict[int, _Slot] = {}
         self.sent = [0] * num_rows  # what `slots` has; a step that fails leaves both
         self.slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -163,7 +159,7 @@ class LogitsEditor:
         slots = self.slots[rows]
         edited = logits.to(torch.float32, copy=True) if processors else logits
         if len(self.bias):
-            edited = self.add_bias(edited, slots, self.bias)
+            edited = add_bias(edited, slots, self.bias)
         if len(self.bans):
             num_generated = positions - self.settings[slots, 0]
             edited = ban(edited, self.bans[slots], self.recent[slots], num_generated)
@@ -174,7 +170,7 @@ class LogitsEditor:
             except Exception as error:
                 edited[i] = math.nan
                 fail(f"a logits processor failed: {error!r}")
-        return self.penalise(edited, slots, self.seen, self.settings) if len(self.seen) else edited.float()
+        return penalise(edited, slots, self.seen, self.settings) if len(self.seen) else edited.float()
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Record the tokens that were drawn in these rows: [R] each."""
@@ -186,7 +182,7 @@ class LogitsEditor:
 
 
 def add_bias(logits: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
-    return logits.float() + bias[slots]
+    return bias[slots].add_(logits)
 
 
 def ban(logits: Tensor, bans: Tensor, recent: Tensor, num_generated: Tensor) -> Tensor:
@@ -201,7 +197,7 @@ def penalise(logits: Tensor, slots: Tensor, seen: Tensor, settings: Tensor) -> T
     logits, seen = logits.float(), seen[slots]
     repetition, frequency, presence = settings[slots, 1:4].view(torch.float32)[:, :, None].unbind(1)
     logits = torch.where(seen > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - frequency * (seen >> 1) - presence * (seen > 1)
+    return logits.addcmul_(frequency, seen >> 1, value=-1).addcmul_(presence, seen > 1, value=-1)
 
 
 def encode_bad_words(words: list[str], tokenizer: Any) -> list[list[int]]:

@@ -99,7 +99,7 @@ class Runner:
         self.compiled = self.start_compiling() if compiles else []
         tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
         self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
-        self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send, self.fused)
+        self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send)
         # The last step, if it has grammars and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 

@@ -115,8 +115,6 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
                 few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, COLUMNS=columns, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")
                 yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
-        yield partial(compile_kernel, kernel.edit_kernel, dict(TILE=1024, BIAS=gated), dtype, capability, slots="*i64",
-                      bias="*fp32", seen="*i32", settings="*i32", out="*fp32")
     for group in (128, 16384) if capability >= 89 else ():
         yield partial(compile_kernel, kernel.quantize_rows_kernel, dict(SIZE=12288, PADDED=16384, GROUP=group), dtype,
                       capability, 16, out="*fp8e4nv", scale="*fp32")

@@ -17,7 +17,7 @@ import kernel
 import model
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
-from nanopaged.device import fused, logits, sampler
+from nanopaged.device import fused, sampler
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.scheduling.additions import NULL
 from nanopaged.weights import fp8
@@ -63,8 +63,7 @@ def fp8_weight(weight, scale):
 
 class PlainKernels:
     """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
-    pick = staticmethod(sampler.pick)
-    add_bias, penalise, activate = (staticmethod(f) for f in (logits.add_bias, logits.penalise, model.activate))
+    pick, activate = staticmethod(sampler.pick), staticmethod(model.activate)
 
     @staticmethod
     def quantize_rows(x, group=0):
@@ -109,7 +108,7 @@ class PlainKernels:
 
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
-    names = ("pick", "add_bias", "penalise", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
+    names = ("pick", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
     return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
             (GraphRunner, "pick", staticmethod(sampler.pick)), (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 

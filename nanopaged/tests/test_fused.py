@@ -10,7 +10,6 @@ from nanopaged.device import fused as fused_module
 from nanopaged.device import last_layer
 from nanopaged.device.fused import num_partial_products, partial_products
 from nanopaged.device.last_layer import ShortLastLayer
-from nanopaged.device.logits import add_bias, penalise
 from nanopaged.device.sampler import mix, pick
 from nanopaged.tests.helpers import (
     CUDA,
@@ -133,15 +132,6 @@ def test_picking_a_token(vocab_size):
     logits[1, 0], logits[2, -1], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
     tokens[1:4], tokens[4] = -1, 0
     assert torch.equal(kernel.pick(logits, temperature, seeds, positions), tokens)
-
-
-@needs_kernel
-def test_penalties_and_biases():
-    logits, slots = torch.randn(3, 1500, device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
-    bias, seen = torch.randn(3, 1500, device=DEVICE), torch.randint(0, 6, (3, 1500), dtype=torch.int32, device=DEVICE)
-    settings = torch.rand(3, 5, device=DEVICE).add(0.5).view(torch.int32)
-    torch.testing.assert_close(kernel.add_bias(logits, slots, bias), add_bias(logits, slots, bias))
-    torch.testing.assert_close(kernel.penalise(logits, slots, seen, settings), penalise(logits, slots, seen, settings))
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time

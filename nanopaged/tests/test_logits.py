@@ -29,13 +29,13 @@ def device(request):
     return torch.device(request.param)
 
 
-def editor_for(device, num_rows=16, vocab_size=VOCAB, **options) -> LogitsEditor:
+def editor_for(device, num_rows=16, vocab_size=VOCAB) -> LogitsEditor:
     def send(parts):
         values = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
         return list(values.split([len(part) for part in parts]))
-    return LogitsEditor(num_rows, vocab_size, device, send, **options)
+    return LogitsEditor(num_rows, vocab_size, device, send)
 
 
 def normal(*shape, seed=0, scale=3.0) -> torch.Tensor:
@@ -340,18 +340,6 @@ def test_the_host_does_not_wait_for_the_device():
         top_logprobs(logits, rows, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_compiled_arithmetic_gives_the_same():
-    device, engine = torch.device("cuda"), Engine(torch.device("cuda"), 20, seed=2)
-    fused = editor_for(device, 20, fused=True)
-    engine.start(range(20), num_output=5)
-    fused.start(list(engine.sequences.values()))
-    for rows in ([4], list(range(20)), [5, 6, 7]):
-        logits, index = normal(len(rows), VOCAB).cuda().bfloat16(), torch.tensor(rows, device=device)
-        expected = engine.editor(logits, index, index * 0 + 30)
-        torch.testing.assert_close(fused(logits, index, index * 0 + 30), expected, rtol=1e-6, atol=1e-6)
 
 
 # ---- Log probabilities
