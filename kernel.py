@@ -827,7 +827,6 @@ MOST_FEW_ROWS, FEWEST_PROGRAMS = 16, 64
 MOST_FEW_ROWS_FP8 = 64  # with weights in FP8
 SMALL_INNER_SIZE = 1024  # up to here a program has fewer rows of the weight, so that there are enough programs
 MOST_16_BIT_ROWS = 8  # of x, with weights in FP8; with more, turning the weights into 16 bits takes the longest
-SCALE_COLUMNS = tl.constexpr(128)  # columns of a weight in FP8 that share a scale, if a row has several
 
 
 def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
@@ -910,30 +909,24 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     return y
 
 
-def quantize_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
-    """`quantize` of nanopaged/weights/fp8.py, in one launch. group: so many numbers of a row share a scale, as in the
-    library's products of blocks. Both results have rows up to a multiple of 16 then, the last ones not written,
-    and the scale [rows, size / group] is transposed in memory."""
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize` of nanopaged/weights/fp8.py, in one launch."""
     (num_rows, size), padded = x.shape, tiles.next_power_of_2(x.shape[1])
-    rows = cdiv(num_rows, 16) * 16 if group else num_rows
-    out = x.new_empty(rows, size, dtype=torch.float8_e4m3fn)
-    scale = x.new_empty(size // group if group else 1, rows, dtype=torch.float32)
-    quantize_rows_kernel[(num_rows,)](x, out, scale, rows, SIZE=size, PADDED=padded, GROUP=group or padded,
-                                      num_warps=min(16, max(4, padded // 512)), **launch_options(x.device))
-    return out, scale.T if group else scale.view(rows, 1)
+    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, 1, dtype=torch.float32)
+    quantize_rows_kernel[(num_rows,)](x, out, scale, SIZE=size, PADDED=padded, num_warps=min(16, max(4, padded // 512)),
+                                      **launch_options(x.device))
+    return out, scale
 
 
 @jit
-def quantize_rows_kernel(x, out, scale, num_rows, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
-                         PDL: tl.constexpr):
+def quantize_rows_kernel(x, out, scale, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
     """Grid (row,)."""
-    group, row = tl.arange(0, PADDED // GROUP), tl.program_id(0).to(tl.int64)
-    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    i, row = tl.arange(0, PADDED), tl.program_id(0).to(tl.int64)
     _wait_for_previous_kernel(PDL)
     numbers = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    factor = tl.maximum(tl.max(tl.abs(numbers), 1), 1e-30) / 448.0
-    tl.store(scale + group * num_rows + row, factor, mask=group * GROUP < SIZE)
-    tl.store(out + row * SIZE + i, (numbers / factor[:, None]).to(out.dtype.element_ty), mask=i < SIZE)
+    factor = tl.maximum(tl.max(tl.abs(numbers), 0), 1e-30) / 448.0
+    tl.store(scale + row, factor)
+    tl.store(out + row * SIZE + i, (numbers / factor).to(out.dtype.element_ty), mask=i < SIZE)
 
 
 def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
@@ -946,20 +939,19 @@ def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
     is_fp8 = weight.itemsize == 1
-    rows = few_rows_form(x.shape[1] // count, 8, False, 0, x.itemsize)["ROWS"]
+    rows = few_rows_form(x.shape[1] // count, 8, False, False, x.itemsize)["ROWS"]
     fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
     return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
 
 
-def few_rows_form(size: int, padded: int, gated: bool, columns: int, itemsize: int) -> dict[str, int]:
+def few_rows_form(size: int, padded: int, gated: bool, is_fp8: bool, itemsize: int) -> dict[str, int]:
     """Of `few_rows_kernel`: rows of the weight in a program, numbers of a row in a tile, and tiles that the loop's
     pipeline holds. size: of the inner dimension. Of a large product that is not gated a multiprocessor has one program,
     and many small tiles are on their way. (The fastest of 12 to 20 forms for the products of Qwen3-0.6B, of 8B in the
     whole model, and of 8B in FP8, on an H200.)"""
-    if size <= SMALL_INNER_SIZE or columns:
-        rows = 64 if columns else 32
-        tile = SCALE_COLUMNS.value if columns > 1 else 256 if columns or gated and padded == 8 else 128
-        return dict(ROWS=rows, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4)
+    if size <= SMALL_INNER_SIZE or is_fp8:
+        tile = 256 if is_fp8 or gated and padded == 8 else 128
+        return dict(ROWS=64 if is_fp8 else 32, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4)
     tile, stages = (128, 3) if gated else (64, 14)
     tile_bytes = (64 * (2 if gated else 1) + padded) * tile * itemsize
     return dict(ROWS=64, TILE=tile, STAGES=min(stages, tiles.LARGE_SHARED_MEMORY // tile_bytes))
@@ -970,28 +962,26 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
     of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension.
-    scale: of a weight in FP8, [out, 1] or [out, in / 128]. T is up to 64, and from 9 on x is quantised, too."""
+    scale: of a weight in FP8, [out, 1]. T is up to 64, and from 9 on x is quantised, too."""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
     if not num_rows:  # of logits, in a step that samples nothing
         return out
-    columns = 0 if scale is None else scale.shape[1]
-    options = dict(COLUMNS=columns, BIAS=bias is not None, GATED=gated, ACTIVATION=activation,
-                   **launch_options(x.device))
-    bias, scale = weight if bias is None else bias, weight if scale is None else scale
+    options = dict(BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **launch_options(x.device))
+    is_fp8, bias, scale = scale is not None, weight if bias is None else bias, weight if scale is None else scale
     if num_rows > 1:
-        x, x_scale = quantize_rows(x) if columns and num_rows > MOST_16_BIT_ROWS else (x, x)
+        x, x_scale = quantize_rows(x) if is_fp8 and num_rows > MOST_16_BIT_ROWS else (x, x)
         padded = max(8, tiles.next_power_of_2(num_rows))
-        form = few_rows_form(size // count, padded, gated, columns, x.itemsize)
+        form = few_rows_form(size // count, padded, gated, is_fp8, x.itemsize)
         few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
             x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             **form, **options)
         return out
     # The fastest of 27 forms for ten products on an H200; with FP8 of eleven for Qwen3-8B's.
     tile = tiles.next_power_of_2(size)
-    tile = max(128, min(4096 if size <= 4096 else 2048, tile)) if columns else min(2048, max(1, tile // 2))
-    rows = 2 if columns else max(2, 2048 // tile)
+    tile = min(4096 if size <= 4096 else 2048, tile) if is_fp8 else min(2048, max(1, tile // 2))
+    rows = 2 if is_fp8 else max(2, 2048 // tile)
     one_row_kernel[(cdiv(num_out, rows),)](x, weight, scale, bias, out, num_out, SIZE=size, ROWS=rows, TILE=tile,
                                            **options)
     return out
@@ -999,8 +989,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
 
 @jit
 def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-                   COLUMNS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-                   PDL: tl.constexpr):
+                   BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of the weight,). A program adds up ROWS x TILE products side by side, and sums them at the end.
     The loop loads a tile of weights before it needs it, the first one before the program waits. A thread loads 8
     numbers at a time, of x and of the weight: of FP8 it could load 16, but x would go through shared memory then."""
@@ -1015,14 +1004,13 @@ def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROW
     _wait_for_previous_kernel(PDL)
     for start in range(0, SIZE, TILE):
         factor = tl.load(x + start + i, mask=start + i < SIZE, other=0.0).to(tl.float32)[None, :]
-        sums += _unscale(gate, scale, row, exists, start, ROWS, TILE, COLUMNS).to(tl.float32) * factor
+        sums += gate.to(tl.float32) * factor
         gate = _load_weights(at + start + TILE, exists, start + TILE + i, SIZE)  # after the last tile: none
         if GATED:
-            up = _unscale(up, scale, row + num_out, exists, start, ROWS, TILE, COLUMNS)
             up_sums += up.to(tl.float32) * factor
             up = _load_weights(up_at + start + TILE, exists, start + TILE + i, SIZE)
     y, up_y = tl.sum(sums, 1), tl.sum(up_sums, 1)
-    if COLUMNS == 1:
+    if weight.dtype.element_ty == tl.float8e4nv:
         y *= tl.load(scale + row, mask=row < num_out, other=0.0)
         if GATED:
             up_y *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)
@@ -1039,8 +1027,7 @@ def one_row_kernel(x, weight, scale, bias, out, num_out, SIZE: tl.constexpr, ROW
 @jit
 def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE: tl.constexpr, PART: tl.constexpr,
                     PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-                    COLUMNS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-                    PDL: tl.constexpr):
+                    BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension). The rows of x are columns, as queries are in decode:
     tensor cores multiply 16 rows of the weight by 8 columns at least, and x is padded to PADDED columns. The loop's
     pipeline loads the weights after the wait: loading a tile before was slower, but for the smallest product.
@@ -1052,8 +1039,9 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
     at = weight + row.to(tl.int64)[:, None] * SIZE + start + i[None, :]
     up_at, x_at = at + num_out.to(tl.int64) * SIZE, x + column[None, :] * SIZE + start + i[:, None]
     sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    IS_FP8: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     QUANTIZED: tl.constexpr = x.dtype.element_ty == tl.float8e4nv
-    FACTOR: tl.constexpr = 2.0 ** -4 if COLUMNS and x.dtype.element_ty == tl.bfloat16 else 1.0
+    FACTOR: tl.constexpr = 2.0 ** -4 if IS_FP8 and x.dtype.element_ty == tl.bfloat16 else 1.0
     _wait_for_previous_kernel(PDL)
     for k in tl.range(0, PART, TILE, num_stages=STAGES):
         inside = k + i < PART
@@ -1062,16 +1050,16 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
             # A product would be computed in float16: the compiler narrows it, although bfloat16 has larger numbers.
             factors = tl.fma(factors.to(tl.float32), FACTOR, 0.0).to(tl.float16)
         gate = tl.load(at + k, mask=row_exists & inside[None, :], other=0.0)
-        sums = _add_product(gate, factors, sums, scale, row, row < num_out, start + k, COLUMNS)
+        sums = tl.dot(gate.to(factors.dtype), factors, sums, input_precision="ieee")
         if GATED:
             up = tl.load(up_at + k, mask=row_exists & inside[None, :], other=0.0)
-            up_sums = _add_product(up, factors, up_sums, scale, row + num_out, row < num_out, start + k, COLUMNS)
+            up_sums = tl.dot(up.to(factors.dtype), factors, up_sums, input_precision="ieee")
     if QUANTIZED:
         of_column = tl.load(x_scale + column, mask=column < num_rows, other=0.0)[None, :]
         sums, up_sums = sums * of_column, up_sums * of_column
     if FACTOR != 1.0:
         sums, up_sums = sums / FACTOR, up_sums / FACTOR
-    if COLUMNS == 1:
+    if IS_FP8:
         sums *= tl.load(scale + row, mask=row < num_out, other=0.0)[:, None]
         if GATED:
             up_sums *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)[:, None]
@@ -1090,26 +1078,6 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
 def _load_weights(at, exists, column, SIZE: tl.constexpr):
     """.cg keeps weights, which are read once, out of the L1 cache."""
     return tl.load(at, mask=exists & (column < SIZE)[None, :], other=0.0, cache_modifier=".cg")
-
-
-@jit
-def _add_product(weights, factors, sums, scale, row, exists, start, COLUMNS: tl.constexpr):
-    """sums + weights times factors. Of FP8 with several scales in a row, a tile has one of each row."""
-    if COLUMNS > 1:
-        scales = tl.load(scale + row * COLUMNS + start // SCALE_COLUMNS, mask=exists, other=0.0)
-        return sums + tl.dot(weights.to(factors.dtype), factors, input_precision="ieee") * scales[:, None]
-    return tl.dot(weights.to(factors.dtype), factors, sums, input_precision="ieee")
-
-
-@jit
-def _unscale(weights, scale, row, exists, start, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of weights [ROWS, TILE]; of FP8 with several scales in a row, times these, in float32."""
-    if COLUMNS > 1:
-        column = start // SCALE_COLUMNS + tl.arange(0, TILE // SCALE_COLUMNS)[None, :]
-        factors = tl.load(scale + row[:, None] * COLUMNS + column, mask=exists & (column < COLUMNS), other=0.0)
-        weights = tl.reshape(weights.to(tl.float32), [ROWS, TILE // SCALE_COLUMNS, SCALE_COLUMNS])
-        weights = tl.reshape(weights * factors[:, :, None], [ROWS, TILE])
-    return weights
 
 
 # --------------------------------------------------------------------------------------------------

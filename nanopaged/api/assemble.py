@@ -45,10 +45,10 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: 
     more = {name: vars(options)[name] for name in (
         "dtype", "seed", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "warm_up",
         "disable_cascade_attn")}
-    more["fp8"] = fp8 = pick_fp8(options.quantization, config, devices, num_ranks)
+    more["fp8"] = fp8 = pick_fp8(options.quantization, options.dtype, config, devices, num_ranks)
     more["max_model_len"] = options.max_model_len or config.max_position_embeddings
     more["max_num_drafts"] = drafting.most_in_step(options.max_num_seqs) if drafting else 0
-    tensors = None if options.load_format == "dummy" else read_weights(path, config.fp8, fp8)
+    tensors = None if options.load_format == "dummy" else read_weights(path, config.fp8, fp8, devices[0])
     pool = options.num_gpu_blocks_override or options.num_blocks, options.gpu_memory_utilization
     for device in devices:
         runner_class, kernels = pick_runner(options.attention, device, is_eager)

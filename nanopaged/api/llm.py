@@ -25,7 +25,7 @@ class LLM(Core):
         "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
     quantization: "fp8": matrices in 8 bits, of an ordinary checkpoint, too (nanopaged/weights/fp8.py); None: if they
-        are stored so
+        are stored so, and not in blocks
     load_format: "auto", or "dummy": random weights from config.json alone; a tokenizer is read where there is one
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
     num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card;

@@ -1,4 +1,5 @@
 """What is decided before the first step: device, types and kernels."""
+import sys
 import warnings
 
 import torch
@@ -8,7 +9,7 @@ from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
 from nanopaged.scheduling.cascade import Cascade
 from nanopaged.scheduling.window import widest_window
-from nanopaged.weights.fp8 import BLOCK, FP8
+from nanopaged.weights.fp8 import FP8
 from nanopaged.weights.split import split_config
 
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
@@ -72,25 +73,30 @@ def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device,
     return FP8
 
 
-def pick_fp8(quantization: str | None, config: model.ModelConfig, devices: list[torch.device],
-             num_ranks: int) -> str | None:
-    """How matrices are kept: in FP8, with a scale for each "channel" or "block", or None: in the engine's type, which a
-    warning says where FP8 was wanted. ValueError: the GPUs of one model cannot share matrices in FP8."""
-    form, c = config.fp8 or (quantization and "channel"), split_config(config, num_ranks) if num_ranks > 1 else config
-    if form is None:
-        return None
-    unit, is_able = BLOCK[1] if form == "block" else ALIGNMENT, all(map(has_fp8_products, devices))
-    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % unit]
+def pick_fp8(quantization: str | None, dtype: str, config: model.ModelConfig, devices: list[torch.device],
+             num_ranks: int) -> bool:
+    """Whether matrices are kept in FP8, with a scale for each channel, and not in the engine's type, which a warning
+    or a line on stderr explains. ValueError: the GPUs of one model cannot share matrices in FP8."""
+    if not (quantization or config.fp8):
+        return False
+    if config.fp8 == "block" and not quantization:
+        kind, size = pick_dtype(dtype, config.torch_dtype, devices[0]), matrices_size(config) / 2**30
+        print(f"weights in FP8 blocks of 128 x 128 are converted to {str(kind).removeprefix('torch.')}: "
+              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (quantization='fp8' cuts them to 8 bits again, "
+              "with a scale for each channel)", file=sys.stderr)
+        return False
+    c, is_able = split_config(config, num_ranks) if num_ranks > 1 else config, all(map(has_fp8_products, devices))
+    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % ALIGNMENT]
     if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
-        return form
+        return True
     if is_able and wrong and num_ranks > 1:
         raise ValueError(f"tensor_parallel_size {num_ranks} cuts matrices in FP8 into parts of {wrong[0]} columns, and "
-                         f"parts must be multiples of {unit}; use data_parallel_size, or one GPU")
+                         f"parts must be multiples of {ALIGNMENT}; use data_parallel_size, or one GPU")
     warnings.warn(("FP8 weights are turned into the engine's type while they load, which takes 2 or 4 times the memory"
                    if config.fp8 else "quantization 'fp8' has no effect, and weights keep the engine's type") + (
         ": the model has matrices that 8-bit products cannot have" if is_able else
         ": products of 8 bits need Triton and a GPU of Nvidia of compute capability 8.9 or more"))
-    return None
+    return False
 
 
 def has_fp8_products(device: torch.device) -> bool:
@@ -99,10 +105,11 @@ def has_fp8_products(device: torch.device) -> bool:
             and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
-def has_block_products(device: torch.device) -> bool:
-    """Whether the library multiplies FP8 numbers with a scale for each block: cuBLAS from CUDA 12.9 on, on Hopper."""
-    version = [int(number) for number in (torch.version.cuda or "0").split(".")]
-    return device.type == "cuda" and version >= [12, 9] and torch.cuda.get_device_capability(device) == (9, 0)
+def matrices_size(config: model.ModelConfig) -> int:
+    """How many numbers the layers' matrices have."""
+    with torch.device("meta"):
+        layers = model.Transformer(config).layers
+    return sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() == 2)
 
 
 def pick_cascade(config: model.ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import kernel, model
-from nanopaged.device.choices import has_block_products
 from nanopaged.device.last_layer import ShortLastLayer, select_rows
-from nanopaged.weights.fp8 import BLOCK, FP8, num_scales
+from nanopaged.weights.fp8 import FP8
 
 # Limits in bfloat16 on an H200. More rows or columns have enough tiles without a split.
 MAX_SPLIT_ROWS = 256
@@ -26,7 +25,6 @@ MAX_SPLIT_COLUMNS = 8192
 MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster than two
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
 FAST_ACCUM = True  # sums of 8-bit products in the tensor cores' own precision: their error is far below FP8's
-SCALE_ALIGNMENT = 4  # of the blocks in a row, for the library: in other numbers torch's versions differ
 
 
 class Sum(NamedTuple):
@@ -76,39 +74,29 @@ class FusedLastLayer(FusedLayer, ShortLastLayer):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None,
-           scale: Tensor | None = None, blocks: Tensor | None = None) -> Tensor:
-    """F.linear, in `out` if given. scale: of a weight in FP8; blocks: as `FusedLinear` has it"""
+           scale: Tensor | None = None) -> Tensor:
+    """F.linear, in `out` if given. scale: of a weight in FP8"""
     if kernel.has_few_rows(x, weight):
         return kernel.few_rows_linear(x, weight, bias, out, scale=scale)
     if scale is None:
         return torch.matmul(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
-    if blocks is not None:
-        rows, row_scale = kernel.quantize_rows(x, BLOCK[1])
-        y = torch._scaled_mm(rows, weight.T, row_scale, blocks, out_dtype=torch.bfloat16)[:len(x)]
-    elif scale.shape[1] > 1:  # the library does not take this scale: the weight gets the type of x, which is slow
-        weight = weight.to(x.dtype)
-        weight.unflatten(1, (-1, BLOCK[1])).mul_(scale[:, :, None])
-        return linear(x, weight, bias, out)
-    else:
-        rows, row_scale = kernel.quantize_rows(x)
-        y = torch._scaled_mm(rows, weight.T, row_scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM)
+    rows, row_scale = kernel.quantize_rows(x)
+    y = torch._scaled_mm(rows, weight.T, row_scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM)
     y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
     return y if out is None else out.copy_(y)
 
 
 class FusedLinear(model.Linear):
-    blocks: Tensor | None = None  # [in / 128, out / 128]: the scale in the library's form, see `find_blocks`
-
-    def __init__(self, size_in: int, size_out: int, bias: bool, fp8: str | None = None) -> None:
-        """fp8: the weight is in FP8, with a scale for each "channel" or "block"."""
+    def __init__(self, size_in: int, size_out: int, bias: bool, fp8: bool = False) -> None:
+        """fp8: the weight is in FP8, with a scale for each of its rows."""
         super().__init__(size_in, size_out, bias)
         self.scale = None
         if fp8:
             self.weight = nn.Parameter(torch.empty(size_out, size_in, dtype=FP8))
-            self.scale = nn.Parameter(torch.empty(size_out, num_scales(size_in, fp8)))
+            self.scale = nn.Parameter(torch.empty(size_out, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, None, self.scale, self.blocks)
+        return linear(x, self.weight, self.bias, None, self.scale)
 
 
 class SplitLinear(FusedLinear):
@@ -124,7 +112,7 @@ class SplitLinear(FusedLinear):
             y = (kernel.few_rows_linear(x, weight, None, out, count=count, scale=self.scale)
                  if kernel.has_few_rows(x, weight, count) else partial_products(x, weight, count, out))
         else:
-            y = linear(x, weight, bias, None if out is None else out[0], self.scale, self.blocks)
+            y = linear(x, weight, bias, None if out is None else out[0], self.scale)
         return y if out is None else tuple(self.buffer.all(*shape))
 
 
@@ -133,23 +121,11 @@ MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedN
                         compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 
-def find_blocks(built: model.Transformer) -> model.Transformer:
-    """The model, once it has its weights, with `blocks` where the library has products of blocks and all blocks are
-    whole: q, k or v, or a GPU's part of a matrix, may begin within a block."""
-    for module in built.modules():
-        if isinstance(module, FusedLinear) and module.scale is not None:
-            (size, columns), scale = module.scale.shape, module.scale.detach()
-            if size % BLOCK[0] == columns % SCALE_ALIGNMENT == 0 and has_block_products(scale.device):
-                rows = scale.unflatten(0, (-1, BLOCK[0]))
-                module.blocks = rows[:, 0].contiguous().T if (rows == rows[:, :1]).all() else None
-    return built
-
-
-def with_fp8(modules: model.Modules, fp8: str | None) -> model.Modules:
+def with_fp8(modules: model.Modules, fp8: bool) -> model.Modules:
     """The modules with matrices in FP8, if fp8 says so, also with enforce_eager."""
     residual = SplitLinear if modules.residual_linear is SplitLinear else FusedLinear
-    return modules if fp8 is None else modules._replace(
-        linear=partial(FusedLinear, fp8=fp8), residual_linear=partial(residual, fp8=fp8))
+    return modules if not fp8 else modules._replace(
+        linear=partial(FusedLinear, fp8=True), residual_linear=partial(residual, fp8=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,8 +149,8 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
     is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
     if is_fp8:  # the library has no partial products of these
         is_small &= kernel.takes_rows(len(x), x.dtype, x.device, True)
-    # In float16 a partial product may overflow where the whole does not.
-    can_split = size % ((BLOCK[1] if is_fp8 else SPLIT_ALIGNMENT) * count) == 0 and x.dtype is not torch.float16
+    # A tile of FP8 has twice the numbers. In float16 a partial product may overflow where the whole does not.
+    can_split = size % (SPLIT_ALIGNMENT * (2 if is_fp8 else 1) * count) == 0 and x.dtype is not torch.float16
     return count if is_small and can_split else 1
 
 

@@ -66,7 +66,7 @@ class RowParallelLinear(FusedLinear):
         shape = len(x), len(self.weight)
         own = self.buffer.own(*shape)
         own = (torch.matmul(x, self.weight.T, out=own) if self.scale is None else
-               linear(x, self.weight, None, own, self.scale, self.blocks))
+               linear(x, self.weight, None, own, self.scale))
         if self.bias is not None:
             own += self.bias
         return self.buffer.sum(*shape)

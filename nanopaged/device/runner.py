@@ -39,7 +39,7 @@ from torch import Tensor
 
 from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer, warmup
-from nanopaged.device.fused import find_blocks, with_fp8
+from nanopaged.device.fused import with_fp8
 from nanopaged.device.logits import LogitsEditor
 from nanopaged.device.masks import Masker
 from nanopaged.device.pool import Pool
@@ -69,7 +69,7 @@ class Runner:
     def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
                  kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int,
                  max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False, max_num_drafts: int = 0,
-                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: str | None = None,
+                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: bool = False,
                  disable_cascade_attn: bool | None = None):
         self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
         self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
@@ -98,7 +98,7 @@ class Runner:
         compiles = device.type == "cuda" and kernels is kernel.TRITON
         self.compiled = self.start_compiling() if compiles else []
         tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
-        self.model = find_blocks(self._build_model(in_fp8(tensors, fp8, device)))
+        self.model = self._build_model(in_fp8(tensors, fp8, device))
         self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send)
         # The last step, if it has grammars and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()

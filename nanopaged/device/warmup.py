@@ -16,7 +16,7 @@ from torch import Tensor
 from nanopaged import kernel, model, tiles
 from nanopaged.device.fused import residual_products
 from nanopaged.device.transfer import as_current
-from nanopaged.weights.fp8 import BLOCK, FP8, num_scales
+from nanopaged.weights.fp8 import FP8
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
@@ -82,26 +82,25 @@ def _one_by_one(tasks: Iterable[Callable[[], Any]]) -> None:
 
 
 def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int,
-                fp8: str | None = None) -> Iterator[Callable[[], Any]]:
+                fp8: bool = False) -> Iterator[Callable[[], Any]]:
     """The kernels between the products, and those of sampling. fp8: as `choices.pick_fp8` says"""
     make = partial(torch.empty, dtype=dtype, device=device)
 
-    def products(size: int, bias: bool, fp8: str | None, count: int, *act: Any) -> Iterator[Callable[[], Any]]:
+    def products(size: int, bias: bool, fp8: bool, count: int, *act: Any) -> Iterator[Callable[[], Any]]:
         weight, shift = make(0, size, dtype=FP8 if fp8 else dtype), make(1) if bias else None
-        scale = make(0, num_scales(size, fp8), dtype=torch.float32) if fp8 else None
+        scale = make(0, 1, dtype=torch.float32) if fp8 else None
         for rows in (1, 2, 9, 17, 33) if fp8 else (1, 2, 9):  # one, up to 8, 16, 32, 64
-            if kernel.takes_rows(rows, dtype, device, bool(fp8)):
+            if kernel.takes_rows(rows, dtype, device, fp8):
                 yield partial(kernel.few_rows_linear, make(rows, size), weight, shift, None, *act,
                               count=count if rows > 1 else 1, scale=scale)  # type: ignore[misc]
 
     residual, act = residual_products(c, FP8 if fp8 else dtype), (c.activation, c.gated_mlp)
-    lm_head, qkv_proj = (c.hidden_size, False, 1, None), (c.hidden_size, c.qkv_bias, 1, fp8)
+    lm_head, qkv_proj = (c.hidden_size, False, 1, False), (c.hidden_size, c.qkv_bias, 1, fp8)
     for size, bias, count, form in {lm_head, qkv_proj, *((*product, fp8) for product in residual)}:
         yield from products(size, bias, form, count, "", False)
     yield from products(c.hidden_size, c.mlp_bias, fp8, 1, *act)
     for size in {c.hidden_size, *(size for size, _, _ in residual)} if fp8 else ():
-        for group in {0, BLOCK[1] if fp8 == "block" else 0}:
-            yield partial(kernel.quantize_rows, make(0, size), group)
+        yield partial(kernel.quantize_rows, make(0, size))
     yield partial(kernel.activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows, count in itertools.product((1, kernel.MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):

@@ -271,9 +271,9 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.set_num_threads(max(1, threads // size))
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
+    tensors = None if path is None else read_weights(path, config["fp8"], options["fp8"], own_device)
     runner = (GraphFollower if base is GraphRunner else Follower)(
-        model.ModelConfig(**config), None if path is None else read_weights(path, config["fp8"], options["fp8"]),
-        peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
+        model.ModelConfig(**config), tensors, peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
     runner.allocate_host_pool(swap_space)
     return runner

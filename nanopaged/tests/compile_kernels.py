@@ -105,19 +105,20 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     for activation, gated in (("silu", True), ("gelu_new", False)):
         act = dict(ACTIVATION=activation, GATED=gated)
         yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
-        for columns in (0, 1, 96) if capability >= 89 else (0,):  # scales in a row of weights in FP8
-            types = dict(weight="*fp8e4nv", scale="*fp32") if columns else dict(scale=f"*{TYPES[dtype]}")
-            one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, COLUMNS=columns, BIAS=not gated)
+        for is_fp8 in (False, True) if capability >= 89 else (False,):
+            types = dict(weight="*fp8e4nv", scale="*fp32") if is_fp8 else dict(scale=f"*{TYPES[dtype]}")
+            one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
             yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
-                padded = 64 if columns else 16
-                form = kernel.few_rows_form(12288, padded, gated, columns, dtype.itemsize)
-                few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, COLUMNS=columns, BIAS=not gated)
-                of_x = dict(x="*fp8e4nv", x_scale="*fp32") if columns else dict(x_scale=f"*{TYPES[dtype]}")
+                padded = 64 if is_fp8 else 16
+                form = kernel.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
+                few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, BIAS=not gated)
+                of_x = dict(x="*fp8e4nv", x_scale="*fp32") if is_fp8 else dict(x_scale=f"*{TYPES[dtype]}")
                 yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
-    for group in (128, 16384) if capability >= 89 else ():
-        yield partial(compile_kernel, kernel.quantize_rows_kernel, dict(SIZE=12288, PADDED=16384, GROUP=group), dtype,
-                      capability, 16, out="*fp8e4nv", scale="*fp32")
+    if capability >= 89:
+        sizes = dict(SIZE=12288, PADDED=16384)
+        yield partial(compile_kernel, kernel.quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
+                      scale="*fp32")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)

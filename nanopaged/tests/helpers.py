@@ -58,20 +58,12 @@ def normalize(x, weight, bias, eps):
 
 def fp8_weight(weight, scale):
     """A weight in FP8, as an engine keeps it, in float32."""
-    return weight.float() * (scale if scale.shape[1] == 1 else scale.repeat_interleave(128, 1)[:, :weight.shape[1]])
+    return weight.float() * scale
 
 
 class PlainKernels:
     """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
-    pick, activate = staticmethod(sampler.pick), staticmethod(model.activate)
-
-    @staticmethod
-    def quantize_rows(x, group=0):
-        if not group:
-            return fp8.quantize(x)
-        rows = F.pad(x, [0, 0, 0, -len(x) % 16])
-        numbers, scale = fp8.quantize(rows.view(-1, group))
-        return numbers.view(rows.shape), scale.view(len(rows), -1).T.contiguous().T
+    pick, activate, quantize_rows = (staticmethod(f) for f in (sampler.pick, model.activate, fp8.quantize))
 
     @staticmethod
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
@@ -79,14 +71,8 @@ class PlainKernels:
         (rows, size), columns = a.shape, b.shape[1]
         assert a.dtype is b.dtype is torch.float8_e4m3fn and size % 16 == columns % 16 == 0
         assert a.is_contiguous() and b.T.is_contiguous() and scale_a.dtype is scale_b.dtype is torch.float32
-        if scale_a.shape == (rows, 1):
-            assert scale_b.shape == (1, columns) and scale_a.is_contiguous() and scale_b.is_contiguous()
-        else:
-            assert scale_a.shape == (rows, size // 128) and scale_a.stride() == (1, rows) and rows % 16 == 0
-            assert scale_b.shape == (size // 128, columns // 128) and scale_b.stride() == (1, size // 128)
-            assert size % 512 == columns % 128 == 0 and not use_fast_accum
-            scale_a, scale_b = (scale.repeat_interleave(128, 1) for scale in (scale_a, scale_b))
-            scale_b = scale_b.repeat_interleave(128, 0)
+        assert scale_a.shape == (rows, 1) and scale_b.shape == (1, columns)
+        assert scale_a.is_contiguous() and scale_b.is_contiguous()
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     @staticmethod

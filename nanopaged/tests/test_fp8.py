@@ -181,10 +181,9 @@ def test_a_tied_matrix_in_8_bits(tmp_path):
     assert torch.equal(twice.runner.model.lm_head.weight, 2 * plain.runner.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
-def test_two_ranks_cut_weights_that_were_multiplied(tmp_path, form, monkeypatch):
+def test_two_ranks_cut_weights_that_were_multiplied(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
-    one, plain, path = pair(tmp_path, form)
+    one, plain, path = pair(tmp_path, "compressed, per channel")
     expected = tokens_of(plain.generate(PROMPT, GREEDY))
     two = load(path, device="cpu", tensor_parallel_size=2)
     assert tokens_of(two.generate(PROMPT, GREEDY)) == tokens_of(one.generate(PROMPT, GREEDY)) == expected
@@ -204,17 +203,17 @@ def test_a_weight_and_its_scale_in_different_shards(tmp_path, weights_first):
         write_safetensors(tmp_path / f"{i}.safetensors", shard)
     write_index(tmp_path / "model.safetensors.index.json",
                 {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard})
-    read = dict(read_weights(tmp_path, True))
+    read = dict(read_weights(tmp_path, "block"))
     assert read.keys() == meant.keys() and all(torch.equal(read[name], meant[name]) for name in meant)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_that_wait_take_no_memory_of_their_own(tmp_path):
-    """36 MiB wait for the scales, which the last shard has. Memory that the system cannot drop grows by less, for the
-    product, of which one is there at a time, and for what the allocator does not give back."""
+    """36 MiB wait for the scales of blocks, which the last shard has. Memory that the system cannot drop grows by less,
+    for the product, of which one is there at a time, and for what the allocator does not give back."""
     weight = torch.ones(1024, 1024).to(FP8)
     shards = [{f"{i}.{j}.weight": weight for j in range(12)} for i in range(3)]
-    shards += [{f"{name}_scale": torch.ones(1) for shard in shards for name in shard}]
+    shards += [{f"{name}_scale": torch.ones(8, 8) for shard in shards for name in shard}]
     for i, shard in enumerate(shards):
         write_safetensors(tmp_path / f"{i}.safetensors", shard)
     write_index(tmp_path / "model.safetensors.index.json",
@@ -225,7 +224,7 @@ def test_weights_that_wait_take_no_memory_of_their_own(tmp_path):
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
     before, most, count = kib(), 0, 0
-    for _, tensor in read_weights(tmp_path, True):
+    for _, tensor in read_weights(tmp_path, "block"):
         most, count = max(most, kib()), count + 1
         del tensor
     assert count == 36 and most - before < 28 * 1024
@@ -329,7 +328,7 @@ def kept(llm):
             if tensor.dtype is FP8}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if "blocks" not in form])
 def test_a_card_keeps_8_bits(tmp_path, form, keeps, recwarn):
     llm, plain, _ = pair(tmp_path, form, WHOLE, device=DEVICE)
     assert not [warning for warning in recwarn if "FP8" in str(warning.message)]
@@ -341,41 +340,43 @@ def test_a_card_keeps_8_bits(tmp_path, form, keeps, recwarn):
     assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.05
 
 
-@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=needs_gpu)])
-def test_logits_and_texts_are_those_of_transformers(tmp_path, form, graphs, keeps, monkeypatch):
+def test_logits_and_texts_are_those_of_transformers(tmp_path, graphs, keeps):
     """A product of one row has activations in the engine's type, so a single text is the same. In products of many rows
-    8 bits cost 2% of the logits. The matrices have whole blocks here, and the library has products of these."""
+    8 bits cost 2% of the logits."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    if not CUDA:
-        monkeypatch.setattr(fused, "has_block_products", lambda device: True)
+    form = "compressed, per channel"
     config = WHOLE | dict(hidden_size=512, head_dim=128, num_hidden_layers=3, max_position_embeddings=64)
     stored, meant = quantised(tensors_of(config), form)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval().float()
     plain.load_state_dict(meant)
     llm = load(write(tmp_path / "stored", config, stored, FORMS[form][0]), device=DEVICE, graphs=graphs)
-    layer, has_blocks = llm.runner.model.layers[0], fused.has_block_products(llm.runner.device)
-    assert len(kept(llm)) == 12 and (layer.qkv_proj.blocks is not None) == (form == "Qwen3, blocks" and has_blocks)
+    assert len(kept(llm)) == 12
     with torch.no_grad():
         expected = plain(torch.tensor([PROMPT])).logits[0]
         tokens = PROMPT[:1]
         for _ in range(12):
             tokens.append(plain(torch.tensor([tokens])).logits[0, -1].argmax().item())
-    error = relative_error(prompt_logits(llm, PROMPT).cpu(), expected)
-    assert (1e-3 if form != "Qwen3, blocks" or has_blocks else 0) < error < 0.05
+    assert 1e-3 < relative_error(prompt_logits(llm, PROMPT).cpu(), expected) < 0.05
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     assert tokens_of(llm.generate([PROMPT[:1]], greedy)) == [tokens[1:]]
 
 
-@pytest.mark.parametrize("keep, size", [("channel", "4.0"), ("block", "4.1")])
-def test_the_size_of_weights_in_8_bits(keep, size, monkeypatch):
-    """3.5 GiB of 8 bits in 32 layers, 0.5 GiB of 16 bits in two matrices for the vocabulary, and scales, which take a
-    32nd of 3.5 GiB with blocks. In 16 bits the weights take 7.5 GiB."""
-    sizes = dict(vocab_size=2**15, hidden_size=2**12, num_attention_heads=32, num_key_value_heads=32, head_dim=128)
-    config = read_model_config(LLAMA | sizes | dict(intermediate_size=2**12, num_hidden_layers=32))
+def test_the_size_of_weights_in_8_bits(monkeypatch, capsys):
+    """3.5 GiB of 8 bits in 32 layers, and 0.5 GiB of 16 bits in two matrices for the vocabulary. In 16 bits the weights
+    take 7.5 GiB."""
+    sizes = dict(vocab_size=2**15, hidden_size=2**12, num_attention_heads=32, num_key_value_heads=32, head_dim=128,
+                 intermediate_size=2**12, num_hidden_layers=32, dtype="bfloat16")
+    config = read_model_config(LLAMA | sizes)
     monkeypatch.setattr(build, "host_memory", lambda: 0)
-    message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, keep))
-    assert message.startswith(f"the weights take {size} GiB, and cpu has less free memory")
+    message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, True))
+    assert message.startswith("the weights take 4.0 GiB, and cpu has less free memory")
+    for dtype, size in (("bfloat16", "7.0"), ("float32", "14.0")):
+        blocks = read_model_config(LLAMA | sizes | dict(quantization_config=QWEN3))
+        assert not choices.pick_fp8(None, dtype, blocks, [torch.device("cpu")], 1)
+        assert capsys.readouterr().err == (
+            f"weights in FP8 blocks of 128 x 128 are converted to {dtype}: {size} GiB instead of 3.5 "
+            "(quantization='fp8' cuts them to 8 bits again, with a scale for each channel)\n")
 
 
 def peak_memory(device, function):
@@ -391,15 +392,14 @@ def peak_memory(device, function):
     return result, max(accumulate(size for _, size in events))
 
 
-@pytest.mark.parametrize("keep", ["channel", "block"])
-def test_one_tensor_is_cut_at_a_time(keep):
+def test_one_tensor_is_cut_at_a_time():
     """Beside the weights in 8 bits memory has of one matrix the numbers as they are stored (on a GPU; a CPU maps them),
     their absolute values or quotients in float32, and 8 bits; a GPU still has the matrix before, and rounds sizes."""
     config = WHOLE | dict(hidden_size=512, num_hidden_layers=8)
     tensors = tensors_of(config).items()
-    device, modules = torch.device(DEVICE), fused.with_fp8(model.PLAIN, keep)
+    device, modules = torch.device(DEVICE), fused.with_fp8(model.PLAIN, True)
     built, peak = peak_memory(device, lambda: build.build_model(
-        read_model_config(config), in_fp8(tensors, keep, device), torch.float32, device, 16, modules))
+        read_model_config(config), in_fp8(tensors, True, device), torch.float32, device, 16, modules))
     weights = sum(parameter.nbytes for parameter in built.parameters())
     largest = 4 * 512 * 512  # bytes of a matrix in float32; the layers have 36 of them
     assert weights < peak < weights + (3 if CUDA else 1.5) * largest
@@ -420,39 +420,52 @@ def test_merged_matrices_keep_8_bits(tmp_path, form, keeps):
     assert weights and all(torch.allclose(weights[name], expected[name], rtol=1e-6, atol=0) for name in weights)
 
 
-def test_an_ordinary_checkpoint_is_cut_to_8_bits(ordinary, keeps):
-    plain, llm = load(ordinary, device=DEVICE), load(ordinary, device=DEVICE, quantization="fp8")
+@pytest.mark.parametrize("options", [{}, dict(tensor_parallel_size=2), dict(data_parallel_size=2)], ids=str)
+def test_a_card_converts_blocks(tmp_path, options, pretends, monkeypatch, capsys):
+    """Two ranks cut the matrices inside of a block."""
+    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    llm, plain, _ = pair(tmp_path, "Qwen3, blocks", **options)
+    assert capsys.readouterr().err.count("weights in FP8 blocks of 128 x 128 are converted to float32: 0.0 GiB") == 1
+    assert_same_weights(llm, plain)
+    assert tokens_of(llm.generate([PROMPT] * 2, GREEDY)) == tokens_of(plain.generate([PROMPT] * 2, GREEDY))
+
+
+@pytest.mark.parametrize("form", [None, "Qwen3, blocks"])
+def test_an_ordinary_checkpoint_and_blocks_are_cut_to_8_bits(tmp_path, form, keeps):
+    tensors = tensors_of(WHOLE)
+    stored, meant = quantised(tensors, form) if form else (tensors, tensors)
+    plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)
+    llm = load(write(tmp_path / "stored", WHOLE, stored, QWEN3 if form else None), device=DEVICE, quantization="fp8")
     expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
     for name in ("embed_tokens.weight", "lm_head.weight", "norm.weight"):
         assert name not in weights and torch.equal(llm.runner.model.get_parameter(name), expected[name])
+    assert len(weights) == 8
     for name, tensor in weights.items():
         assert 0.01 < relative_error(tensor, expected[name]) < 0.03  # 3 bits behind the point
     assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
 
 
-def test_ordinary_matrices_of_a_checkpoint_with_blocks(tmp_path, keeps):
-    """They get blocks, too. A vision tower's matrices are not loaded, so no word of them."""
-    stored, meant = quantised(tensors_of(WHOLE), "Qwen3, blocks", lambda name: "mlp" in name)
+def test_ordinary_matrices_of_an_fp8_checkpoint(tmp_path, keeps):
+    """A vision tower's matrices are not loaded, so no word of them."""
+    stored, meant = quantised(tensors_of(WHOLE), "compressed, per channel", lambda name: "mlp" in name)
     tower = {"vision_tower.layers.0.self_attn.q_proj.weight": torch.randn(60, 70)}
     path = write(tmp_path / "stored", WHOLE, {name: tensor.bfloat16() if "o_proj" in name else tensor
-                                              for name, tensor in (stored | tower).items()}, QWEN3)
+                                              for name, tensor in (stored | tower).items()},
+                 compressed("channel"))
     with pytest.warns(UserWarning, match="^8 matrices of the FP8 checkpoint are stored in 16 or 32 bits and are cut "
                                          "to FP8, the first being model.layers.0.self_attn.k_proj.weight$"):
         llm = load(path, device=DEVICE)
     plain = load(write(tmp_path / "meant", WHOLE, meant), device=DEVICE)
     assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
-    scale = llm.runner.model.layers[0].o_proj.scale.unflatten(0, (-1, 128))
-    assert torch.equal(scale, scale[:, :1].expand_as(scale))
     expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
     assert all(relative_error(tensor, expected[name]) < 0.03 for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("form", ["compressed, per channel", "Qwen3, blocks"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_two_ranks_cut_weights_with_their_scales(tmp_path, form, pretends, monkeypatch, enforce_eager):
+def test_two_ranks_cut_weights_with_their_scales(tmp_path, pretends, monkeypatch, enforce_eager):
     monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
-    stored, _ = quantised(tensors_of(WHOLE), form)
-    path = write(tmp_path / "stored", WHOLE, stored, FORMS[form][0])
+    stored, _ = quantised(tensors_of(WHOLE), "compressed, per channel")
+    path = write(tmp_path / "stored", WHOLE, stored, compressed("channel"))
     one, two = (load(path, device="cpu", tensor_parallel_size=size, enforce_eager=enforce_eager) for size in (1, 2))
     whole, part = kept(one)["layers.1.o_proj.weight"], kept(two)["layers.1.o_proj.weight"]
     assert torch.equal(part, whole[:, :part.shape[1]]) and 2 * part.shape[1] == whole.shape[1]
@@ -469,7 +482,7 @@ def test_two_pools_have_the_same_8_bits(ordinary, pretends):
 def test_the_fused_modules_take_8_bits(ordinary, pretends):
     llm = load(ordinary, device="cpu", quantization="fp8")
     plain = prompt_logits(llm, PROMPT)
-    use_modules(llm, fused.with_fp8(fused.MODULES, "channel"))
+    use_modules(llm, fused.with_fp8(fused.MODULES, True))
     assert relative_error(prompt_logits(llm, PROMPT), plain) < 0.05
 
 
@@ -482,17 +495,17 @@ def test_what_is_said_where_8_bits_are_not_kept(tmp_path, changes, options, reas
     with pytest.warns(UserWarning, match=f"quantization 'fp8' has no effect, and weights keep the .*: {reason}"):
         llm = load(path, device="cpu", quantization="fp8")
     assert not kept(llm)
-    stored, _ = quantised(tensors_of(WHOLE | changes), "Qwen3, blocks")
+    stored, _ = quantised(tensors_of(WHOLE | changes), "compressed, per channel")
     with pytest.warns(UserWarning, match=f"FP8 weights are turned into the engine's type .* the memory: {reason}"):
-        assert not kept(load(write(tmp_path / "stored", WHOLE | changes, stored, QWEN3), device="cpu"))
+        assert not kept(load(write(tmp_path / "stored", WHOLE | changes, stored, compressed("channel")), device="cpu"))
 
 
-def test_blocks_that_ranks_cannot_divide(tmp_path, pretends):
-    config = WHOLE | dict(num_attention_heads=2)
-    stored, _ = quantised(tensors_of(config), "Qwen3, blocks")
-    message = complaint(load, write(tmp_path / "stored", config, stored, QWEN3), device="cpu", tensor_parallel_size=2)
-    assert message == ("tensor_parallel_size 2 cuts matrices in FP8 into parts of 64 columns, and parts must be "
-                       "multiples of 128; use data_parallel_size, or one GPU")
+def test_matrices_that_ranks_cannot_divide(tmp_path, pretends):
+    config = WHOLE | dict(num_attention_heads=2, head_dim=24)
+    path = write(tmp_path / "ordinary", config, tensors_of(config))
+    message = complaint(load, path, device="cpu", tensor_parallel_size=2, quantization="fp8")
+    assert message == ("tensor_parallel_size 2 cuts matrices in FP8 into parts of 24 columns, and parts must be "
+                       "multiples of 16; use data_parallel_size, or one GPU")
 
 
 def test_scales_of_another_form_than_config_json_says(tmp_path, pretends):
@@ -509,15 +522,11 @@ TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # t
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9])
-@pytest.mark.parametrize("form, size_in, size_out", [
-    ("channel", 5, 3), ("channel", 1500, 6), ("channel", 2048, 40), ("block", 384, 70), ("block", 1500, 7),
-    ("block", 2048, 40)])
-def test_product_of_few_rows(dtype, rows, size_in, size_out, form):
+@pytest.mark.parametrize("size_in, size_out", [(5, 3), (384, 70), (1500, 6), (2048, 40)])
+def test_product_of_few_rows(dtype, rows, size_in, size_out):
     torch.manual_seed(0)
     x, shift = torch.randn(rows, size_in, device=DEVICE).to(dtype), torch.randn(size_out, device=DEVICE).to(dtype)
     weight, scale = quantize(torch.randn(size_out, size_in, device=DEVICE) / size_in ** 0.5)
-    if form == "block":
-        scale = scale * (0.5 + torch.rand(size_out, math.ceil(size_in / 128), device=DEVICE))
     quantized = rows > kernel.MOST_16_BIT_ROWS
     seen = fp8_weight(*kernel.quantize_rows(x)) if quantized else x
     exact = seen.double() @ fp8_weight(weight, scale).double().T
@@ -546,47 +555,30 @@ def test_small_and_large_numbers_beside_weights_in_8_bits():
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("shape, group", [((3, 7), 0), ((2, 1500), 0), ((0, 64), 0), ((3, 640), 128), ((8, 512), 128)])
-def test_rows_in_8_bits(dtype, shape, group):
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1500), (0, 64)])
+def test_rows_in_8_bits(dtype, shape):
     x = torch.randn(*shape, device=DEVICE).mul(100).to(dtype)
     x[1:2] = 0
-    (ours, scale), (expected, exact) = kernel.quantize_rows(x, group), quantize(x.view(-1, group) if group else x)
-    if group:
-        rows = math.ceil(len(x) / 16) * 16
-        assert ours.shape == (rows, shape[1]) and scale.shape == (rows, shape[1] // group)
-        assert scale.stride() == (1, rows)
-        ours, scale = ours[:len(x)].view(-1, group), scale[:len(x)].reshape(-1, 1)
+    (ours, scale), (expected, exact) = kernel.quantize_rows(x), quantize(x)
     torch.testing.assert_close(scale, exact, rtol=1e-6, atol=0)  # a GPU's division of float32 may be rounded otherwise
     assert ours.shape == expected.shape
     assert (ours.float() != expected.float()).sum() <= 1 + x.numel() / 20  # the interpreter rounds some up to half
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 17, 300])
-@pytest.mark.parametrize("form", ["channel", "block", "whole blocks"])
-def test_a_products_error(rows, form, keeps, monkeypatch):
-    """At most 1.1 times that of the operands in 8 bits, multiplied in float32. Blocks that are not whole have another
-    scale in each row."""
-    if not CUDA:
-        monkeypatch.setattr(fused, "has_block_products", lambda device: True)
+def test_a_products_error(rows, keeps):
+    """At most 1.1 times that of the operands in 8 bits, multiplied in float32."""
     torch.manual_seed(0)
     x, ordinary = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(256, 512, device=DEVICE)
-    weight, scale = quantize(ordinary, "block" if form == "whole blocks" else "channel")
-    if form == "block":
-        scale = ordinary.unflatten(1, (-1, 128)).abs().amax(2) / 448
-        weight = (ordinary / scale.repeat_interleave(128, 1)).to(FP8)
-    layer = fused.FusedLinear(512, 256, False, form.split()[-1].rstrip("s")).to(DEVICE).requires_grad_(False)
+    weight, scale = quantize(ordinary)
+    layer = fused.FusedLinear(512, 256, False, True).to(DEVICE).requires_grad_(False)
     layer.weight.copy_(weight), layer.scale.copy_(scale)
-    fused.find_blocks(layer)
-    assert (layer.blocks is not None) == (form == "whole blocks" and fused.has_block_products(x.device))
     exact, ideal = x.float() @ ordinary.T, x
-    few = kernel.has_few_rows(x, weight)
-    if few and rows > kernel.MOST_16_BIT_ROWS or not few and form == "channel":
+    if rows > kernel.MOST_16_BIT_ROWS or not kernel.has_few_rows(x, weight):
         ideal = fp8_weight(*quantize(x))
-    elif not few and layer.blocks is not None:
-        ideal = fp8_weight(*quantize(x.view(-1, 128))).view(x.shape)
     limit = 1.1 * relative_error(ideal.float() @ fp8_weight(weight, scale).T, exact)
     y = layer(x)
     assert y.shape == exact.shape and relative_error(y, exact) < limit < 0.05
     out = torch.empty_like(y)
-    assert fused.linear(x, layer.weight, y[0], out, layer.scale, layer.blocks) is out
+    assert fused.linear(x, layer.weight, y[0], out, layer.scale) is out
     assert relative_error(out, y.float() + y[0].float()) < 0.01

@@ -3,11 +3,11 @@
 A checkpoint stores beside a matrix the scale by which it was divided, named like the weight with "_scale" or
 "_scale_inv" at the end. Despite the second name both multiply: weight = stored * scale. The tensors' types tell which
 weights are FP8, so config.json's lists of layers are not read. Nor are the scales of activations (input_scale,
-activation_scale): activations have the engine's type, or 8 bits with a scale for each token or 128 numbers of it.
+activation_scale): activations have the engine's type, or 8 bits with a scale for each token.
 
-On a card with 8-bit products (`choices.pick_fp8`) matrices keep their 8 bits, and the tensor `scale` has a row for each
-row of the weight, [out, 1], or for blocks [out, in / 128]: both are merged, and split over GPUs, by the same rows.
-Elsewhere, and in embeddings and lm_head, each weight is multiplied by its scale while it is read.
+On a card with 8-bit products (`choices.pick_fp8`) matrices keep their 8 bits, and the tensor `scale` [out, 1] has a row
+for each row of the weight: both are merged, and split over GPUs, by the same rows. Elsewhere, in embeddings and
+lm_head, and where blocks of 128 x 128 have scales, each weight is multiplied by its scale while it is read.
 """
 import re
 import warnings
@@ -52,9 +52,11 @@ def read_form(quantization: Any) -> str:
     return "block" if "block" in strategies else "channel"
 
 
-def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`read_tensors`, with FP8 weights times their scales in float32. is_fp8: whether config.json says FP8. keep:
-    "channel" or "block", and a matrix stays in 8 bits, with such a scale as a tensor behind it
+def read_weights(path: Path, form: str | None, keep: bool = False,
+                 device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """`read_tensors`, with FP8 weights times their scales in float32, which the device computes. form: what `read_form`
+    says; None: config.json does not say FP8. keep: matrices stay in 8 bits, each with its scale [out, 1] as a tensor
+    behind it, but not where blocks have scales
 
     A weight and its scale come in any order, and may be in different shards. The first one waits for the other as a
     view of its mapped file, so the system can take back the memory of all that wait. Iterating raises ValueError for a
@@ -69,24 +71,24 @@ def read_weights(path: Path, is_fp8: Any, keep: str | None = None) -> Iterator[t
             ordinary += [name] * is_ordinary(name, tensor)
             yield name, tensor
             continue
-        if kind == "weight" and not (is_fp8 and tensor.dtype == torch.float8_e4m3fn and tensor.dim() == 2):
+        if kind == "weight" and not (form and tensor.dtype == torch.float8_e4m3fn and tensor.dim() == 2):
             raise ValueError(f"tensor {name} {list(tensor.shape)} has the type {tensor.dtype}; of 8-bit numbers only "
                              "matrices of float8_e4m3fn can be read, with a quantization_config in config.json")
         waiting.setdefault(owner, {})[kind] = tensor
         if len(waiting[owner]) == 2:
             found, pair = True, waiting.pop(owner)
-            if keep and IN_A_LAYER.match(owner):
-                yield from as_tensors(owner, pair["weight"], scale_of_rows(owner, **pair), keep)
+            if keep and form != "block" and IN_A_LAYER.match(owner):
+                yield from as_tensors(owner, pair["weight"], scale_of_rows(owner, **pair))
             else:
-                yield owner, multiply(owner, **pair)
-    if is_fp8 and waiting:
+                yield owner, multiply(owner, pair["weight"].to(device), pair["scale"])
+    if form and waiting:
         name, pair = waiting.popitem()
         given, absent = ("a scale", "FP8 numbers") if "scale" in pair else ("FP8 numbers", f"a scale ({name}_scale)")
         raise ValueError(f"tensor {name} has {given} and lacks {absent}; fetch the checkpoint again, or use another")
-    if is_fp8 and not found:
+    if form and not found:
         raise ValueError("config.json says that weights are FP8, and no tensor is; if they are ordinary weights, pass "
                          "hf_overrides={'quantization_config': None}, or delete that entry of config.json")
-    if is_fp8 and keep and ordinary:
+    if form and keep and ordinary:
         warnings.warn(f"{len(ordinary)} matrices of the FP8 checkpoint are stored in 16 or 32 bits and are cut to FP8, "
                       f"the first being {ordinary[0]}")
 
@@ -109,28 +111,21 @@ def scale_of_rows(name: str, weight: Tensor, scale: Tensor) -> Tensor:
 
 def multiply(name: str, weight: Tensor, scale: Tensor) -> Tensor:
     """The stored weight [out, in] times its scale, in float32."""
-    product, scale = weight.float(), scale_of_rows(name, weight, scale)
+    product, scale = weight.float(), scale_of_rows(name, weight, scale).to(weight.device)
     for i, part in enumerate(product.split(BLOCK[1], 1)):
         part *= scale[:, i % scale.shape[1], None]
     return product
 
 
-def as_tensors(name: str, weight: Tensor, scale: Tensor, keep: str) -> list[tuple[str, Tensor]]:
-    columns = max(scale.shape[1], num_scales(weight.shape[1], keep))
-    return [(name, weight), (name.removesuffix("weight") + "scale", scale.expand(-1, columns))]
+def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
+    return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
 
 
-def num_scales(size: int, form: str) -> int:
-    """Of a row of so many numbers."""
-    return cdiv(size, BLOCK[1]) if form == "block" else 1
-
-
-def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: str | None,
-           device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: bool, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The tensors; with `keep` ordinary matrices are cut to 8 bits on the device."""
     for name, tensor in tensors:
         if keep and is_ordinary(name, tensor):
-            yield from as_tensors(name, *quantize(tensor.to(device), keep), keep)
+            yield from as_tensors(name, *quantize(tensor.to(device)))
         else:
             yield name, tensor
 
@@ -140,13 +135,7 @@ def is_ordinary(name: str, tensor: Tensor) -> bool:
     return is_matrix and bool(IN_A_LAYER.match(name))
 
 
-def quantize(x: Tensor, form: str = "channel") -> tuple[Tensor, Tensor]:
-    """x [rows, size] as FP8 numbers and their scale: [rows, 1], with which a row's largest number becomes 448, or for
-    blocks [rows, cdiv(size, 128)], with which a block's does."""
-    size, numbers = BLOCK[1] if form == "block" else x.shape[1], x.new_empty(x.shape, dtype=FP8)
-    scale = torch.stack([part.abs().amax(1) for part in x.split(size, 1)], 1).float().clamp(min=SMALLEST) / LARGEST
-    if form == "block":
-        scale = torch.cat([rows.amax(0, keepdim=True).expand_as(rows) for rows in scale.split(BLOCK[0])])
-    for i, (part, out) in enumerate(zip(x.split(size, 1), numbers.split(size, 1))):
-        out.copy_(part / scale[:, i, None])
-    return numbers, scale
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, size] as FP8 numbers and their scale [rows, 1], with which a row's largest number becomes 448."""
+    scale = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
+    return (x / scale).to(FP8), scale

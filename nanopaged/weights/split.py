@@ -57,7 +57,7 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
             cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it
             if dim == 1 and kind == "bias" and rank:  # rank 0 adds it
                 cut = torch.zeros_like
-            elif dim < tensor.dim() and (dim, tensor.shape[-1]) != (1, 1):  # the scale of a whole row stays
+            elif dim < tensor.dim() and (dim, kind) != (1, "scale"):  # of a whole row's scale nothing is cut
                 length, is_kv = part.shape[dim], module == "qkv_proj" and i > 0
                 first = rank * whole.num_kv_heads // size * config.head_dim if is_kv else rank * length
                 cut = partial(cut_out, dim, first, length)
