@@ -131,12 +131,13 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
         # block_size 4, table [5, 2]:  key_at 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
         block, offset = table[key_at // block_size], key_at % block_size
         k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
-        # [num_keys, num_kv_heads, head_dim] -> [num_kv_heads, group, num_keys, head_dim]: a group shares K and V
-        k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-        # [query_len, num_heads, head_dim] -> [num_kv_heads, group, query_len, head_dim]
-        heads = q[start:end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        # [num_keys, num_kv_heads, head_dim] -> [group, num_kv_heads, num_keys, head_dim]: a group shares K and V. It is
+        # the batch, because torch 2.11 errs on a GPU if the heads of a batch share them.
+        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in (k, v))
+        # [query_len, num_heads, head_dim] -> [group, num_kv_heads, query_len, head_dim]
+        heads = q[start:end].unflatten(1, (-1, group)).permute(2, 1, 0, 3)
         result = F.scaled_dot_product_attention(heads, k, v, visible, scale=scale * k_scale)
-        out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2)
+        out[start:end] = result.permute(2, 1, 0, 3).flatten(1, 2)
     return out if v_scale == 1 else out.mul_(v_scale)
 
 

@@ -169,6 +169,17 @@ def test_attention_equals_float64(attention, case, dtype):
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("attention", [paged_attention_reference, rectangles.paged_attention])
+def test_attention_in_torch_at_any_length(attention, device):
+    """torch has kernels of its own for some lengths; one of them errs at 65, 129 .. queries of heads that share K."""
+    query_lens = [65, 129, 641, *range(1, 701, 37)]
+    problem = paged_problem(query_lens, [length + length % 9 for length in query_lens], heads=6, kv_heads=2)
+    expected = reference(*(x.cpu() for x in problem), 32 ** -0.5, 0).split(query_lens)
+    out = run_attention(attention, [x.to(device) for x in problem]).cpu().split(query_lens)
+    assert [relative_error(*pair) < 1e-5 for pair in zip(out, expected)] == [True] * len(query_lens)
+
+
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_attention_does_not_depend_on_the_batch(dtype):

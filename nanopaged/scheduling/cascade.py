@@ -23,9 +23,10 @@ within a split. Sequences share only while their splits have the same length, so
 same order as for its sequence alone. Two entries of one sequence run at the same time and cannot continue one sum, so
 they meet at the end of a split.
 
-Sequences that have blocks in common are looked for when one joins or leaves the decoding batch or reaches another split
-length, and at the latest after as many steps as a tile has tokens. Other steps only compare two lists.
+Sequences that have blocks in common are looked for when one joins or leaves the decoding batch, starts over or reaches
+another split length, and at the latest after as many steps as a tile has tokens. Other steps only compare two lists.
 """
+import operator
 import os
 
 from nanopaged import tiles
@@ -54,6 +55,7 @@ class Cascade:
         self.block_size, self.tile_n, self.group, self.least_tokens = block_size, tile_n, group, least_tokens
         self.most_rows = most_columns // group
         self.batch: Batch = []  # the last one
+        self.tables: list[list[int]] = []  # its block tables
         self.num_steps = 0  # until the next search, if the batch stays the same
         self.found: tuple[Batch, list[int], list[int], int] = [], [], [], 0
         self.splits: dict[Sequence, tuple[int, int]] = {}  # see `_splits`
@@ -63,9 +65,11 @@ class Cascade:
         row, and the columns of a tile of queries; nothing of these if nothing is worth an entry. The sequences that
         decode come first."""
         decoding = [pair for pair in batch if pair[1] == 1 or pair[0].drafts]
+        tables = [seq.block_table for seq, _ in decoding]
         self.num_steps -= 1
-        if decoding != self.batch or self.num_steps <= 0:
-            self.batch, self.num_steps = decoding, self.tile_n
+        # A sequence that starts over, after a step that failed, has another list, even with the same blocks in it.
+        if decoding != self.batch or any(map(operator.is_not, tables, self.tables)) or self.num_steps <= 0:
+            self.batch, self.tables, self.num_steps = decoding, tables, self.tile_n
             self.found = decoding, [], [], 0
             if len({seq.block_table[0] for seq, _ in decoding}) < sum(num_rows for _, num_rows in decoding):
                 self._search(decoding)

@@ -128,7 +128,8 @@ def test_random_batches(block_size):
 
 @pytest.mark.parametrize("num_blocks", [90, 400])
 def test_steps_of_a_scheduler(num_blocks):
-    """Prompts cut from three texts come, end, are aborted, and lose their blocks when the pool runs dry."""
+    """Prompts cut from three texts come, end, are aborted, and lose their blocks when the pool runs dry or a step
+    fails."""
     rng, manager = random.Random(num_blocks), BlockManager(num_blocks, 16)
     plan, finder = Scheduler(manager, 12, 256), Cascade(16, 64, 3, 16, least_tokens=1)
     texts, alive, num_entries, preempted = [[rng.randrange(9) for _ in range(700)] for _ in range(3)], [], 0, 0
@@ -143,9 +144,39 @@ def test_steps_of_a_scheduler(num_blocks):
         if decodes := [(seq, 1) for seq, num_tokens in zip(step.seqs, step.num_tokens) if num_tokens == 1]:
             num_entries += len(found(finder, decodes)[0])
         preempted += len(step.preempted)
+        if rng.random() < 0.03:
+            plan.undo(step)
+            continue
         plan.update(step, Sampled([rng.randrange(9) for _ in step.sampled]))
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
     assert num_entries > 100 and bool(preempted) == (num_blocks < 100)
+
+
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_what_was_found_ends_with_a_step_that_fails(is_searched):
+    """A does not read the prefix cache, so it starts over at token 0. The batch is the same as before: one token of B
+    and one of A."""
+    plan, finder = Scheduler(BlockManager(200, 1), 2, 2), Cascade(1, 64, 2, least_tokens=1)
+    a = Sequence([*range(66)], (1, 0, 0), 100, reads_prefix_cache=False)
+    b = Sequence([*range(67)], (0, 1, 0), 100)
+
+    def next_step():
+        step = plan.schedule()
+        return step, list(zip(step.seqs, step.num_tokens))
+
+    for seq, num_steps in ((a, 34), (b, 2)):
+        plan.add(seq)
+        for _ in range(num_steps):
+            step, batch = next_step()
+            entries = finder.find(batch)[1]
+            plan.update(step, Sampled([9] * len(step.sampled)))
+    assert batch == [(b, 1), (a, 1)] and entries == [0, 2, 0, 64]
+    step, batch = next_step()
+    if is_searched:
+        finder.find(batch)
+    plan.undo(step)
+    assert next_step()[1] == batch and a.num_computed_tokens == 1 and b.num_computed_tokens > 66
+    assert found(finder, batch)[0] == []
 
 
 def test_steps_in_which_nobody_joins_or_leaves_reuse_what_was_found():
