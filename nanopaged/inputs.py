@@ -2,12 +2,14 @@
 given value and the expected one."""
 import difflib
 import json
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Callable, Mapping, NamedTuple, TypedDict
+from typing import Any, Callable, Mapping, NamedTuple, TypedDict, dataclass_transform
 
 
 class TextPrompt(TypedDict):
@@ -27,14 +29,15 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 MOST_GPUS = 64  # of one engine
 MOST_SEQS = 2**20  # of a step; each has a row in tensors on the device
 MOST_TOKENS = 2**31 - 1  # of a step, a text or a block, and blocks of a pool: the device has int32
-# Options of vLLM's LLM that have no effect here, with the values that are accepted. None: any value is accepted.
-VLLM_OPTIONS: dict[str, tuple[Any, ...] | None] = dict(
+# Options of vLLM's LLM that are accepted without effect: with any value, or with a value that asks for nothing.
+VLLM_OPTIONS = (
+    "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "compilation_config", "served_model_name",
+    "async_scheduling", "distributed_executor_backend", "max_seq_len_to_capture")
+VLLM_NEUTRAL: dict[str, tuple[Any, ...]] = dict(
     pipeline_parallel_size=(1,), enable_lora=(False, None), cpu_offload_gb=(0,),
     tokenizer_mode=("auto",), runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
     limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
-    enable_chunked_prefill=(True, None)) | dict.fromkeys((
-        "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "compilation_config",
-        "served_model_name", "async_scheduling", "distributed_executor_backend", "max_seq_len_to_capture"))
+    enable_chunked_prefill=(True, None))
 
 
 Kind = type | tuple[type, ...]
@@ -112,16 +115,10 @@ OPTIONS = dict(
 
 
 def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unusable value, an unknown option, and an option of vLLM that nanopaged does not support.
+    """Raise ValueError for an unusable value, an unknown option, and one of vLLM that asks for a missing feature.
     options: those of OPTIONS, and maybe other names"""
-    for name, value in vllm_options.items():
-        if name not in VLLM_OPTIONS:
-            near = difflib.get_close_matches(name, [*OPTIONS, *VLLM_OPTIONS], 1)
-            advice = f"did you mean {near[0]!r}?" if near else "help(nanopaged.LLM) lists its options"
-            raise ValueError(f"LLM has no option {name!r}; {advice}")
-        accepted = VLLM_OPTIONS[name]
-        if accepted is not None and not is_one_of(value, accepted):
-            raise ValueError(f"nanopaged cannot do {name}={value!r:.80}, which vLLM may support; leave the option out")
+    others = [name for name, value in vllm_options.items() if not is_one_of(value, VLLM_NEUTRAL.get(name, ()))]
+    refuse_unknown("LLM has no option", others, [*OPTIONS, *VLLM_OPTIONS], "help(nanopaged.LLM) lists its options")
     for name, option in OPTIONS.items():
         if option.expected and (options[name] is not None or option.default is not None):
             check_number(name, options[name], ACCEPTED.get(option.kind, option.kind), option.in_range, option.expected)
@@ -131,6 +128,19 @@ def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -
     if data_parallel > 1 < tensor_parallel:
         raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
                          "together; use one of them")
+
+
+def refuse_unknown(what: str, names: Iterable[Any], known: Collection[str], otherwise: str = "") -> None:
+    """Raise ValueError for the first name that is not among the known ones.
+
+    what: "LLM has no option", the beginning of the sentence, which goes on with the nearest known name
+    otherwise: its end where no name is near; without it, all known names
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            advice = f"did you mean {near[0]!r}?" if near else otherwise or f"there are {', '.join(known)}"
+            raise ValueError(f"{what} {shown(name)}; {advice}")
 
 
 def shown(value: Any) -> str:
@@ -164,6 +174,21 @@ def checked(default: Any, *check: Any) -> Any:
     """A dataclass's field that `check_fields` checks. check: what check_number takes: type, range (None is in it), the
     words for both"""
     return field(default=default, metadata={"check": check})
+
+
+@dataclass_transform(field_specifiers=(checked,))
+def settings(cls: type) -> Any:
+    """A dataclass that refuses unknown names as LLM does."""
+    init = (made := dataclass(cls)).__init__
+
+    @wraps(init)
+    def refuse_or_init(self: Any, *args: Any, **given: Any) -> None:
+        refuse_unknown(f"{cls.__name__} has no setting", given, made.__dataclass_fields__,
+                       f"help(nanopaged.{cls.__name__}) lists its settings")
+        init(self, *args, **given)
+
+    made.__init__ = refuse_or_init
+    return made
 
 
 def check_fields(settings: Any) -> None:
@@ -206,9 +231,8 @@ def read_prompt(prompt: Any, get_tokenizer: Callable[[], Any], vocab_size: int,
     if not isinstance(prompt, dict):
         prompt = as_python(prompt)
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    if unknown := [key for key in prompt if key not in TokensPrompt.__annotations__ and prompt[key] is not None]:
-        raise ValueError("a prompt given as a dict has the key 'prompt' or 'prompt_token_ids', and maybe 'cache_salt'; "
-                         f"leave {unknown[0]!r:.80} out")
+    keys = [key for key, value in prompt.items() if value is not None]
+    refuse_unknown("a prompt given as a dict has no key", keys, TokensPrompt.__annotations__)
     text, token_ids = prompt.get("prompt"), as_python(prompt.get("prompt_token_ids"))
     check_kind("the key 'prompt'", text, (str, NoneType), "a string")
     if token_ids is None and text is not None:

@@ -3,12 +3,12 @@ raises ValueError, in one sentence."""
 import copy
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked
+from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 LARGEST_BIAS = 100.0
@@ -27,7 +27,7 @@ def _are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
-@dataclass
+@settings
 class StructuredOutputsParams:
     """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/text/grammar.py enforces it.
 
@@ -96,7 +96,7 @@ def _close_objects(schema: Any) -> Any:
     return closed
 
 
-@dataclass
+@settings
 class SamplingParams:
     """Sampling settings of one request; names, order and defaults are vLLM's.
 
@@ -160,17 +160,11 @@ class SamplingParams:
                                                        "a list of functions (token_ids, logits) -> logits")
     structured_outputs: StructuredOutputsParams | None = checked(None, StructuredOutputsParams, always,
                                                                  "StructuredOutputsParams, or a dict of its fields")
-    guided_decoding: None = None  # vLLM's old name; any value is refused
 
     def __post_init__(self) -> None:
-        if self.guided_decoding is not None:
-            raise ValueError("guided_decoding is given, which vLLM has replaced; use structured_outputs")
-        if isinstance(self.structured_outputs, dict):
-            unknown = self.structured_outputs.keys() - StructuredOutputsParams.__dataclass_fields__
-            if unknown:
-                raise ValueError(f"structured_outputs has no field {min(unknown, key=str)!r}; it has json, regex, "
-                                 "choice, grammar and json_object")
-            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+        if isinstance(given := self.structured_outputs, dict):
+            refuse_unknown("structured_outputs has no field", given, StructuredOutputsParams.__dataclass_fields__)
+            self.structured_outputs = StructuredOutputsParams(**given)
         check_fields(self)
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
@@ -241,9 +235,8 @@ class SamplingParams:
 
 def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
-    config, keys = config or {}, (*GENERATION_KEYS, "do_sample")
-    if unknown := [key for key in config if key not in keys]:
-        raise ValueError(f"override_generation_config takes {', '.join(keys)}, not {unknown[0]!r:.80}")
+    config = config or {}
+    refuse_unknown("override_generation_config has no entry", config, (*GENERATION_KEYS, "do_sample"))
     SamplingParams(**read_settings(config))
     return config
 
@@ -271,7 +264,7 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
                     (min(LARGEST_BIAS, max(-LARGEST_BIAS, number)) for number in numbers)))
 
 
-@dataclass
+@settings
 class BeamSearchParams:
     """Settings of a beam search, which nanopaged/api/beam.py explains. The names are vLLM's; early_stopping is that of
     transformers.

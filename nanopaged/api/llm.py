@@ -55,8 +55,8 @@ class LLM(Core):
         attention computes one sequence after the other
     warm_up: record every step size before the first request, not when a step first needs it (device/graphs.py)
     seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: other options of vLLM (inputs.VLLM_OPTIONS). An option without a meaning here is ignored; one that
-        asks for a missing feature raises ValueError
+    vllm_options: other options of vLLM, ignored where they have no meaning here (inputs.VLLM_OPTIONS) or ask for
+        nothing; one that asks for a missing feature raises ValueError
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
     limited_by: what sets max_model_len, the most tokens of a text: "option" (it was given), "model" or "pool"

@@ -19,7 +19,7 @@ from typing import Any
 from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.api.responses import RESPONSES, ResponseCall, read_response
 from nanopaged.api.tools import FORMATS, THINK, Reader, read_tools
-from nanopaged.inputs import as_list, check_choice, check_kind, check_number
+from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.sampling_params import SamplingParams
 
 MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
@@ -175,8 +175,7 @@ def _check_fields(path: str, body: dict) -> dict:
         name in FIELDS[path] or value not in neutral.get(name, ()))}
     if "chat_template" in body:
         raise ValueError("chat_template is a program and cannot come with a request; the server's operator can set one")
-    if unknown := sorted(body.keys() - FIELDS[path]):
-        raise ValueError(f"{path} has no field {unknown[0]!r:.80} here; leave it out")
+    refuse_unknown(f"{path} has no field", body, FIELDS[path], "leave it out")
     if (needed := "messages" if path == CHAT else "prompt") not in body:
         raise ValueError(f"{path} needs the field {needed!r}, which is missing")
     for name, value in body.items():

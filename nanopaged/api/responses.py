@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.api.answers import Call, Sent, usage
-from nanopaged.inputs import check_kind
+from nanopaged.inputs import check_kind, refuse_unknown
 from nanopaged.outputs import RequestOutput
 
 RESPONSES = "/v1/responses"
@@ -28,8 +28,7 @@ def read_response(body: dict[str, Any]) -> dict[str, Any]:
     """The chat request that says the same. ValueError for what needs a stored conversation."""
     if stored := [name for name in STORED if body.get(name)]:
         raise ValueError(f"{stored[0]} needs what the server stores, and it stores nothing; send all messages in input")
-    if unknown := sorted(body.keys() - SAME - IGNORED - ECHOED - STORED - {"input"}):
-        raise ValueError(f"{RESPONSES} has no field {unknown[0]!r:.80} here; leave it out")
+    refuse_unknown(f"{RESPONSES} has no field", body, SAME | IGNORED | ECHOED | STORED | {"input"}, "leave it out")
     chat: dict[str, Any] = {name: body.get(name) for name in SAME} | {"max_tokens": body.get("max_output_tokens")}
     chat["messages"] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     check_kind("input", items := body.get("input"), (str, list), "a text or a list of items")

@@ -99,7 +99,7 @@ class Guard:
         if scope["method"] == "POST" and scope["path"] not in ANY_HOST:
             kind = headers.get(b"content-type", b"").decode("latin-1")
             if kind.partition(";")[0].strip().lower() != "application/json":
-                return ApiError(f"the header Content-Type must be application/json, not {kind!r:.80}")
+                return ApiError(f"a body needs the header Content-Type: application/json, not {kind!r:.80}")
         return None
 
 
@@ -129,8 +129,9 @@ async def error_response(request: Any, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):  # the router's
         headers = dict(error.headers or {})
+        paths = ", ".join(route.path for route in request.app.routes).replace("{name:path}", "NAME")
         sentence = f"the methods of this path are {headers['Allow']}" if error.status_code == 405 else (
-            f"there is no such path here, but {', '.join(route.path for route in request.app.routes)}")
+            f"there is no such path here, but {paths}")
         error = ApiError(sentence, error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server failed; its log has the reason", 500)
@@ -173,6 +174,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        print(f"stopping: requests under way get {self.shutdown_seconds} seconds, and a second Ctrl-C ends them",
+              file=sys.stderr, flush=True)
         self.engine.loop.call_later(self.shutdown_seconds, self.hurry)
         await super().shutdown(sockets)
         if self.llm.grammars:
@@ -334,4 +337,5 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     server.engine.stop()
+    print("stopped", file=sys.stderr)
     return 0

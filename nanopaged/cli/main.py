@@ -29,7 +29,7 @@ from nanopaged import __version__
 from nanopaged.api.tools import FORMATS, THINKERS, find_parser
 from nanopaged.cli.batch import PromptFile, open_file
 from nanopaged.cli.status import Progress, fold, say
-from nanopaged.inputs import OPTIONS
+from nanopaged.inputs import OPTIONS, refuse_unknown
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
@@ -359,14 +359,11 @@ EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculativ
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence instead of the whole usage, with a hint for a typo."""
-        import difflib
-        hint = ""
-        if unknown := re.search(r"unrecognized arguments: ([^\s=]*)", message):
-            close = difflib.get_close_matches(unknown[1], map(_option, KINDS), 1, 0.75)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            if not unknown[1].startswith("-"):
-                hint = '; write a prompt as --prompt "TEXT"'
-        raise ValueError(f"{message}{hint} (python engine.py --help lists the options)")
+        advice, unknown = "python engine.py --help lists the options", re.search(r"unrecognized arg.*?: (\S*)", message)
+        if unknown and unknown[1].startswith("-"):
+            name, *_ = unknown[1].split("=")
+            refuse_unknown("there is no option", [name], [*map(_option, KINDS)], advice)
+        raise ValueError(f"{message}; " + ('write a prompt as --prompt "TEXT"' if unknown else advice))
 
     def format_help(self):
         return HELP
@@ -420,9 +417,6 @@ def _check_combination(args) -> None:
     for name, others in EXCLUDES.items():
         if name in has and (both := [_option(other) for other in others if other in has]):
             raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
-    if args.chat and args.model == "shakespeare" and args.chat_template is None:
-        raise ValueError("the bundled model cannot chat, it continues plays; give one that can, as --model "
-                         "Qwen/Qwen3-0.6B, or a template as --chat-template FILE")
     if args.api_key == "":
         raise ValueError("--api-key is empty, and everybody knows that key; give another one, or leave the option out")
 

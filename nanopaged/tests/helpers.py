@@ -5,7 +5,6 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,8 +30,9 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-needs_kernel = pytest.mark.skipif(optional_triton.triton is None or not (CUDA or find_spec("numpy")),
-                                  reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter")
+needs_kernel = pytest.mark.skipif(
+    optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
+    reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter, and no TRITON_INTERPRET=0")
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU; the same behaviour is tested in the interpreter")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(60, 75))

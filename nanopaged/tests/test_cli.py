@@ -29,7 +29,7 @@ from nanopaged.cli.status import Progress
 from nanopaged.device.runner import Runner
 from nanopaged.inputs import OPTIONS
 from nanopaged.outputs import RequestMetrics
-from nanopaged.tests.helpers import BUNDLED, ROOT
+from nanopaged.tests.helpers import BUNDLED, ROOT, complaint
 
 SMALL = dict(num_blocks=128, block_size=16)  # a pool so small that many engines fit beside each other
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
@@ -353,8 +353,8 @@ def test_beams_with_their_scores(call):
     ("--prompt x --max-tok 8", ["--max-tok"]),  # no abbreviations: what they mean changes as options are added
     ("hi", ['hi; write a prompt as --prompt "TEXT"']), ("--prompt But soft,", ['soft,; write a prompt as --prompt']),
     ("--prompt x --ignore-eos=1", ["--ignore-eos"]),
-    ("--prompt x --max_tokes=8", ["--max-tokes=8; did you mean --max-tokens? "]),
-    ("--prompt x --no-prefix-caching", ["; did you mean --no-enable-prefix-caching? "]),
+    ("--prompt x --max_tokes=8", ["no option '--max-tokes'; did you mean '--max-tokens'?"]),
+    ("--prompt x --no-prefix-caching", ["; did you mean '--no-enable-prefix-caching'?"]),
     ("--prompts FILE.txt --output ./FILE.txt", ["--output", "FILE.txt"]),
     ("--chat --prompt x --chat-template nowhere.jinja", ["--chat-template", "nowhere.jinja", "No such file"]),
     ("--chat --prompt x --chat-template latin.txt", ["--chat-template", "latin.txt", "UTF-8"]),
@@ -420,7 +420,7 @@ def test_help_fits_a_screen_and_names_every_option_with_its_default(capsys):
     assert named - {"--version"} == set(map(cli._option, cli.KINDS))
     # Functions have no place on a command line, and neither have the refused parameters.
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
-        "logits_processors", "detokenize", "structured_outputs", "guided_decoding"}
+        "logits_processors", "detokenize", "structured_outputs"}
     defaults = {name: option.default for name, option in OPTIONS.items()} | vars(BeamSearchParams(2))
     defaults |= vars(SamplingParams(max_tokens=256, temperature=0.8, seed=0))
     told = {name: default if isinstance(default, str) else f"{default:g}" for name, default in defaults.items()
@@ -641,15 +641,16 @@ def test_a_conversation_may_go_on_for_ever(talk, monkeypatch):
 
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])
 def test_what_a_conversation_needs(talk, chat, tmp_path, more):
-    """The program says so before it asks for anything; of the bundled model before it loads anything."""
+    """The program says so before it asks for anything, in the sentence of LLM.chat."""
     if not more:
         assert_refused(talk(n=2, llm_class=no_llm, code=2), "--n", "a conversation has one answer at a time")
     del chat["chat_template"]
-    captured = talk(AssertionError("asked"), llm_class=no_llm, code=2, **more)
-    assert_refused(captured, "bundled model cannot chat", "--model Qwen/Qwen3-0.6B", "--chat-template")
     (tmp_path / "model").mkdir()
-    captured = talk(AssertionError("asked"), model=checkpoint(tmp_path / "model"), code=2, **more)
-    assert captured.out == "" and "--chat-template" in captured.err
+    sentence = complaint(shared_llm(**SMALL).chat, [{"role": "user", "content": "Hi"}])
+    for options in ({}, dict(model=checkpoint(tmp_path / "model"))):
+        captured = talk(AssertionError("asked"), code=2, **more, **options)
+        assert captured.out == "" and "Qwen/Qwen3-0.6B" in sentence
+        assert captured.err.endswith(f"\nerror: {sentence.replace('chat_template=', '--chat-template')}\n")
 
 
 # ---- In a terminal

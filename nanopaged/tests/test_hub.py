@@ -2,7 +2,6 @@
 temporary one is touched. What huggingface_hub does by itself (links, locks, checksums, redirects) is tested there."""
 import hashlib
 import json
-import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,11 +91,8 @@ needs_hub = pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="nee
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A Hub, and an environment without the user's cache, token and proxy."""
+    """A Hub in place of huggingface.co, and a temporary cache. (conftest.py removes the user's settings.)"""
     constants = pytest.importorskip("huggingface_hub.constants")
-    for name in list(os.environ):
-        if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
     server = FakeHub()
     for name, value in (("ENDPOINT", server.url), ("HF_HUB_CACHE", str(tmp_path / "hub")),
                         ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),

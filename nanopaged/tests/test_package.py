@@ -20,9 +20,9 @@ from nanopaged.tests.helpers import GOLDEN, ROOT
 CHAPTERS = ("kernel", "model", "engine")
 
 
-def python(*argv, cwd=ROOT, path=ROOT) -> subprocess.CompletedProcess:
+def python(*argv, cwd=ROOT, path=ROOT, **variables) -> subprocess.CompletedProcess:
     """A Python process, with PYTHONPATH."""
-    environment = os.environ | dict(PYTHONPATH=str(path), PYTHONIOENCODING="utf-8")
+    environment = os.environ | dict(PYTHONPATH=str(path), PYTHONIOENCODING="utf-8") | variables
     return subprocess.run([sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, encoding="utf-8",
                           timeout=300)
 
@@ -77,6 +77,15 @@ def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
                 "import nanopaged; print(os.environ.get('GOMP_SPINCOUNT'))")
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert (done.stdout.strip(), done.stderr) == (expected, "")
+
+
+def test_tests_do_not_inherit_what_a_users_shell_sets():
+    """One test of each kind that would fail."""
+    names = ["hub.py::test_models_that_may_not_be_read", "cli.py::test_several_prompts_have_a_progress_bar",
+             "fused.py::test_products_of_no_rows"]
+    users = dict(HF_HUB_OFFLINE="1", COLUMNS="40", TRITON_INTERPRET="0")
+    done = python("-m", "pytest", "-q", *(f"nanopaged/tests/test_{name}" for name in names), **users)
+    assert done.returncode == 0, done.stdout
 
 
 # ---- Starting the program

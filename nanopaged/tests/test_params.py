@@ -3,10 +3,11 @@ import math
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
+from inspect import signature
 
 import pytest
 
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams, read_override
 from nanopaged.tests.helpers import complaint
 
 FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
@@ -82,8 +83,7 @@ def refusal(**settings) -> str:
 
 
 def test_the_tables_name_every_field():
-    refused = {"structured_outputs", "guided_decoding"}
-    assert set(BAD) == set(GOOD) == {field.name for field in fields(SamplingParams)} - refused
+    assert set(BAD) == set(GOOD) == {field.name for field in fields(SamplingParams)} - {"structured_outputs"}
     assert set(BAD_BEAMS) == set(GOOD_BEAMS) == {field.name for field in fields(BeamSearchParams)}
 
 
@@ -220,9 +220,16 @@ def test_the_defaults_are_valid_and_those_of_the_design():
         beam_width=4, max_tokens=16, length_penalty=1.0, ignore_eos=False, early_stopping=False, temperature=0.0)
 
 
-def test_an_unknown_or_old_setting_is_not_dropped_in_silence():
-    assert refusal(guided_decoding={"choice": ["a"]}).endswith("which vLLM has replaced; use structured_outputs")
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=0)
+@pytest.mark.parametrize("call, name, advice", [
+    (SamplingParams, "max_token", "did you mean 'max_tokens'?"), (BEAMS, "beam_widths", "did you mean 'beam_width'?"),
+    (SamplingParams, "guided_decoding", "help(nanopaged.SamplingParams) lists its settings"),
+    (StructuredOutputsParams, "jsn", "did you mean 'json'?"),
+    (lambda **given: SamplingParams(structured_outputs=given), "rgex", "did you mean 'regex'?"),
+    (lambda **given: SamplingParams(structured_outputs=given), "x", "there are json, regex, choice, grammar, json_obj"),
+    (lambda **given: read_override(given), "top_n", "did you mean 'top_p'?")])
+def test_an_unknown_setting_is_refused_with_the_nearest(call, name, advice):
+    message = complaint(call, **{name: 1})
+    assert " has no " in message and f"{name!r}; {advice}" in message
+    assert "max_tokens: int | None = 16" in str(signature(SamplingParams))  # which help() shows
     with pytest.raises(TypeError, match="beam_width"):
         BeamSearchParams()

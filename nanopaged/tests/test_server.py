@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -188,6 +189,16 @@ def test_the_example_of_the_readme(server, capsys, monkeypatch):
     exec(code.replace('"shakespeare"', '"bard"'), {})
     assert len(capsys.readouterr().out) > 50
     assert clients == [dict(base_url="http://127.0.0.1:8000/v1", api_key="none")]
+
+
+def test_the_command_of_the_readme(server):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    curl, url, h, header, d, body = shlex.split(re.search(r"^    (curl .*)$", readme, re.M)[1])
+    assert (curl, h, d) == ("curl", "-H", "-d") and url.startswith("http://127.0.0.1:8000/")
+    name, value = header.split(": ")
+    body = body.replace('"shakespeare"', '"bard"').encode()
+    status, answer = server.post(body, url.removeprefix("http://127.0.0.1:8000"), **{name: value})
+    assert (status, name, len(answer["choices"][0]["text"]) > 50) == (200, "Content-Type", True)
 
 
 def test_chat(server):
@@ -496,11 +507,11 @@ def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
     (request([1]), 400, "object"), (request({}), 400, "prompt"), (request(b"{", "/tokenize"), 400, "JSON"),
     (request(b'{"prompt": ' + b"9" * 10_000 + b"}"), 400, ""),
     (request({"prompt": "\ud800"}), 400, "surrogate"),
-    (request({"prompt": "x"}, Content_Type="text/plain"), 400, "Content-Type"),
-    (request({"prompt": "x"}, Content_Type=None), 400, "Content-Type"),
+    (request({"prompt": "x"}, Content_Type="text/plain"), 400, "Content-Type: application/json"),
+    (request({"prompt": "x"}, Content_Type=None), 400, "Content-Type: application/json"),
     (request(b"", "/v1/models", "GET", Host="other.example"), 400, "--allowed-hosts"),
     (request({"prompt": ["x"] * 4097}), 400, "4096"), (request({"prompt": ["x"] * 40, "n": 128}), 400, "4096"),
-    (request({}, "/v1/embeddings"), 404, "/v1/chat/completions"), (request({}, "/"), 404, "/v1/models"),
+    (request({}, "/v1/embeddings"), 404, "/v1/chat/completions"), (request({}, "/"), 404, " /v1/models/NAME,"),
     (request(b"", method="GET"), 405, "methods of this path are POST"), (request({}, "/v1/models"), 405, "GET"),
     (request(b"", method="OPTIONS", Origin="http://evil.example", Access_Control_Request_Method="POST"), 405, "POST"),
     (request({"prompt": "x"}, Transfer_Encoding="chunked"), 400, "Transfer-Encoding"),
@@ -757,8 +768,9 @@ def test_signals_let_requests_under_way_finish(process):
             while data := connection.recv(100_000):
                 content += data
         assert b'"finish_reason":"length"' in content and b"[DONE]" in content
+        assert [next(process.stderr)[:9] for _ in range(2)] == ["stopping:", "stopped\n"]
     assert process.wait(20) == 0
-    assert process.stdout.read() == "" and "Traceback" not in process.stderr.read()
+    assert process.stdout.read() == process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("host, key, warns", [("0.0.0.0", None, True), ("0.0.0.0", KEY, False),

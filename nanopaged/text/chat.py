@@ -31,8 +31,8 @@ from nanopaged.inputs import check_kind, check_number, read_json
 from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
 # The error of a chat request if load_chat_template returns None.
-NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its conversations is unknown; pass a "
-                    "template as chat_template=, in Jinja, or give the prompt as text")
+NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, and cannot chat; load one that can, such as Qwen/Qwen3-0.6B, "
+                    "or pass a template as chat_template=, in Jinja")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
 MOST_IN_TEXT = 50_000_000  # characters of a prompt
