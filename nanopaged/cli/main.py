@@ -44,7 +44,7 @@ PROMPTS: texts go to stdout, everything else to stderr
                                {"messages": [{"role": "user", "content": "Hi"}], ..}; - for stdin
   --output FILE.jsonl          results of --prompts as they finish; once more, and it goes on
   --chat                       a conversation, /? lists its commands; with --prompt, or stdin from a
-                               file: one answer; --no-history keeps no message; --system TEXT
+                               file: one answer; --system TEXT
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
      NANOPAGED_API_KEY, --allowed-hosts NAME,.. without a key, --served-model-name NAME [--model's]
   --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
@@ -156,9 +156,8 @@ def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile
         return prompt_file.run(llm, params, _serving(llm, args, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        from nanopaged.cli.chat import Keyboard, converse, history_file
-        keyboard = Keyboard(None if args.history is False else history_file())
-        return converse(system, render, partial(_stream, llm, params), llm.max_model_len, keyboard)
+        from nanopaged.cli.chat import converse
+        return converse(system, render, partial(_stream, llm, params), llm.max_model_len)
     prompts = args.prompt
     if args.chat:
         prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
@@ -341,13 +340,13 @@ ENGINE = {name: {bool: not option.default, dict: _object}.get(option.kind, optio
 STRUCTURED = dict(json_schema=_file, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=_file, chat_template_kwargs=_object,
-    history=False, beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str,
-    port=int, api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=tuple(FORMATS),
+    beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str, port=int,
+    api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=tuple(FORMATS),
     reasoning_parser=THINKERS)
 KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
-    "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system history",
+    "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system",
     "chat prompts serve": "chat_template chat_template_kwargs", "serve": "host port api_key allowed_hosts",
     "serve prompts": "served_model_name tool_call_parser reasoning_parser"}.items() for name in names.split()}
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],

@@ -533,13 +533,6 @@ def test_defaults_of_a_chat(asked_params, chat):
     assert given.max_tokens == 3 and given.seed == 5
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path, monkeypatch) -> Path:
-    """The history file of the tests' conversations."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "nanopaged" / "chat_history.jsonl"
-
-
 @pytest.fixture
 def talk(call, chat, monkeypatch):
     """Holds a conversation: the keyboard gives the lines, raises what is to be raised, and ends with Ctrl-D."""
@@ -583,28 +576,6 @@ def test_commands_of_a_conversation(talk):
     assert captured.out == "".join(answer_to(question, system="Brief!") + "\n" for question in questions)
     assert "forgotten, but not the system message" in captured.err and "no command /quit" in captured.err
     assert all(word in captured.err for word in ('"""', "/clear ", "/bye ", "/? "))
-
-
-def test_messages_are_kept_for_the_next_session(talk, monkeypatch, state):
-    """In a file of the user alone. An entry of several lines is one entry; commands are none."""
-    readline = pytest.importorskip("readline")
-
-    def entries() -> list[str]:
-        return [readline.get_history_item(i + 1) for i in range(readline.get_current_history_length())]
-
-    talk("Hi", '"""two', 'lines\u2028"""', "/?", " ", max_tokens=1)
-    assert state.stat().st_mode & 0o777 == 0o600 and state.parent.stat().st_mode & 0o777 == 0o700
-    state.chmod(0o644)
-    talk("And now?", max_tokens=1)
-    assert entries() == ["Hi", "two\nlines\u2028", "And now?"] and state.stat().st_mode & 0o777 == 0o600
-    state.write_text('"a"\nbroken\n5\n' + "".join(f'"{i}"\n' for i in range(2500)))
-    kept = state.read_bytes()
-    talk("Secret", max_tokens=1, no_history=True)
-    assert state.read_bytes() == kept and entries() == ["Secret"]
-    talk()
-    assert entries() == [str(i) for i in range(1500, 2500)] and state.read_text().count("\n") == 1000
-    monkeypatch.setenv("XDG_STATE_HOME", str(state))  # a file where a directory should be is no error
-    assert talk("Hi", "Hi", max_tokens=1).err.count("no history of messages is kept") == 1
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(talk):
@@ -659,7 +630,6 @@ class Terminal:
     """A real terminal with a Python program: keys are typed, Ctrl-C and Ctrl-D among them."""
 
     def __init__(self, *argv: str, term: str):
-        pytest.importorskip("readline")
         self.master, slave = os.openpty()
         self.shown = ""
 
@@ -690,10 +660,10 @@ class Terminal:
 
 CONVERSATION = """
 import time
-from nanopaged.cli.chat import Keyboard, converse, history_file
+from nanopaged.cli.chat import converse
 
 def answer(prompt, said):
-    for piece in ("an", "swer", "ed\\n"):
+    for piece in ("an", "swer", f"ed {prompt['last']!r}\\n"):
         said.append(piece)
         print(piece, end="", flush=True)
         time.sleep(60 if prompt["last"] == "next" else 0.1)
@@ -701,30 +671,29 @@ def answer(prompt, said):
 def render(messages):
     return dict(prompt_token_ids=[1], last=messages[-1]["content"])
 
-raise SystemExit(converse([], render, answer, 100, Keyboard(history_file())))
+raise SystemExit(converse([], render, answer, 100))
 """
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_conversation_in_a_terminal(state, term):
-    """Lines that are pasted together are one message. An arrow key brings back a message of an earlier session, whole.
-    What is typed during an answer is not shown, and waits for the next question; Ctrl-C drops it, and stops the answer.
-    A dumb terminal gets no escape sequences, and so cannot mark what is pasted."""
-    state.parent.mkdir(parents=True)
-    state.write_text(json.dumps("two\nlines") + "\n")
-    with closing(Terminal("-c", CONVERSATION, term=term)) as terminal:
-        assert terminal.shows(r"\[\?2004h.*> |> .*\[\?2004h" if term == "xterm" else "> ")
+@pytest.mark.parametrize("term, more", [("xterm", ""), ("dumb", ""), (
+    "xterm", "import sys; sys.modules['readline'] = None")], ids=["xterm", "dumb", "without readline"])
+def test_a_conversation_in_a_terminal(term, more):
+    """Lines that are pasted together are one message, and the key up brings back an earlier message. Ctrl-C stops an
+    answer, and drops what is typed; Ctrl-D leaves. A dumb terminal gets no escape sequences, and so cannot mark what is
+    pasted. Without readline, as on Windows, there are plain lines."""
+    with closing(Terminal("-c", more + CONVERSATION, term=term)) as terminal:
+        edits, marks = not more, term == "xterm" and not more
+        assert terminal.shows("> ")
         # A terminal sends these marks around the lines, and carriage returns between them.
-        pasted = b"\x1b[200~def f():\r    return 5\x1b[201~\r" if term == "xterm" else b"Hi\r"
-        for keys in (pasted, b"\x1b[A\x1b[A\r"):  # the key up
+        pasted = b"\x1b[200~def f():\r    return 5\x1b[201~\r" if marks else b"Hi\r"
+        message = repr("def f():\n    return 5" if marks else "Hi")
+        for keys in (pasted, b"\x1b[A\r" if edits else b"Hi\r"):  # the key up
             start = len(terminal.shown)
             terminal.type(keys)
-            assert terminal.shows("answered.*> ", start), terminal.shown
-        terminal.type(b"What light?\n")
-        assert terminal.shows(r"What light\?.*an", start)
-        terminal.type(b"next\n")
-        assert terminal.shows(r"What light\?.*answered\s.*> .*next.*an", start), terminal.shown
-        terminal.type(b"typed meanwhile \x03")
+            assert terminal.shows(re.escape(f"answered {message}") + ".*> ", start), terminal.shown
+        terminal.type(b"next\r")
+        assert terminal.shows("next.*an", start), terminal.shown
+        terminal.type(b"\x03")
         assert terminal.shows("stopped.*> ", start), terminal.shown
         stopped = len(terminal.shown)
         terminal.type(b"not asked\x03")
@@ -733,8 +702,5 @@ def test_a_conversation_in_a_terminal(state, term):
             terminal.type(b"\x03")
         terminal.type(b"\x04")
         assert terminal.child.wait(timeout=60) == 0
-    assert not any(word in terminal.shown for word in ("Traceback", "error", "typed"))
-    assert ("\x1b" in terminal.shown) == (term == "xterm")
-    _, first, *kept = map(json.loads, state.read_text().splitlines())
-    assert first == ("def f():\n    return 5" if term == "xterm" else "Hi")
-    assert kept == ["two\nlines", "What light?", "next"]
+    assert not any(word in terminal.shown for word in ("Traceback", "error", "answered 'not"))
+    assert ("\x1b" in terminal.shown) == marks

@@ -471,39 +471,26 @@ def test_a_prompt_file_in_openais_batch_format(tmp_path, monkeypatch, capsys):
              dict(post, custom_id="c", body=dict(prompt=["ROMEO:", [5000]])),
              dict(post, custom_id="d", url=CHAT, body=dict(MINIMAL[CHAT], max_tokens=3)),
              dict(post, custom_id="e", url="/v1/embeddings", body={}),
-             dict(post, custom_id="f", body=dict(prompt="x", stream=True)),
-             dict(prompt="ROMEO:", max_tokens=2)]
+             dict(post, custom_id="f", url=["a"], body={}),
+             dict(prompt="ROMEO:", max_tokens=2),
+             dict(post, custom_id="h", body=dict(prompt="x"), temperature=0)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     command = ["--prompts", "in.jsonl", "--output", "out.jsonl", "--chat-template", "chat.jinja", "--served-model-name",
                "bard", "--num-blocks", "128"]
     assert run(*command) == 1
     results = {found["line"]: found for found in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
-    assert [results[line].get("custom_id") for line in range(1, 8)] == [*"abcdef", None]
+    assert [results[line].get("custom_id") for line in range(1, 9)] == [*"abcdef", None, "h"]
     body = results[1]["response"]["body"]
     expected = shared(device="cpu").generate(["ROMEO:", "JULIET:"], SamplingParams(temperature=0, max_tokens=6))
     assert [choice["text"] for choice in body["choices"]] == [output.outputs[0].text for output in expected]
     assert results[1]["error"] is None and results[1]["response"]["status_code"] == 200 and results[1]["id"]
     assert results[4]["response"]["body"]["choices"][0]["message"]["content"]
-    for line, word in ((2, "frobnicate"), (3, "5000"), (5, "/v1/embeddings"), (6, "stream")):
+    for line, word in ((2, "frobnicate"), (3, "5000"), (5, "/v1/embeddings"), (6, "['a']"), (8, "temperature")):
         assert results[line]["response"]["status_code"] == 400 and word in results[line]["error"]["message"]
     assert results[7]["outputs"][0]["num_tokens"] == 2
     assert capsys.readouterr().err.count("line 3:") == 1
-    before = (tmp_path / "out.jsonl").read_text()
-    assert run(*command) == 1 and "3 of them done before, 4 bad" in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_text() == before
-
-
-@pytest.mark.parametrize("url, fields, printed", [
-    (COMPLETIONS, dict(prompt="ROMEO:", echo=True, **GREEDY), "=== line 1 [0]\nROMEO:"),
-    pytest.param(CHAT, dict(tools=TOOLS[1:], tool_choice="required"), '"name": "now", "arguments": "{}"',
-                 marks=needs_grammar)])
-def test_a_batch_without_an_output_file_is_printed(tmp_path, capsys, url, fields, printed):
-    (tmp_path / "in.jsonl").write_text(json.dumps(dict(method="POST", url=url, body=MINIMAL[url] | fields)))
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    assert run("--prompts", str(tmp_path / "in.jsonl"), "--num-blocks", "128", "--chat-template",
-               str(tmp_path / "chat.jinja")) == 0
-    assert printed in capsys.readouterr().out
+    assert run(*command) == 1 and "5 lines, 5 bad, 3 done before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
