@@ -24,7 +24,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from nanopaged.inputs import check_kind, check_number, read_json
+from nanopaged.inputs import as_python, check_kind, check_number, read_json
+from nanopaged.text.byte_level import Tokenizer
 from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
 # The error of a chat request if load_chat_template returns None.
@@ -32,6 +33,9 @@ NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, so the format of its c
                     "template as chat_template=, in Jinja, or give the prompt as text")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # transformers' options, no template's variables
+BEYOND = "the tokenizer of an LLM has no {}; AutoTokenizer.from_pretrained(llm.tokenizer_path) of transformers has more"
 MARK = "THE_MODEL_GOES_ON_HERE "  # if a template strips the message, the space at the mark's end disappears
 
 
@@ -101,6 +105,44 @@ class ChatTemplate:
         text = _mark_end(messages[-1]) if continue_final_message else ""
         prompt = _run(source, self.special_tokens | given)
         return _cut_at_mark(prompt, text) if continue_final_message else prompt
+
+
+class ScriptTokenizer:
+    """What `LLM.get_tokenizer` gives to scripts, as transformers has it: encode, decode, apply_chat_template and the
+    special tokens (eos_token, eos_token_id ..; None: there is none) of the checkpoint in the directory `path`."""
+    __slots__ = ("tokenizer", "path", "encode", *SPECIAL_TOKENS, *(f"{name}_id" for name in SPECIAL_TOKENS))
+
+    def __init__(self, tokenizer: Tokenizer, path: Path):
+        self.tokenizer, self.path, self.encode = tokenizer, path, tokenizer.encode
+        special, names = special_tokens(read_tokenizer_config(path)), {i: name for name, i in tokenizer.tokens.items()}
+        for name in SPECIAL_TOKENS:
+            token_id = getattr(tokenizer, f"{name}_id", tokenizer.tokens.get(special.get(name, "")))
+            setattr(self, f"{name}_id", token_id)
+            setattr(self, name, names.get(token_id))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(BEYOND.format(name))
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """The text of ids in a list, an array or a tensor, or of a single one."""
+        ids = as_python(ids)
+        return self.tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
+
+    def apply_chat_template(self, conversation: list[dict], tools: list[dict] | None = None, *,
+                            chat_template: str | None = None, add_generation_prompt: bool = False,
+                            continue_final_message: bool = False, tokenize: bool = True, return_dict: bool = True,
+                            **variables: Any) -> Any:
+        """The prompt as {"input_ids": .., "attention_mask": ..}, with return_dict=False as ids, with tokenize=False as
+        text. `ChatTemplate.render` describes the arguments."""
+        if beyond := PADDING & variables.keys():
+            raise ValueError(BEYOND.format(min(beyond)))
+        if (template := load_chat_template(self.path, chat_template)) is None:
+            raise ValueError(NO_CHAT_TEMPLATE)
+        text = template.render(conversation, tools, add_generation_prompt, continue_final_message, variables)
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Jinja with the extensions of transformers for chat templates, in jinja2's sandbox. Importing this file needs jinja2."""
+"""jinja2's sandbox with the extensions of transformers for chat templates. Importing this file needs jinja2."""
 import json
 from datetime import datetime
 from functools import lru_cache
