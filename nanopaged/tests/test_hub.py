@@ -24,7 +24,7 @@ SETTINGS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 
 
 def index_of(*shards):
-    return json.dumps({"weight_map": {f"tensor {i}": shard for i, shard in enumerate(shards)}}).encode()
+    return json.dumps({"weight_map": dict(enumerate(shards))}).encode()
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -91,11 +91,6 @@ def fake(tmp_path, monkeypatch):
     server.server_close()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "hub" / "models--org--model"
-
-
 def contents(snapshot):
     return {str(path.relative_to(snapshot)): path.read_bytes() for path in snapshot.rglob("*") if path.is_file()}
 
@@ -107,10 +102,11 @@ def refusal(kind, *words, model="org/model", revision=None):
 
 
 @pytest.mark.parametrize("revision", [None, "main", "refs/pr/1", OTHER])
-def test_a_model_is_downloaded_once(fake, folder, revision):
+def test_a_model_is_downloaded_once(fake, tmp_path, revision):
     fake.files[OTHER], fake.refs = FILES | {"tokenizer.json": b"other"}, {"main": OTHER, "refs/pr/1": OTHER}
     snapshot = find_checkpoint("org/model", revision)
-    assert snapshot == folder / "snapshots" / OTHER and contents(snapshot) == fake.files[OTHER]
+    assert snapshot == tmp_path / "hub" / "models--org--model" / "snapshots" / OTHER
+    assert contents(snapshot) == fake.files[OTHER]
     fake.requests.clear()
     fake.refs["main"] = COMMIT  # a branch stays what it was
     assert find_checkpoint("org/model", revision) == find_checkpoint("org/model", OTHER) == snapshot
@@ -132,7 +128,7 @@ def test_only_files_that_are_read(fake, there, taken):
     assert set(fake.asked()) == {"config.json", *(name.split("/")[-1] for name in taken)}
 
 
-def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake, folder):
+def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake):
     fake.files[COMMIT] |= {"config.json": (GOLDEN / "qwen3" / "config.json").read_bytes(),
                            "tokenizer.json": (GOLDEN / "tokenizers" / "gpt2" / "tokenizer.json").read_bytes()}
     fake.files[OTHER], fake.refs["v1"] = fake.files[COMMIT], OTHER
@@ -142,7 +138,7 @@ def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake, f
     fake.requests.clear()
     assert find_checkpoint("org/model", without_weights=True) == llm.path and fake.requests == []
     llm = LLM("shakespeare", tokenizer="org/model", tokenizer_revision="v1", num_blocks=16, device="cpu")
-    assert llm.tokenizer_path == folder / "snapshots" / OTHER and "model.safetensors" not in fake.asked()
+    assert llm.tokenizer_path.name == OTHER and "model.safetensors" not in fake.asked()
     assert "model.safetensors" in contents(find_checkpoint("org/model"))  # what was missing follows
     with pytest.raises(ValueError, match="revision 'v1' was given with the directory"):
         LLM("shakespeare", tokenizer_revision="v1")
@@ -162,19 +158,19 @@ def test_what_is_missing_is_fetched_and_nothing_else(fake, missing):
     if missing == "2.safetensors":
         fake.files[COMMIT] |= {name: name.encode() for name in SHARDS} | {INDEX: index_of(*SHARDS[1:])}
         del fake.files[COMMIT]["model.safetensors"]
-    snapshot = find_checkpoint("org/model")
-    (snapshot / missing).resolve().unlink()
-    (snapshot / missing).unlink()
+    file = find_checkpoint("org/model") / missing
+    file.resolve().unlink()
+    file.unlink()
     fake.requests.clear()
     assert contents(find_checkpoint("org/model")) == fake.files[COMMIT] and fake.asked() == [missing]
 
 
-def test_an_index_that_names_files_elsewhere(fake, folder):
+def test_an_index_that_names_files_elsewhere(fake, tmp_path):
     fake.files[COMMIT] |= {INDEX: index_of("1.safetensors", "../../x.safetensors"), "1.safetensors": b"1"}
     del fake.files[COMMIT]["model.safetensors"]
     for _ in range(2):  # downloaded, and then from the cache
         refusal(ValueError, "outside of its directory", "'../../x.safetensors'")
-    assert not list(folder.parent.rglob("x*"))
+    assert not list(tmp_path.rglob("x*"))
 
 
 def test_models_that_may_not_be_read(fake):
