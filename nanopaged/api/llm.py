@@ -110,10 +110,10 @@ class LLM(Core):
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, for scripts, with the calls of one of transformers (nanopaged/text/scripts.py).
-        ValueError if the checkpoint has none that can be read."""
+        """The checkpoint's tokenizer, for scripts: `encode`, `decode`, `apply_chat_template` and the special tokens, as
+        in transformers (ScriptTokenizer in nanopaged/text/chat.py). ValueError if there is none that can be read."""
         if self.script_tokenizer is None:
-            from nanopaged.text.scripts import ScriptTokenizer
+            from nanopaged.text.chat import ScriptTokenizer
             self.script_tokenizer = ScriptTokenizer(self.require_tokenizer(), self.tokenizer_path)
         return self.script_tokenizer
 

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,37 +196,11 @@ def test_the_template_gets_plain_data_only():
         assert "no attribute 'secret'" in message
 
 
-@pytest.mark.parametrize("source", [
-    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-    "{% for i in range(99999) if range(99999) | list == [] %}{% endfor %}",
-    "{% for i in [1, 2] recursive %}{% if loop.depth < 99 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro twice() %}{{ caller() }}{{ caller() }}{% endmacro %}"
-    + "{% call twice() %}" * 18 + "x" + "{% endcall %}" * 18,
-    "{% block b %}{% if n.n %}{% set n.n = n.n - 1 %}{{ self.b() }}{{ self.b() }}{% set n.n = n.n + 1 %}{% endif %}"
-    "{% endblock %}"], ids="loops filtered recursive macro call block".split())
-def test_an_endless_template_is_ended_in_any_thread(source):
-    template = ChatTemplate("{% set n = namespace(n=60) %}" + source)
-    template.seconds = 0.1
-    with ThreadPoolExecutor(1) as pool:
-        message = pool.submit(complaint, template.render, QUESTION).result(timeout=20)
-    assert "it computes for too long" in message and "chat_template=" in message
-
-
 @pytest.mark.parametrize("source, part", [
-    ("{% for i in range(60) %}{{ 'x' * 1000000 }}{% endfor %}", "it makes a text of more than 50000000 characters"),
-    ("{% for i in range(10 ** 12) %}{{ i }}{% endfor %}", "Range too big"),
-    ("{{ 9 ** (9 ** 9) }}", "too large"), ("{{ 2 ** 999999 }}", "too large"), ("{{ 'x' * 10 ** 9 }}", "too large"),
-    ("{{ 10 ** 9 * [1] }}", "too large"),
-    ("{% set n = namespace(n=9) %}{% for i in range(99) %}{% set n.n = n.n * n.n %}{% endfor %}", "too large")])
-def test_what_is_too_large_to_wait_for(source, part):
-    """For the tokenizer too, which would take minutes for an endless text."""
+    ("{% for i in range(10 ** 12) %}{{ i }}{% endfor %}", "Range too big"), ("{{ 2.0 ** 9999 }}", "OverflowError"),
+    ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError")])
+def test_what_fails_by_itself_gets_a_sentence(source, part):
     assert part in complaint(render, source)
-
-
-def test_products_that_are_small():
-    assert render("{{ 2 ** 10 * 3 - 1.5 * 2 }} {{ '=' * 3 }} {{ 2 ** -1 }} {{ [0] * 2 }}") == "3069.0 === 0.5 [0, 0]"
-    assert len(render("{{ 'x' * 999999 }}")) == 999999
 
 
 @pytest.mark.parametrize("version, problem", [

@@ -13,21 +13,19 @@ and the variables that the caller adds (`enable_thinking`). The rendered text co
 with `add_special_tokens=False`.
 
 A template is untrusted code. It runs in jinja2's sandbox (nanopaged/text/sandbox.py), on a copy of the messages. It
-can neither reach Python's objects nor change the caller's, and a range has at most 100,000 items. Each pass of a loop
-and each call of a macro checks the time, so an endless template ends after a few seconds. Products and powers have a
-largest size. A single operation on a very long text, such as a filter, is not interrupted, and the memory that texts
-take is not limited.
+can neither reach Python's objects nor change the caller's, and a range has at most 100,000 items. Its time and memory
+have no limit: whoever picks the model picks the template.
 """
 import json
 import re
-import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from nanopaged.inputs import check_kind, check_number, read_json
+from nanopaged.inputs import as_python, check_kind, check_number, read_json
+from nanopaged.text.byte_level import Tokenizer
 from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
 # The error of a chat request if load_chat_template returns None.
@@ -35,7 +33,9 @@ NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, and cannot chat; load 
                     "or pass a template as chat_template=, in Jinja")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
-MOST_IN_TEXT = 50_000_000  # characters of a prompt
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # transformers' options, no template's variables
+BEYOND = "the tokenizer of an LLM has no {}; AutoTokenizer.from_pretrained(llm.tokenizer_path) of transformers has more"
 MARK = "THE_MODEL_GOES_ON_HERE "  # if a template strips the message, the space at the mark's end disappears
 
 
@@ -62,7 +62,6 @@ class ChatTemplate:
 
     special_tokens: {"bos_token": "<s>", ...}
     """
-    seconds = 3.0  # of computing that a prompt may take
 
     def __init__(self, source: Any, special_tokens: dict[str, str] | None = None):
         if isinstance(source, list):  # tokenizer_config.json writes {name: template} as a list of dicts
@@ -104,8 +103,46 @@ class ChatTemplate:
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
         given |= _plain("template variables", {"documents": None} | (variables or {}))
         text = _mark_end(messages[-1]) if continue_final_message else ""
-        prompt = _run(source, self.special_tokens | given, self.seconds)
+        prompt = _run(source, self.special_tokens | given)
         return _cut_at_mark(prompt, text) if continue_final_message else prompt
+
+
+class ScriptTokenizer:
+    """What `LLM.get_tokenizer` gives to scripts, as transformers has it: encode, decode, apply_chat_template and the
+    special tokens (eos_token, eos_token_id ..; None: there is none) of the checkpoint in the directory `path`."""
+    __slots__ = ("tokenizer", "path", "encode", *SPECIAL_TOKENS, *(f"{name}_id" for name in SPECIAL_TOKENS))
+
+    def __init__(self, tokenizer: Tokenizer, path: Path):
+        self.tokenizer, self.path, self.encode = tokenizer, path, tokenizer.encode
+        special, names = special_tokens(read_tokenizer_config(path)), {i: name for name, i in tokenizer.tokens.items()}
+        for name in SPECIAL_TOKENS:
+            token_id = getattr(tokenizer, f"{name}_id", tokenizer.tokens.get(special.get(name, "")))
+            setattr(self, f"{name}_id", token_id)
+            setattr(self, name, names.get(token_id))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(BEYOND.format(name))
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """The text of ids in a list, an array or a tensor, or of a single one."""
+        ids = as_python(ids)
+        return self.tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
+
+    def apply_chat_template(self, conversation: list[dict], tools: list[dict] | None = None, *,
+                            chat_template: str | None = None, add_generation_prompt: bool = False,
+                            continue_final_message: bool = False, tokenize: bool = True, return_dict: bool = True,
+                            **variables: Any) -> Any:
+        """The prompt as {"input_ids": .., "attention_mask": ..}, with return_dict=False as ids, with tokenize=False as
+        text. `ChatTemplate.render` describes the arguments."""
+        if beyond := PADDING & variables.keys():
+            raise ValueError(BEYOND.format(min(beyond)))
+        if (template := load_chat_template(self.path, chat_template)) is None:
+            raise ValueError(NO_CHAT_TEMPLATE)
+        text = template.render(conversation, tools, add_generation_prompt, continue_final_message, variables)
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
 
 def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
@@ -167,22 +204,14 @@ def _plain(name: str, value: Any) -> Any:
         raise ValueError(f"{name} must be made of dicts, lists, strings, numbers, booleans and None: {error}") from None
 
 
-def _run(source: str, variables: dict[str, Any], seconds: float) -> str:
-    """Render the template. ValueError if it refuses the conversation, fails, or takes more than these seconds."""
-    sandbox = _sandbox()
+def _run(source: str, variables: dict[str, Any]) -> str:
+    """Render the template. ValueError if it refuses the conversation or fails."""
+    compile_template = _sandbox().compile_template
     try:
-        template = sandbox.compile_template(source)
-        sandbox.environment.clock.end = time.thread_time() + seconds
-        pieces, size = [], 0
-        for piece in template.generate(variables):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MOST_IN_TEXT:
-                raise OverflowError(f"it makes a text of more than {MOST_IN_TEXT} characters")
-        return "".join(pieces)
+        return compile_template(source).render(variables)
     except Exception as error:  # a template is a program and can raise any exception
         reason = f"{' '.join(str(error).split()):.400}"
-        if isinstance(error, sandbox.Refusal):
+        if type(error).__name__ == "TemplateError":  # of raise_exception
             raise ValueError(f"the chat template refuses the conversation: {reason}") from None
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         reason = f"{type(error).__name__}: {reason.rstrip('.').replace('. ', '; ')}"
