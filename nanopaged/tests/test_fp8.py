@@ -373,7 +373,7 @@ def test_the_size_of_weights_in_8_bits(keep, size, monkeypatch):
     32nd of 3.5 GiB with blocks. In 16 bits the weights take 7.5 GiB."""
     sizes = dict(vocab_size=2**15, hidden_size=2**12, num_attention_heads=32, num_key_value_heads=32, head_dim=128)
     config = read_model_config(LLAMA | sizes | dict(intermediate_size=2**12, num_hidden_layers=32))
-    monkeypatch.setattr(build, "host_memory", lambda: 0)
+    monkeypatch.setattr(build, "host_memory", lambda: 2**30)
     message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, keep))
     assert message.startswith(f"the weights take {size} GiB, and cpu has less free memory")
 
