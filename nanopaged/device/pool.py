@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanopaged.device import transfer
 from nanopaged.scheduling.additions import SchedulerOutput
-from nanopaged.weights.build import host_memory
+from nanopaged.weights.build import host_memory, memory_for
 
 GIB = 2**30
 MOST_BYTES_MOVED = 2**28  # of blocks at once: they pass through a copy
@@ -58,14 +58,10 @@ class Pool:
         too little memory."""
         num_blocks = int(swap_space * GIB) // self.block_bytes
         layers, kinds, _, *block = self.blocks.shape
-        try:
-            if num_blocks * self.block_bytes > host_memory():
-                raise RuntimeError
+        with memory_for(f"swap_space of {swap_space} GiB is more memory than the host has; lower swap_space",
+                        num_blocks * self.block_bytes):
             self.host = torch.empty(num_blocks, layers, kinds, *block, dtype=torch.uint8,
                                     pin_memory=self.device.type == "cuda" and num_blocks > 0)
-        except RuntimeError:
-            raise ValueError(
-                f"swap_space of {swap_space} GiB is more memory than the host has; lower swap_space") from None
         return num_blocks
 
     def move(self, step: SchedulerOutput) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanopaged.device import transfer
 from nanopaged.device.sampler import SETTINGS_INTS, pack_settings
 from nanopaged.scheduling.additions import Sequence
+from nanopaged.weights.build import memory_for
 
 
 class Rows:
@@ -20,14 +21,13 @@ class Rows:
 
     def __init__(self, num_seqs: int, max_blocks: int, device: torch.device):
         ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
-        try:  # torch gathers rows of a multiple of 16 bytes faster
+        with memory_for(f"{device} has no memory for the block tables of {num_seqs} sequences of {max_blocks} blocks; "
+                        "lower max_num_seqs or max_model_len"):
+            # torch gathers rows of a multiple of 16 bytes faster
             self.block_tables = torch.zeros(num_seqs + 1, (max_blocks + 3) // 4 * 4, **ints)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"{device} has no memory for the block tables of {num_seqs} sequences of {max_blocks} "
-                             "blocks; lower max_num_seqs or max_model_len") from None
+            self.last_tokens = torch.zeros(num_seqs + 1, **ints)
+            self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
         self.device = device
-        self.last_tokens = torch.zeros(num_seqs + 1, **ints)
-        self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
         self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
     def send(self, seqs: list[Sequence]) -> list[Sequence]:

@@ -15,6 +15,7 @@ from nanopaged.device.pool import GIB
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.transfer import as_current
+from nanopaged.weights.build import memory_for
 
 DEFAULT_CPU_POOL = GIB  # bytes
 # For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
@@ -31,7 +32,10 @@ def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization
             runner.compiled.pop().result()
         if not num_blocks:
             num_blocks = int(runner.agree([choose_num_blocks(runner, gpu_memory_utilization)], largest=False)[0])
-        pool, scales = runner.pool.allocate(num_blocks), choose_scales(runner)
+        pool = runner.pool.allocate(num_blocks)
+        with memory_for("the step that finds the scales of an fp8 cache does not fit beside the weights and the pool; "
+                        "lower num_blocks, or leave out kv_cache_dtype"):
+            scales = choose_scales(runner)
         runner.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
         runner.prepare()
     return num_blocks
@@ -95,13 +99,11 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
     count = min(runner.max_num_samples, sum(query_lens))
     sampled = torch.zeros(count, dtype=torch.int32, device=runner.device)
     batch = trial_batch(runner, query_lens, sampled, runner.max_model_len)
-    try:
+    with memory_for(f"a step of {sum(query_lens)} tokens and {count} samples does not fit beside the weights; lower "
+                    "max_num_batched_tokens or max_num_seqs"):
         for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
             logits = runner.model(batch, runner.kv_cache, runner.kernels)
             runner.sample(logits, sampled + runner.max_num_seqs, sampled, needs)
-    except torch.OutOfMemoryError:
-        raise ValueError(f"a step of {sum(query_lens)} tokens and {count} samples does not fit beside the weights; "
-                         "lower max_num_batched_tokens or max_num_seqs") from None
     return torch.cuda.max_memory_allocated(runner.device) - before
 
 

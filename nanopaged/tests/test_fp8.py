@@ -368,7 +368,7 @@ def test_the_size_of_weights_in_8_bits(monkeypatch, capsys):
     sizes = dict(vocab_size=2**15, hidden_size=2**12, num_attention_heads=32, num_key_value_heads=32, head_dim=128,
                  intermediate_size=2**12, num_hidden_layers=32, dtype="bfloat16")
     config = read_model_config(LLAMA | sizes)
-    monkeypatch.setattr(build, "host_memory", lambda: 0)
+    monkeypatch.setattr(build, "host_memory", lambda: 2**30)
     message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, True))
     assert message.startswith("the weights take 4.0 GiB, and cpu has less free memory")
     for dtype, size in (("bfloat16", "7.0"), ("float32", "14.0")):

@@ -1,6 +1,8 @@
 """The runner: devices, types, memory, and what is compiled before the first request."""
 import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -16,6 +18,7 @@ from nanopaged.tests.helpers import (
     GOLDEN,
     GREEDY,
     PROMPT,
+    ROOT,
     load,
     needs_gpu,
     needs_kernel,
@@ -99,6 +102,45 @@ def test_weights_larger_than_the_memory_get_a_sentence(tmp_path):
     with pytest.raises(ValueError, match=problem):
         LLM(str(tmp_path), load_format="dummy")
     assert shared().generate(PROMPT, GREEDY)[0].finished
+
+
+LITTLE_MEMORY = """
+import json, os, resource, sys
+from nanopaged.cli.main import main
+from nanopaged.tests.helpers import load
+load(device="cpu")
+for path, mib, *options in json.loads(sys.argv[1]):
+    in_use = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + mib * 2**20, -1))
+    common = "--load-format dummy --dtype float32 --device cpu --num-blocks 20 --skip-tokenizer-init --prompt x".split()
+    print(main(["--model", path, *common, *options]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, and a limit on a process's memory that holds")
+def test_whatever_lacks_memory_at_the_start_gets_a_sentence(tmp_path):
+    """Weights of 146 MiB fit, and beside them no random tensor of 49 MiB. Rope's table takes 128 MiB, and what it is
+    computed from as much again."""
+    runs, problems = [], []
+    for i, (change, mib, options, problem) in enumerate([
+            (dict(max_position_embeddings=16), 30, ["--max-num-seqs", "1048576"], "cpu has no memory for the block"),
+            (dict(intermediate_size=200_000), 100, [], "the weights take 0.1 GiB, and cpu has less free memory than"),
+            (dict(intermediate_size=200_000), 170, [], "the weights take 0.1 GiB, and cpu has less free memory than"),
+            (dict(max_position_embeddings=2**20), 70, [], "rope's angles of 1048576 positions take 0.1 GiB"),
+            (dict(max_position_embeddings=2**20), 250, [], "rope's angles of 1048576 positions take 0.1 GiB"),
+            (dict(intermediate_size=200_000), 400, ["--kv-cache-dtype", "fp8"], "the step that finds the scales")]):
+        path = tmp_path / str(i)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+                                                     | change))
+        runs.append([str(path), mib, *options])
+        problems.append(problem)
+    run = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, json.dumps(runs)], cwd=ROOT, capture_output=True,
+                         text=True)
+    sentences = run.stderr.splitlines()
+    assert run.stdout.split() == ["2"] * len(runs), run.stderr
+    assert len(sentences) == len(problems)
+    assert all(sentence.startswith(f"error: {problem}") for sentence, problem in zip(sentences, problems))
 
 
 def test_random_weights_follow_the_seed_and_leave_the_users_random_numbers_alone():

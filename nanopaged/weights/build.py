@@ -13,7 +13,9 @@ leaves all products of q and k as they are:
 """
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,18 +35,18 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
              else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
-    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free" if is_cuda else "less free memory"
-    try:  # Module.to_empty does the same, but imports sympy for it: a quarter of a second
-        if not is_cuda and size > host_memory():
-            raise RuntimeError
+    free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
+    table_size = num_positions * config.head_dim * 4 * len(config.ropes)
+    with memory_for(f"rope's angles of {num_positions} positions take {table_size / 2**30:.1f} GiB, and more while "
+                    "they are computed, which the host does not have; lower max_model_len", table_size):
+        built.rope_tables = [make_rope_table(rope, config.head_dim, num_positions).to(device) for rope in config.ropes]
+    with memory_for(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free} than loading them takes; use a "
+                    "smaller model or dtype", 0 if is_cuda else size):
+        # Module.to_empty does the same, but imports sympy for it: a quarter of a second
         built._apply(lambda parameter: torch.empty(parameter.shape, dtype=types[parameter], device=device))
-    except RuntimeError:  # torch.OutOfMemoryError is a RuntimeError
-        raise ValueError(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free}; "
-                         "use a smaller model or dtype") from None
-    model.load_weights(built, unmerge(tensors, config), *part)
-    for name, parameter in built.named_parameters():
-        parameter.data = fold(name, parameter.data, config)
-    built.rope_tables = [make_rope_table(rope, config.head_dim, num_positions).to(device) for rope in config.ropes]
+        model.load_weights(built, unmerge(tensors, config), *part)
+        for name, parameter in built.named_parameters():
+            parameter.data = fold(name, parameter.data, config)
     return built.eval().requires_grad_(False)
 
 
@@ -78,6 +80,19 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
         q_and_k, v = heads.tensor_split([config.num_heads + config.num_kv_heads])
         weight = torch.cat([q_and_k.index_select(1, order.argsort() if back else order), v]).flatten(0, 1).view(kind)
     return weight
+
+
+@contextmanager
+def memory_for(sentence: str, size: float = 0) -> Iterator[None]:
+    """Raises ValueError with this sentence if the host has less than `size` bytes, or if memory runs out inside."""
+    try:
+        if size > host_memory():
+            raise MemoryError
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError; on a CPU it is a plain one
+        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
+            raise
+        raise ValueError(sentence) from None
 
 
 def host_memory() -> float:
