@@ -14,6 +14,9 @@ rate. Reading alone is faster than a copy, so decode attention may exceed its li
 **Noise.** Compare figures of one run. Cards of one kind differ by a percent, and a busy host takes up to twice the time
 for its part: scheduling, starting, the time to first token. Sections that time the host repeat and report the best. In
 brackets are figures of other engines, measured on another card and at another time.
+
+**First runs.** Engines record the sizes of steps before a section measures. Without `warm_up=True` (`--warm-up`) a size
+is recorded when a step first needs it, and the first run of a workload makes 10 to 15% fewer tokens/s than the second.
 """
 import argparse
 import gc
@@ -72,6 +75,7 @@ ATTENTION = {
     "prefill 16 x 512": (16, 512, 512, "226"), "prefill 4 x (2k after 14k)": (4, 2048, 16384, "646")}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of the attention sections
 KV_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # K and V of one token in bfloat16
+RECORDED = "sizes recorded; without --warm-up a first run is 10 to 15% slower"
 MORE_THAN_L2 = 3e8  # bytes; an H200's L2 cache has 50 MB
 BUDGET = 8192  # max_num_batched_tokens, the default
 ROWS: list[dict] = []
@@ -412,7 +416,7 @@ def shared(limits: Limits, quick: bool) -> None:
 def workload(limits: Limits, shape: str, **options: Any) -> None:
     llm = random_llm(SHAPES[shape], max_model_len=4096, **options)
     row(" ".join([shape, *options.values(), "workload 256"]), generate_rate(llm, *workload_256()), "tokens/s",
-        limits.tokens_per_second(SHAPES[shape], *workload_256()))
+        limits.tokens_per_second(SHAPES[shape], *workload_256()), RECORDED)
 
 
 def throughput(limits: Limits, quick: bool) -> None:
@@ -421,7 +425,7 @@ def throughput(limits: Limits, quick: bool) -> None:
     llm = random_llm(SHAPES["0.6B"], max_model_len=1024, max_num_seqs=1024)
     short = random_prompts(0, [128] * 1024), [128] * 1024
     row("0.6B 1,024 x (128 in, 128 out)", generate_rate(llm, *short), "tokens/s",
-        limits.tokens_per_second(SHAPES["0.6B"], *short, 1024))
+        limits.tokens_per_second(SHAPES["0.6B"], *short, 1024), RECORDED)
 
 
 def large(limits: Limits, quick: bool) -> None:

@@ -192,7 +192,7 @@ def test_the_example_of_the_readme(server, capsys, monkeypatch):
 
 
 def test_the_command_of_the_readme(server):
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8").replace("\\\n", "")
     curl, url, h, header, d, body = shlex.split(re.search(r"^    (curl .*)$", readme, re.M)[1])
     assert (curl, h, d) == ("curl", "-H", "-d") and url.startswith("http://127.0.0.1:8000/")
     name, value = header.split(": ")
