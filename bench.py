@@ -46,7 +46,6 @@ import torch
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.cli.batch import open_file
 from nanopaged.outputs import RequestMetrics
-from nanopaged.scheduling import additions
 from nanopaged.text.byte_level import CHAR_OF
 from nanopaged.text.huggingface import ADDED_TOKEN
 
@@ -135,7 +134,7 @@ def scheduler(quick: bool) -> None:
     for num_running, (num_waiting, num_blocks) in itertools.product((256, 1024), queues):
         prompts = [[i % 1000] * 8 for i in range(num_running + num_waiting)]
         times, started = [], 0.0
-        for plan, step in planned(prompts, [1000] * len(prompts), additions.BlockManager(num_blocks, 64), num_running):
+        for plan, step in planned(prompts, [1000] * len(prompts), engine.BlockManager(num_blocks, 64), num_running):
             is_decode = sum(step.num_tokens) == len(plan.running) == num_running
             times += [time.perf_counter() - started] * is_decode
             if len(times) > (20 if quick else 300):
@@ -145,12 +144,12 @@ def scheduler(quick: bool) -> None:
             statistics.quantiles(times[1:], n=10)[0] * 1000, "ms/step")
 
 
-def planned(prompts: list[list[int]], lengths: list[int], manager: additions.BlockManager,
-            max_num_seqs: int = 256) -> Iterator[tuple[additions.Scheduler, additions.SchedulerOutput]]:
+def planned(prompts: list[list[int]], lengths: list[int], manager: engine.BlockManager,
+            max_num_seqs: int = 256) -> Iterator[tuple[engine.Scheduler, engine.SchedulerOutput]]:
     """(scheduler, step) of each step that computes prompts and then `lengths` new tokens, planned without a model."""
-    plan = additions.Scheduler(manager, max_num_seqs, BUDGET)
+    plan = engine.Scheduler(manager, max_num_seqs, BUDGET)
     for i, (prompt, length) in enumerate(zip(prompts, lengths)):
-        plan.add(additions.Sequence(prompt, (0, i, 0), len(prompt) + length))
+        plan.add(engine.Sequence(prompt, (0, i, 0), len(prompt) + length))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step
@@ -161,7 +160,7 @@ def fragmentation(quick: bool) -> None:
     """Workload 256 without a model: the fraction of held slots that hold a token, and the same fraction without paging,
     where every sequence would reserve 4,096 slots."""
     for block_size in (16, 64):
-        manager = additions.BlockManager(100_000, block_size, enable_prefix_caching=False)
+        manager = engine.BlockManager(100_000, block_size, enable_prefix_caching=False)
         tokens = held = contiguous = 0
         for plan, _ in planned(*workload_256(), manager):
             tokens += sum(seq.num_computed_tokens for seq in plan.running)
@@ -225,7 +224,7 @@ class Limits(NamedTuple):
     def tokens_per_second(self, shape: dict[str, Any], prompts: list[list[int]], lengths: list[int],
                           max_num_seqs: int = 256) -> float:
         """Output tokens per second if every step of these requests takes its least time."""
-        manager = additions.BlockManager(100_000, 64, enable_prefix_caching=False)
+        manager = engine.BlockManager(100_000, 64, enable_prefix_caching=False)
         seconds = sum(self.step_seconds(shape, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs],
                                         len(step.sampled))
                       for _, step in planned(prompts, lengths, manager, max_num_seqs))
@@ -579,12 +578,12 @@ def draft_ms(llm: LLM, drafting: Any, p: float, batch: int, context: int = 512, 
     if drafting:
         drafting.metrics = RequestMetrics()
 
-    def accept(step: additions.SchedulerOutput, sampled: engine.Sampled) -> None:
-        for i, (seq, position) in enumerate(zip(step.sampled, step.positions)):
+    def accept(step: engine.SchedulerOutput, sampled: engine.Sampled) -> Any:
+        for i, (seq, position) in enumerate(zip(step.sampled, step.positions) if drafting else ()):
             place = position - len(seq.token_ids)  # among the drafts; behind the last one the sample is the model's own
             if place < len(seq.drafts) and rng.random() < p:
                 sampled.tokens[i] = seq.drafts[place]
-        update(step, sampled)
+        return update(step, sampled)
 
     llm.scheduler.update = accept
     ms = decode_ms(llm, batch, context, steps)

@@ -19,17 +19,19 @@ up with `num_tokens`. When it has, the step samples the next token.
       runner               the model, the pool's tensors, the sampler      GPUModelRunner
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
-`Engine` has this loop. The file is plain Python without torch: nanopaged/device/runner.py computes the steps, and
-nanopaged/api/llm.py has what users call. LLM runs subclasses of these classes (nanopaged/scheduling/additions.py). They
-add what a reader of paging does not need, and have their own `Engine.step` and `Scheduler.update`.
+`Engine` has this loop. On a GPU it plans the next step before it reads the tokens of this one (lookahead). The file is
+plain Python without torch: nanopaged/device/runner.py computes the steps, and nanopaged/api/llm.py has what users call.
+LLM runs these very classes. A rare request has a subclass of Sequence (a grammar, a beam), and a rare option replaces
+the BlockManager or the Scheduler (swapping, drafts).
 """
 import itertools
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 Status = Enum("Status", "WAITING RUNNING SWAPPED FINISHED")
 ROOT = 0  # the prefix key of no tokens
@@ -46,7 +48,7 @@ def cdiv(a: int, b: int) -> int:
 # Sequence, and what a step computes
 # --------------------------------------------------------------------------------------------------
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Sequence:
     """One text: a prompt and the tokens generated after it.
 
@@ -55,12 +57,13 @@ class Sequence:
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    `schedule` counts tokens as computed, and `update` appends the sampled token. The counters of a prompt with the
-    tokens 0 to 7:
+    `schedule` counts tokens as computed, and the token that a step samples as pending. `update` appends it. The
+    counters of a prompt with the tokens 0 to 7:
 
-                              admitted   0 to 7 scheduled   token 8 sampled   token 8 scheduled
-        num_computed_tokens   0          8                  8                 9
-        num_tokens            8          8                  9                 9
+                              admitted   0 to 7 scheduled   token 8 appended   token 8 scheduled
+        num_computed_tokens   0          8                  8                  9
+        num_pending_tokens    0          1                  0                  1
+        num_tokens            8          9                  9                  10
     """
     token_ids: list[int]  # prompt and generated tokens
     order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
@@ -72,27 +75,35 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
     num_prompt_tokens: int = 0
+    num_pending_tokens: int = 0  # tokens that scheduled steps sample, not known yet
     # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
     num_computed_tokens: int = 0
     num_hit_tokens: int = 0  # tokens found at its last admission, whose K and V it never writes
+    num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
     num_cached_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
     prefix_key: int | str = ROOT  # of the tokens in those blocks
     root: int | str = ROOT  # its prefix key of no tokens; with a cache_salt, only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
-    num_sent_blocks: int = 0  # leading entries of its block table that the runner has a copy of
+    num_sent_blocks: int = -1  # leading entries of its block table that the runner has; -1: the sequence is new there
+    finds_prefix: ClassVar[bool] = True  # False: a subclass wants the logits of all prompt tokens
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that could be computed now."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens that could be computed now. Nothing follows the last possible token, so it is never computed."""
+        return min(self.num_tokens, self.max_len - 1) - self.num_computed_tokens
+
+    def is_pending(self, position: int) -> bool:
+        """Whether a sample for this position continues the text. False: the sequence has ended meanwhile, or its text
+        goes on with other tokens (a grammar forces tokens; a draft was wrong)."""
+        return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
     def append(self, token: int) -> None:
         """Append a sampled token, and finish if it is a stop token or the last possible one. -1: no token could be
@@ -107,18 +118,22 @@ class Sequence:
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
+        self.num_pending_tokens = 0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class SchedulerOutput:
     """What one step computes: how many tokens of each scheduled sequence, and which of these sample a token."""
     budget: int = 0  # tokens that may still be scheduled
     seqs: list = field(default_factory=list)  # Sequence
     num_tokens: list[int] = field(default_factory=list)
     sampled: list = field(default_factory=list)  # Sequence
+    positions: list[int] = field(default_factory=list)  # of the tokens that `sampled` samples, in their sequences
     preempted: list = field(default_factory=list)  # Sequence
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), made before the forward pass
     cached: list[int] = field(default_factory=list)  # blocks that the step offered to the prefix cache
+    num_held_blocks: int = 0  # of the pool, once the step is planned
+    may_plan_ahead: bool = True  # False: the next step can only be planned when this one is read (drafts)
 
 
 class Sampled(NamedTuple):
@@ -126,6 +141,13 @@ class Sampled(NamedTuple):
     tokens: list[int]  # of SchedulerOutput.sampled, in that order; -1: no usable logits, see NO_TOKEN
     logprobs: list | None = None  # of these tokens
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
+
+
+class Update(NamedTuple):
+    """What the caller learns of a step that was read."""
+    step: SchedulerOutput
+    sampled: Sampled
+    appended: list[tuple[Sequence, int]]  # the sequences that got a token, and its index in `sampled`
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,8 +186,8 @@ class BlockManager:
     is reused. The block that was freed longest ago is reused first (LRU). A sequence frees its last block first, so its
     end is reused before its beginning: an end cannot be found without its beginning.
 
-    **Copy-on-write.** Samples of one prompt and beams (nanopaged/scheduling/samples.py, nanopaged/api/beam.py) also
-    share a block that is not full. A sequence that writes into a block that others hold gets a copy. The last holder
+    **Copy-on-write.** Samples of one prompt and beams (nanopaged/features/samples.py, beam.py) also share a block that
+    is not full. A sequence that writes into a block that others hold gets a copy. The last holder
     writes into the original:
 
         A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
@@ -189,6 +211,12 @@ class BlockManager:
         self.step = SchedulerOutput()
         return self.step
 
+    def check_idle(self) -> None:
+        """With no request under way every block must be free. RuntimeError otherwise: a mistake in nanopaged."""
+        self.begin_step()  # the last step's sequences are forgotten
+        if num_held := self.num_blocks - self.num_free_blocks:
+            raise RuntimeError(f"the engine is idle, yet {num_held} blocks are held: please report this")
+
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, end: int) -> bool:
@@ -204,7 +232,7 @@ class BlockManager:
         if is_there and not must_copy and table[index] in self.key_of_block:
             # Only this sequence holds the block, but the prefix cache would still find it by its old tokens. (With
             # samples: A filled and offered the block, B shared its first half, A ended, and B writes the second half.)
-            self._evict(table[index])
+            self.evict(table[index])
         if not (num_missing or must_copy):
             return True
         if num_missing + must_copy > len(self.free_queue):
@@ -225,13 +253,13 @@ class BlockManager:
         too."""
         if not self.enable_prefix_caching:
             return
-        # With lookahead (additions.py) the last scheduled token has no id yet, so its block waits one step.
+        # With lookahead the last scheduled token has no id yet, so its block waits one step.
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_cached_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                self._evict(block)  # with samples it may have an outdated key (samples.py)
+                self.evict(block)  # with samples it may have an outdated key (samples.py)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
@@ -244,7 +272,8 @@ class BlockManager:
         for block in reversed(seq.block_table):
             self._decref(block)
         seq.block_table, seq.prefix_key = [], seq.root
-        seq.num_computed_tokens = seq.num_cached_blocks = seq.num_sent_blocks = 0
+        seq.num_computed_tokens = seq.num_cached_blocks = 0
+        seq.num_sent_blocks = -1
 
     def preempt(self, seq: Sequence) -> Status:
         """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute), but
@@ -278,6 +307,8 @@ class BlockManager:
             self._incref(block)
         # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
         seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
         seq.block_table = list(hit.blocks)
         seq.num_cached_blocks, seq.prefix_key = hit.num_cached_blocks, hit.prefix_key
 
@@ -285,7 +316,7 @@ class BlockManager:
         """The longest beginning that the prefix cache has."""
         blocks: list[int] = []
         prefix_key, size = seq.root, self.block_size
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and seq.finds_prefix:
             for end in range(size, len(seq.token_ids) + 1, size):
                 found = self.prefix_cache.get((prefix_key, tuple(seq.token_ids[end - size:end])))
                 if found is None:
@@ -299,11 +330,11 @@ class BlockManager:
     def _pop_free_block(self) -> int:
         """The least recently used free block. Its old contents cannot be found any more."""
         block, _ = self.free_queue.popitem(last=False)
-        self._evict(block)
+        self.evict(block)
         self.ref_counts[block] = 1
         return block
 
-    def _evict(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """Take a block out of the prefix cache. Blocks after it are not found any more either: their keys contain its
         prefix key, and that number is not given out again."""
         key = self.key_of_block.pop(block, None)
@@ -342,7 +373,7 @@ class Scheduler:
     more urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait.
 
     Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the
-    pool's tokens. (With a sliding window longer texts fit, see scheduling/window.py.) So the first sequence in the
+    pool's tokens. (With a sliding window longer texts fit, see features/swapping.py.) So the first sequence in the
     order always fits, at the latest after all others are preempted. With equal priorities each sequence is the first in
     the end.
 
@@ -388,23 +419,25 @@ class Scheduler:
                     break  # the sequence was the last running one, and was preempted; no waiting one may overtake it
                 self._compute(seq, num_tokens, step)
             turn += 1
+        step.num_held_blocks = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         return step
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it goes on
         waiting, because it was preempted in this step, or earlier ones hold too many blocks or all rows."""
         seq = self.waiting[0]
-        if seq in step.preempted:  # it returns in a later step
+        if seq in step.preempted or seq.num_pending_tokens:  # it returns in a later step, when all its tokens are read
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
             if len(self.running) == turn:
                 return False
             self._preempt(step)
         del self.waiting[0]
-        self._run(seq)
+        self.run(seq)
         return True
 
-    def _run(self, seq: Sequence) -> None:
+    def run(self, seq: Sequence) -> None:
+        """Give the sequence, which has its blocks, a batch row."""
         seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
         insort(self.running, seq, key=by_order)
 
@@ -433,14 +466,36 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
             step.sampled.append(seq)
+            step.positions.append(seq.num_tokens)
+            seq.num_pending_tokens += 1
         self.block_manager.cache_full_blocks(seq)
 
-    def update(self, step: SchedulerOutput, sampled: Sampled) -> None:
-        """Append the tokens that a step sampled, and release the sequences that end with them."""
-        for seq, token in zip(step.sampled, sampled.tokens, strict=True):
-            seq.append(token)
-            if seq.status is Status.FINISHED:
+    def update(self, step: SchedulerOutput, sampled: Sampled) -> list[tuple[Sequence, int]]:
+        """Append the tokens that a step sampled, and release the sequences that end with them. Returns the sequences
+        that got a token, with its index in `sampled`."""
+        appended = []
+        for i, (seq, position, token) in enumerate(zip(step.sampled, step.positions, sampled.tokens, strict=True)):
+            if seq.is_pending(position):
+                seq.num_pending_tokens -= 1
+                seq.append(token)
+                appended.append((seq, i))
+                if seq.status is Status.FINISHED:
+                    self.release(seq)
+        return appended
+
+    def undo(self, step: SchedulerOutput) -> None:
+        """Take back a step that was planned and is not computed. Nothing was written into the blocks that it offered,
+        so they leave the prefix cache. Its sequences lose their blocks and start over, and so do those that it
+        preempted (with swapping, their blocks were not moved to the host)."""
+        for block in step.cached:
+            self.block_manager.evict(block)
+        for seq, position in zip(step.sampled, step.positions):
+            seq.num_pending_tokens -= seq.is_pending(position)
+        for seq in reversed(step.seqs + step.preempted):  # reversed: later ones' blocks are reused first
+            if seq.status is not Status.FINISHED:
                 self.release(seq)
+                seq.status = Status.WAITING
+                self.add(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are released."""
@@ -462,25 +517,78 @@ class Scheduler:
 
 
 # --------------------------------------------------------------------------------------------------
-# The step
+# The step, and lookahead
 # --------------------------------------------------------------------------------------------------
 
 class Engine:
     """The step loop. runner.launch(step) starts a step on the device and returns a function, which waits for the step
-    and gives a Sampled."""
+    and gives a Sampled. With a lookahead of 0 (a CPU) `step` plans a step, launches it, reads it, and appends its
+    tokens.
 
-    def __init__(self, scheduler: Scheduler, runner: Any):
-        self.scheduler, self.runner = scheduler, runner
+    **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one
+    are read. With a lookahead of 1 (vLLM: async scheduling; SGLang: overlap scheduling):
 
-    def step(self) -> None:
-        step = self.scheduler.schedule()
-        if step.seqs:
-            read = self.runner.launch(step)
-            self.scheduler.update(step, read())
+        host      plan 1, launch 1 | plan 2, launch 2 | read 1 | plan 3, launch 3 | read 2 | ...
+        device              step 1 ................... step 2 ................... step 3
+
+    When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
+    the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
+    Its blocks are freed at once, although a launched step still writes into one of them. That is safe: a step that
+    reuses the block is launched later, and the device runs steps in order. A lookahead of 2 would not keep the device
+    busier. The counters of a prompt with the tokens 0 to 7:
+
+                              admitted   0 to 7 scheduled   8 scheduled   8 appended   9 scheduled
+        num_computed_tokens   0          8                  9             9            10
+        num_pending_tokens    0          1                  2             1            2
+        num_tokens            8          9                  10            10           11
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
+        self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
+        self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()  # not read yet, the oldest first
+        self.updates: deque[Update] = deque()  # of the steps that were read, for the caller to take
+
+    def step(self) -> bool:
+        """Launch a step, and read as many as must be read before the next one is planned. False: nothing was launched
+        or read, because no sequence can compute a token now."""
+        while self.must_read:  # the last call ended before it had read them: Ctrl-C, or an error
+            self.update()
+        if not self.launch():
+            if not self.launched:
+                return False
+            self.update()  # its tokens may let sequences go on
+        while self.must_read:
+            self.update()
+        return True
+
+    def launch(self) -> bool:
+        """Plan a step and launch it. If the launch fails, the plan is undone. So is a plan that computes nothing, which
+        has preempted sequences at most; then the result is False."""
+        step, is_launched = self.scheduler.schedule(), False
+        try:
+            if step.seqs:
+                self.launched.append((step, self.runner.launch(step)))
+                is_launched = True
+        finally:
+            if not is_launched:
+                self.scheduler.undo(step)
+        return is_launched
+
+    @property
+    def must_read(self) -> bool:
+        """Whether a launched step must be read before the next one is planned."""
+        return len(self.launched) > self.lookahead or not all(step.may_plan_ahead for step, _ in self.launched)
+
+    def update(self) -> None:
+        """Read the oldest launched step and append its tokens. If reading fails, the step stays the oldest one."""
+        step, read = self.launched[0]
+        sampled = read()  # waits for the device
+        self.launched.popleft()
+        self.updates.append(Update(step, sampled, self.scheduler.update(step, sampled)))
 
     @property
     def is_idle(self) -> bool:
-        return not (self.scheduler.running or self.scheduler.waiting)
+        return not (self.scheduler.running or self.scheduler.waiting or self.launched)
 
 
 if __name__ == "__main__":

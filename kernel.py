@@ -532,7 +532,7 @@ def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexp
 # Decode: one query token, and its context in splits
 #
 # **Cascade.** Sequences whose tables begin with the same blocks stand side by side in a batch
-# (nanopaged/scheduling/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
+# (nanopaged/features/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
 # program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
 # The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
 # the sums that are stored for this split. merge_splits_kernel merges all splits.

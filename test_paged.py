@@ -13,11 +13,8 @@ import re
 import subprocess
 import sys
 from collections import Counter, deque
-from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import count
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -29,16 +26,11 @@ import model
 from engine import Sampled, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
-from nanopaged.api.beam import BeamSearch
+from nanopaged.api import samples
 from nanopaged.device import last_layer, rectangles
 from nanopaged.device.logits import encode_bad_words
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling import additions, samples
-from nanopaged.scheduling.additions import NULL, BlockManager, Scheduler, Sequence
-from nanopaged.scheduling.data_parallel import Pools, make_schedulers
-from nanopaged.scheduling.drafts import Drafter, Drafting
-from nanopaged.scheduling.recovery import RecoveringEngine
-from nanopaged.scheduling.swapping import Swapping
+from nanopaged.tests.fake_model import ARRIVALS, fake, sequence
 from nanopaged.tests.helpers import (
     BUNDLED,
     CUDA,
@@ -317,186 +309,12 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
 # BlockManager and Scheduler, with a fake model
 # --------------------------------------------------------------------------------------------------
 
-ARRIVALS = count()
-
-
-def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, **fields):
-    return Sequence(list(token_ids), (priority, next(ARRIVALS), 0), min(len(token_ids) + max_new, max_model_len),
-                    **fields)
-
-
-def samples_of(n, *args, **kwargs):
-    """n samples of one prompt."""
-    seqs = [sequence(*args, **kwargs) for _ in range(n)]
-    samples.Samples(seqs)  # sets `samples` of each
+def samples_of(n, model, *args, **kwargs):
+    """n samples of one prompt. The first one is to be queued."""
+    arrival = next(ARRIVALS)
+    seqs = [sequence(*args, kind=samples.SampleSequence, arrival=arrival, number=j, **kwargs) for j in range(n)]
+    samples.Samples(seqs, lambda seq: model.scheduler)  # sets `samples` of each
     return seqs
-
-
-class FakeModel:
-    """A model that writes into each slot what a real model's K and V would depend on: all tokens up to there. So the
-    contents of every block can be checked, and a block that is overwritten, shared wrongly or found by mistake
-    shows. It is the runner of an Engine."""
-
-    def __init__(self, scheduler, lookahead=0):
-        self.scheduler, self.slots, self.host, self.num_computed = scheduler, {}, {}, 0
-        self.engine, self.fails, self.events = RecoveringEngine(scheduler, self, lookahead), False, Counter()
-        scheduler.observers.append(self.check_texts)
-        self.unread = {}  # sequence -> positions and tokens that were sampled and not told to the scheduler yet
-        self.num_known = {}  # sequence -> the tokens that it had before the last step was read
-        self.texts = {engine.ROOT: ()}  # prefix key -> the tokens that it stands for
-
-    def slot(self, seq, position):
-        size = self.scheduler.block_manager.block_size
-        assert seq.block_table[position // size] != NULL
-        return seq.block_table[position // size] * size + position % size
-
-    def move_blocks(self, step):
-        """Move blocks out to the host, copy blocks, and move blocks in from the host, in the order of the runner."""
-        size = self.scheduler.block_manager.block_size
-        for source, target, moves in ((self.slots, self.host, step.swaps_out), (self.slots, self.slots, step.copies),
-                                      (self.host, self.slots, step.swaps_in)):
-            contents = [[source.get(block * size + i) for i in range(size)] for block, _ in moves]
-            for (_, block), content in zip(moves, contents):
-                target.update((block * size + i, value) for i, value in enumerate(content))
-
-    def tokens(self, seq, num_drafts=None):
-        """The text, and what follows it on the device: drafts, or else the samples that are not read yet. (One that the
-        text has passed, because tokens were forced, is dropped when it is read.)"""
-        unread = [token for i, token in self.unread.get(seq, ()) if i >= len(seq.token_ids)]
-        return seq.token_ids + (seq.drafts[:num_drafts] if seq.drafts else unread)
-
-    def sample_of(self, seq, tokens):
-        """A small vocabulary, so that different sequences often generate the same text. Not all samples of a prompt
-        do."""
-        return (sum(tokens) + seq.order[1] % 2) * 31 % 3
-
-    def step(self, fail=False):
-        """The step that was planned."""
-        self.fails = fail
-        with suppress(OSError):
-            self.engine.step()
-        return self.scheduler.block_manager.step
-
-    def launch(self, step):
-        if self.fails:
-            raise OSError
-        assert sum(step.num_tokens) <= self.scheduler.max_num_batched_tokens
-        assert all(seq.order < last.order for seq in step.seqs for last in step.preempted)
-        self.num_computed += sum(step.num_tokens)
-        manager = self.scheduler.block_manager
-        self.events.update(copies=len(step.copies), swaps_in=len(step.swaps_in), swaps_out=len(step.swaps_out),
-                           preempted=len(step.preempted), nulls=sum(seq.num_null_blocks for seq in step.seqs))
-        moved = [block for _, block in step.swaps_in + step.copies]
-        assert len(set(moved)) == len(moved)  # a GPU would write them in any order
-        self.move_blocks(step)
-        for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            assert num_tokens > 0
-            tokens = tuple(self.tokens(seq))
-            for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
-                if position >= seq.num_hit_tokens:
-                    block = seq.block_table[position // manager.block_size]
-                    # Other sequences may list the block already if they were admitted in this step: they want these
-                    # very tokens.
-                    assert manager.ref_counts[block] == 1 or any(
-                        block in other.block_table and other in step.seqs
-                        for other in self.scheduler.running if other is not seq)
-                    self.slots[self.slot(seq, position)] = tokens[:position + 1]
-        for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            window = getattr(manager, "window", 0)
-            oldest = max(0, seq.num_computed_tokens - num_tokens - window + 1) if window else 0
-            tokens = tuple(self.tokens(seq))
-            for position in range(oldest, seq.num_computed_tokens):
-                assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
-        num_rows, sampled = Counter(), []
-        for seq in step.sampled:
-            sampled.append(self.sample_of(seq, self.tokens(seq, num_rows[seq])))
-            num_rows[seq] += 1
-        self.events["drafts"] += len(step.sampled) - len(num_rows)
-        for seq, *unread in zip(step.sampled, step.positions, sampled):
-            self.unread.setdefault(seq, []).append(unread)
-
-        def read():
-            for seq in step.sampled:
-                self.unread[seq].pop(0)
-            self.num_known = {seq: len(seq.token_ids) for seq in step.sampled}
-            return Sampled(sampled, [(0.0, 1, [token], [0.0]) for token in sampled])
-
-        return read
-
-    def check_texts(self, change, step):
-        """A text goes on as the model says, whatever was guessed, forced, lost or planned ahead."""
-        for seq, start in self.num_known.items() if change == "update" else ():
-            for i in set(range(start, len(seq.token_ids))) - getattr(seq.listener, "forced", set()):
-                assert seq.token_ids[i] == self.sample_of(seq, seq.token_ids[:i])
-
-    def check_cache(self):
-        """What the prefix cache offers is what its key says, whoever holds it."""
-        size = self.scheduler.block_manager.block_size
-        # In the order of their numbers: the key of the tokens before is smaller.
-        for (before, tokens), (block, key) in sorted(self.scheduler.block_manager.prefix_cache.items(),
-                                                     key=lambda entry: entry[1][1]):
-            if before in self.texts:  # else its block was offered and replaced in one step, so nothing finds this one
-                text = self.texts[key] = self.texts[before] + tokens
-                for i in range(size):
-                    assert self.slots[block * size + i] == text[:len(text) - size + i + 1]
-
-    def run(self, *seqs, limit=10_000):
-        for seq in seqs:
-            self.scheduler.add(seq)
-        for _ in range(limit):
-            if self.engine.is_idle:
-                return
-            self.step()
-            check_books(self.scheduler)
-            self.check_cache()
-        raise AssertionError("the scheduler makes no progress")
-
-
-def fake_pools(count, num_blocks=64, block_size=4, max_num_seqs=256, max_num_batched_tokens=8192, caching=True,
-               lookahead=0, window=0, num_host_blocks=0):
-    """A FakeModel for each of several pools, and what LLM sees of their schedulers."""
-    extras = (window, num_host_blocks)
-    managers = [Swapping(num_blocks, block_size, caching, *extras) if any(extras)
-                else BlockManager(num_blocks, block_size, caching) for _ in range(count)]
-    if count == 1:
-        models = [FakeModel(Scheduler(managers[0], max_num_seqs, max_num_batched_tokens), lookahead)]
-        return models, models[0].scheduler
-    pools = make_schedulers(managers, max_num_seqs, max_num_batched_tokens)
-    models = [FakeModel(pool, lookahead) for pool in pools]
-    return models, Pools([model.engine for model in models])
-
-
-def fake(**options):
-    [model], _ = fake_pools(1, **options)
-    return model
-
-
-def test_the_chapter_alone_plans_the_same_steps():
-    """The classes of engine.py give the texts and the steps that LLM's subclasses of them give."""
-    def run(chapter):
-        manager = chapter.BlockManager(14, 4)
-        scheduler, steps, rng = chapter.Scheduler(manager, 5, 16), [], random.Random(0)
-        seqs = [chapter.Sequence([rng.randrange(2) for _ in range(rng.randint(1, 30))], (0, i, 0), 40,
-                                 frozenset({7})) for i in range(12)]
-
-        def launch(step):
-            steps.append([(seq.order[1], num_tokens) for seq, num_tokens in zip(step.seqs, step.num_tokens)])
-            steps[-1] += step.copies + [len(step.preempted)]
-            return lambda: Sampled([sum(seq.token_ids) * 31 % 8 - (seq.order[1] == 11) for seq in step.sampled])
-
-        loop = chapter.Engine(scheduler, SimpleNamespace(launch=launch))
-        for seq in seqs:
-            scheduler.add(seq)
-        scheduler.finish(seqs[3], "abort")
-        while not loop.is_idle:
-            loop.step()
-            held = Counter(block for seq in scheduler.running for block in seq.block_table)
-            assert manager.ref_counts == [held[block] for block in range(14)]
-            assert set(manager.free_queue) == set(range(14)) - set(held)
-        assert manager.num_free_blocks == 14 and sum(step[-1] for step in steps) > 3
-        return steps, [(seq.token_ids, seq.finish_reason, seq.stop_reason) for seq in seqs]
-
-    assert run(engine) == run(additions)
 
 
 @pytest.mark.parametrize("options, before, prompts, steps", [
@@ -526,61 +344,62 @@ def test_what_steps_compute(options, before, prompts, steps):
     model.run()
 
 
-@pytest.mark.parametrize("chapter, text", [(engine, engine.Sequence), (additions, additions)], ids=["0", "1"])
-def test_the_counters_of_the_sequences_text(chapter, text):
-    """Without lookahead, and with it."""
-    scheduler, seq = chapter.Scheduler(chapter.BlockManager(9, 4), 4, 99), chapter.Sequence([*range(8)], (0, 0, 0), 20)
-    rows = as_rows(text.__doc__, "num_computed_tokens   ")
-    rows = rows[:next(i for i, row in enumerate(rows, 1) if row[0] == "num_tokens")]
-    drawn, steps = [], deque()
+@pytest.mark.parametrize("lookahead, text", [(0, engine.Sequence), (1, engine.Engine)])
+def test_the_counters_of_a_sequence(lookahead, text):
+    scheduler, seq = engine.Scheduler(engine.BlockManager(9, 4), 4, 99), engine.Sequence([*range(8)], (0, 0, 0), 20)
+    rows, drawn, steps = as_rows(text.__doc__, "num_computed_tokens   ")[:3], [], deque()
 
     def note():
         drawn.append([str(getattr(seq, row[0])) for row in rows])
 
     assert scheduler.block_manager.admit(seq)
     note()
-    scheduler._run(seq)
+    scheduler.run(seq)
     for _ in range(3):
         steps.append(scheduler.schedule())
         note()
-        if len(steps) > (chapter is additions):
+        if len(steps) > lookahead:
             scheduler.update(steps.popleft(), Sampled([20]))
             note()
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
-    assert len(rows) == 2 + (chapter is additions) and len(columns) == 4 + (chapter is additions)
-    assert columns == drawn[:len(columns)]
+    assert len(rows) == 3 and len(columns) == 4 + lookahead and columns == drawn[:len(columns)]
 
 
 def test_the_two_samples_of_the_drawing():
-    """As scheduling/samples.py draws them."""
-    model, (a, b) = fake(), samples_of(2, range(6))
+    """As api/samples.py draws them."""
+    model = fake()
+    a, b = samples_of(2, model, range(6))
     model.scheduler.add(a)
-    model.scheduler.add(b)
     rows = [row[1:] for row in as_rows(samples.__doc__, "step    A")[1:]]
-    step = model.scheduler.schedule()
-    batch = StepInput.of(step, 4)
-    assert step.num_tokens == [6, 1] and a.block_table == b.block_table == [0, 1] and batch.slot_mapping[0] == -1
-    assert rows[0] == ["computes 0 to 5, blocks 0 1", "shares blocks 0 1, computes 5 for its logits alone"]
-    model.scheduler.update(step, Sampled([6, 6]))
-    step = model.scheduler.schedule()
-    batch = StepInput.of(step, 4)
-    assert step.copies == [(1, 2)] and batch.positions == [6, 6] and batch.slot_mapping == [2 * 4 + 2, 1 * 4 + 2]
-    assert rows[1] == ["copies block 1 to 2, writes 6", "holds block 1 alone by now, writes 6"]
+    steps = []
+    for row in rows:
+        steps.append(step := model.scheduler.schedule())
+        batch = StepInput.of(step, 4)
+        steps[-1] = [step.num_tokens, step.copies, batch.positions, batch.slot_mapping]
+        model.scheduler.update(step, Sampled([6] * len(step.sampled)))
+    slots = [*range(6)], [2 * 4 + 2, -1], [2 * 4 + 3, 1 * 4 + 2]
+    assert rows[0] == ["computes 0 to 5, blocks 0 1"] and steps[0] == [[6], [], [*range(6)], slots[0]]
+    assert rows[1] == ["copies block 1 to 2, writes 6", "shares blocks 0 1, computes 5 for its logits alone"]
+    assert steps[1] == [[1, 1], [(1, 2)], [6, 5], slots[1]]
+    assert rows[2] == ["writes 7 into block 2", "holds block 1 alone by now, writes 6"]
+    assert steps[2] == [[1, 1], [], [7, 6], slots[2]]
 
 
 def test_a_block_has_one_key():
-    """As scheduling/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
-    manager, other, (a, b) = BlockManager(6, 4), sequence(range(4)), samples_of(2, range(9))
+    """As api/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
+    model = fake(num_blocks=6)
+    manager, other, (a, b) = model.scheduler.block_manager, sequence(range(4)), samples_of(2, model, range(9))
     for seq in (other, a):
         manager.admit(seq)
     for seq in (other, a):
         manager.allocate(seq, seq.num_tokens)
-        seq.num_computed_tokens, seq.status = seq.num_tokens, Status.RUNNING
+        seq.num_computed_tokens = seq.num_tokens
         manager.cache_full_blocks(seq)
     manager.free(other)
     manager.allocate(filler := sequence(range(50, 62)), 12)  # takes all free blocks
     manager.free(filler)
-    manager.admit(b)
+    model.scheduler.run(a)
+    a.append(0)
     assert b.block_table == a.block_table
     manager.cache_full_blocks(b)
     assert sorted(block for block, _ in manager.prefix_cache.values()) == sorted(a.block_table[:2])
@@ -588,68 +407,38 @@ def test_a_block_has_one_key():
 
 def test_a_prompt_of_whole_blocks_needs_no_copy():
     model = fake()
-    model.run(*samples_of(4, range(8), max_new=3))
+    model.run(samples_of(4, model, range(8), max_new=3)[0])
     assert model.events["copies"] == 0
 
 
-def test_a_blocked_sample_is_admitted_as_soon_as_it_can_share_the_prompt():
-    """The first of three samples has most of the pool; the others fit as soon as they can share its blocks."""
-    model = fake(num_blocks=24, caching=False)
-    seqs = samples_of(3, range(60), max_new=5)
-    seqs[0].max_chunk = 40
-    for seq in seqs:
-        model.scheduler.add(seq)
-    assert model.step().num_tokens == [40]  # 14 blocks are left, and the prompt needs 15
-    assert model.step().num_tokens == [20, 1, 1]
-    model.run()
-    assert model.num_computed == 60 + 2 + 3 * 4
+@pytest.mark.parametrize("n, rows, max_new, most", [(4, 256, 1, 103), (8, 4, 8, 262), (3, 1, 2, 303)])
+def test_samples_compute_their_prompt_once(n, rows, max_new, most):
+    """Without prefix caching, too, and also those that end with their first token or wait for a batch row."""
+    model = fake(max_num_seqs=rows, caching=False)
+    model.run((seqs := samples_of(n, model, range(100), max_new=max_new))[0])
+    assert [len(seq.token_ids) for seq in seqs] == [100 + max_new] * n
+    assert model.num_computed <= most
 
 
-def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
-    moved, cached, short = fakes = [
-        fake(num_blocks=6, num_host_blocks=num_host_blocks, caching=caching)
-        for num_host_blocks, caching in ((20, False), (20, True), (1, True))]
-    for one in fakes:
-        one.run(*[sequence([i] * 7, max_new=13) for i in range(3)])
-    assert moved.events["swaps_out"] == moved.events["swaps_in"] > 0
-    assert moved.num_computed == 3 * 19  # every token once, but for the last: nothing follows it
-    assert 0 < cached.events["swaps_in"] < cached.events["swaps_out"]  # some blocks were still in the prefix cache
-    assert short.events["preempted"] > 0 == short.events["swaps_out"] and short.num_computed > 3 * 19  # no room there
-
-
-@pytest.mark.parametrize("block_size, window, chunk", [(1, 5, 3), (4, 8, 8192), (4, 7, 3), (16, 5, 20)])
-def test_a_window_bounds_the_blocks_of_a_sequence_of_any_length(block_size, window, chunk):
-    num_blocks = cdiv(window + min(chunk, 40), block_size) + 1
-    model = fake(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=chunk, window=window)
-    seq = sequence([i % 3 for i in range(200)], max_new=50)  # far more than the pool holds
-    model.scheduler.add(seq)
-    while seq.status is not Status.FINISHED:
-        step = model.step()
-        check_books(model.scheduler)
-        held = sum(block != NULL for block in seq.block_table)
-        assert held <= cdiv(window + sum(step.num_tokens), block_size) + 1
-    assert len(seq.token_ids) == 250 and model.scheduler.block_manager.num_free_blocks == num_blocks
-
-
-def test_forced_tokens_are_computed_once():
-    """A step is under way when a grammar forces other tokens. It has computed the sampled one, which is right."""
-    model = fake(lookahead=1)
-    listener = SimpleNamespace(on_token=lambda seq, token, _: [token, 1, 2], forced=set(range(99)))
-    model.run(seq := sequence(range(8), max_new=12, listener=listener))
-    assert len(seq.token_ids) == 20 and model.num_computed == 18  # all but the last two, once
-
-
-def test_the_cache_counts_what_it_saves():
-    model = fake()
-    model.run(sequence(range(10), max_new=1))
-    model.run(sequence(range(10), max_new=1), sequence([7] * 10, max_new=1))
-    manager = model.scheduler.block_manager
-    assert (manager.num_prompt_tokens, manager.num_cached_tokens) == (30, 8)
+def test_samples_do_not_overtake_and_end_when_they_are_aborted():
+    model = fake(max_num_seqs=2, caching=False)
+    a, b, c = samples_of(3, model, range(10), max_new=5)
+    between = sequence(range(20, 30), arrival=a.order[1], number=1)
+    b.order = a.order[0], a.order[1], 2
+    model.scheduler.add(a)
+    model.scheduler.add(between)
+    model.step()
+    assert between.status is Status.RUNNING and b.status is c.status is Status.WAITING and not b.block_table
+    model.scheduler.finish(a, "abort")
+    assert b in model.scheduler.waiting and c not in model.scheduler.waiting
+    for seq in (b, c, between):
+        model.scheduler.finish(seq, "abort")
+    assert model.engine.is_idle
+    model.scheduler.block_manager.check_idle()
 
 
 @pytest.mark.parametrize("shortage", [
-    dict(max_num_seqs=4), dict(num_blocks=14), dict(num_blocks=14, num_host_blocks=9), dict(max_num_batched_tokens=8)],
-    ids=str)
+    dict(max_num_seqs=4), dict(num_blocks=14), dict(max_num_batched_tokens=8)], ids=str)
 def test_a_flood_of_low_priority_never_delays_an_urgent_request_by_more_than_a_step(shortage):
     model = fake(**shortage)
     for i in range(30):
@@ -663,123 +452,43 @@ def test_a_flood_of_low_priority_never_delays_an_urgent_request_by_more_than_a_s
         assert urgent.status is Status.FINISHED
 
 
-class RandomGroup:
-    """Beams that go on at random, in place of a BeamGroup: a search's blocks do not depend on the model."""
-
-    def __init__(self, width, max_tokens, rng):
-        self.beam_width, self.max_tokens, self.rng, self.num_tokens = width, max_tokens, rng, 0
-        self.num_candidates = 1
-
-    def extend(self, candidates):
-        self.num_tokens += 1
-        count = self.beam_width if self.num_tokens < self.max_tokens else 0
-        return [(self.rng.randrange(len(candidates)), self.rng.randint(0, 2)) for _ in range(count)]
-
-
 # In the long mode this is as many as there is time for.
 NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 24_000))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_operations_keep_every_promise(seed):
-    """Adds, steps, failing steps, samples, beams, drafts, forced tokens, priorities and aborts come in every state, on
-    1 to 3 tiny pools with and without a host pool and a window. Prompts are cut from few texts, so prefixes are shared,
-    evicted and generated all the time. FakeModel checks every slot and all that is cached, and check_books checks the
-    rest."""
-    rng, events = random.Random(seed), Counter()
-    for i in range(NUM_RANDOM_OPERATIONS // 4 // 250):
-        random_operations(250, 1 + i % 3, rng, events)
-    kinds = ("copies", "swaps_in", "swaps_out", "preempted", "nulls", "finished", "branches", "drafts", "forced",
-             "unplanned", "1 pools", "2 pools", "3 pools")
-    assert all(events[kind] > 0 for kind in kinds), events
-
-
-class RandomProposer:
-    def __init__(self, rng):
-        self.rng = rng
-
-    def propose(self, token_ids, k):
-        if self.rng.random() < 0.01:
-            raise SystemExit  # in the middle of `schedule`
-        return [self.rng.randint(0, 2) for _ in range(self.rng.randint(0, k))]
-
-
-class RandomForcer:
-    """Forces tokens now and then, as a grammar does."""
-
-    def __init__(self, rng, events):
-        self.rng, self.events, self.forced = rng, events, set()
-
-    def on_token(self, seq, token, logprobs):
-        forced = [self.rng.randint(0, 2) for _ in range(self.rng.choice([0, 0, 0, 1, 4]))]
-        self.events["forced"] += bool(forced)
-        self.forced.update(range(len(seq.token_ids) + 1, len(seq.token_ids) + 1 + len(forced)))
-        return [token, *forced]
-
-
-def random_operations(count, num_pools, rng, events):
+def random_operations(count, rng, events):
+    """On an engine of the chapter. (nanopaged/tests/test_random_operations.py adds the features.)"""
     block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
-    window = rng.choice([0, 0, 1, 5, 11])
-    num_blocks = cdiv(window or max_len, block_size) + 2 + rng.randint(0, 20)
-    models, scheduler = fake_pools(
-        num_pools, num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([1, 5, 30]),
-        rng.random() < 0.8, rng.choice([0, 1]), window, rng.choice([0, 5, 50]))
-    texts = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)]
-    alive, searches = [], []
-
-    def end(search):  # as Core.abort does
-        for beam in [*search.sequences]:
-            scheduler.finish(beam, "abort")
-            search.take(beam)
-
-    drafting = Drafting({"method": lambda: RandomProposer(rng), "num_speculative_tokens": rng.randint(1, 6)}, 3)
-    drafting.pays = rng.choice([0, 1])
-    sampling = SimpleNamespace(grammar=None)
+    model = fake(cdiv(max_len, block_size) + 2 + rng.randint(0, 20), block_size, rng.choice([1, 3, 8]),
+                 rng.choice([1, 5, 30]), rng.random() < 0.8, rng.choice([0, 1]))
+    texts, alive = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)], []
     for _ in range(count):
         action = rng.random()
-        prompt = rng.choice(texts)[:rng.randint(1, max_len - 1)]
         if action < 0.30 and len(alive) < 20:
-            priority, new = rng.choice([0, 0, 1]), rng.randint(1, 20)
-            for seq in samples_of(rng.choice([1, 1, 2, 4]), prompt, new, max_len, priority, sampling=sampling):
-                seq.drafter = rng.choice([None, Drafter(drafting)])
-                seq.listener = rng.choice([None, None, RandomForcer(rng, events)])
-                alive.append(seq)
-                scheduler.add(seq)
-        elif action < 0.33 and len(searches) < 3:
-            group = RandomGroup(rng.randint(1, 4), max_len - len(prompt), rng)
-            searches.append(BeamSearch(None, prompt, group, next(ARRIVALS), scheduler))
-            scheduler.add(searches[-1].sequences[0])
-        elif action < 0.37 and alive:
-            scheduler.finish(rng.choice(alive), "abort")
-        elif action < 0.38 and searches:
-            end(searches.pop(rng.randrange(len(searches))))
+            alive.append(sequence(rng.choice(texts)[:rng.randint(1, max_len - 1)], rng.randint(1, 20), max_len,
+                                  rng.choice([0, 0, 1])))
+            model.scheduler.add(alive[-1])
+        elif action < 0.34 and alive:
+            model.scheduler.finish(rng.choice(alive), "abort")
         else:
-            try:
-                rng.choice(models).step(fail=action > 0.97)
-            except SystemExit:
-                events["unplanned"] += 1
-            for search in searches:
-                before = search.candidates
-                search.take(search.sequences[0])
-                if search.candidates is not before:
-                    assert len(search.sequences) + len(search.free_numbers) == search.group.beam_width
-                    events["branches"] += not search.finished
-        for one in models:
-            check_books(one.scheduler)
-            one.check_cache()
+            model.step(fail=action > 0.97)
+        check_books(model.scheduler)
+        model.check_cache()
         events["finished"] += sum(seq.status is Status.FINISHED for seq in alive)
         alive = [seq for seq in alive if seq.status is not Status.FINISHED]
-        searches = [search for search in searches if not search.finished]
-    for search in searches:
-        end(search)
-    while scheduler.waiting or not all(one.engine.is_idle for one in models):
-        for one in models:
-            with suppress(SystemExit):
-                one.step()
-    scheduler.block_manager.check_idle()
-    for one in models:
-        events.update(one.events)
-    events[f"{len(models)} pools"] += 1
+    model.run()
+    model.scheduler.block_manager.check_idle()
+    events.update(model.events)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_operations_keep_every_promise(seed):
+    """Prompts are cut from few texts, so prefixes are shared, evicted and generated all the time. FakeModel checks
+    every slot and all that is cached, and check_books checks the rest."""
+    rng, events = random.Random(seed), Counter()
+    for _ in range(NUM_RANDOM_OPERATIONS // 4 // 250):
+        random_operations(250, rng, events)
+    assert all(events[kind] > 0 for kind in ("preempted", "finished")), events
 
 
 # --------------------------------------------------------------------------------------------------
@@ -947,21 +656,18 @@ def test_the_last_layer_attends_only_for_what_samples():
     dict(max_num_seqs=1), dict(max_num_seqs=2, max_num_batched_tokens=20), dict(enable_prefix_caching=False),
     dict(num_blocks=9, block_size=8), dict(num_blocks=65, block_size=1, max_num_batched_tokens=7),
     dict(num_blocks=10, block_size=8, enable_prefix_caching=False),
-    dict(num_blocks=18, block_size=4, swap_space=0.05), dict(num_blocks=18, block_size=4, swap_space=0.05, graphs=True),
-    dict(num_blocks=18, block_size=4, swap_space=0.05, enable_prefix_caching=False),
+    dict(num_blocks=18, block_size=4), dict(num_blocks=18, block_size=4, graphs=True),
     dict(attention="torch", enforce_eager=True), dict(attention="torch", enforce_eager=False)
 ], ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
 def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
-    llm, swapped = load(variant, **options), []  # a lookahead comes with CUDA graphs; here without them, too
-    llm.scheduler.observers.append(lambda change, step: swapped.extend(step.swaps_in if change == "schedule" else ()))
+    llm = load(variant, **options)  # a lookahead comes with CUDA graphs; here without them, too
     if "attention" in options:
         assert llm.runner.kernels is (kernel.TORCH if options["enforce_eager"] else rectangles.KERNELS)
     assert_golden(llm, variant, times=3)
     manager = llm.scheduler.block_manager
     manager.check_idle()
     if "num_blocks" in options and not getattr(manager, "window", 0):  # not much more than the longest sequence
-        assert llm.scheduler.num_preemptions >= 3
-        assert bool(swapped) == ("swap_space" in options)
+        assert llm.counts.num_preemptions >= 3
 
 
 def test_outputs_are_the_same_from_the_cache():
@@ -989,8 +695,7 @@ def samples_alone():
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4),
-    dict(num_blocks=20, block_size=4, swap_space=0.01)], ids=str)
+    {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4)], ids=str)
 def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
     output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
     assert [sample.token_ids for sample in output.outputs] == samples_alone()
@@ -1026,7 +731,7 @@ def test_a_window_lets_a_text_be_longer_than_the_pool():
 
 
 BEAM_CASES = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
-BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_size=4, swap_space=0.01, max_num_seqs=2),
+BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_size=4, max_num_seqs=2),
                   dict(enable_prefix_caching=False, max_num_batched_tokens=5)]
 
 
@@ -1057,7 +762,7 @@ def test_beams_share_what_they_have_in_common():
     llm = load(block_size=4, num_blocks=200)
     llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
     # The prompt's 20 blocks once. Apart from it each beam has at most 24 tokens of its own.
-    assert llm.scheduler.block_manager.most_blocks_held < 20 + 4 * 7
+    assert llm.counts.most_blocks_held < 20 + 4 * 7
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1088,7 +793,6 @@ def each_alone():
 
 @pytest.mark.parametrize("options", [
     dict(graphs=True), dict(lookahead=0), dict(num_blocks=16, block_size=4),
-    dict(num_blocks=30, block_size=4, swap_space=0.01),
     dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
 def test_settings_mean_the_same_in_any_batch(options):
     """All the requests together, with preemptions and lookahead, give what each request gives alone."""

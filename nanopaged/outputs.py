@@ -36,7 +36,7 @@ class BeamSearchSequence:
 
 @dataclass
 class RequestMetrics:
-    """What drafts were good for (nanopaged/scheduling/drafts.py)."""
+    """What drafts were good for (nanopaged/features/drafts.py)."""
     num_draft_steps: int = 0  # that computed drafts; those of n samples count n times
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts that came true

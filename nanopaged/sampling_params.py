@@ -266,8 +266,8 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
 
 @settings
 class BeamSearchParams:
-    """Settings of a beam search, which nanopaged/api/beam.py explains. The names are vLLM's; early_stopping is that of
-    transformers.
+    """Settings of a beam search, which nanopaged/features/beam.py explains. The names are vLLM's; early_stopping is
+    that of transformers.
 
     beam_width: the number of beams followed at once, and the number of results; 1 is greedy decoding
     max_tokens: the largest number of new tokens

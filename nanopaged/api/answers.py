@@ -100,6 +100,8 @@ class Call:
         events = []
         counts = {"usage": usage([output])} if self.adds_usage_so_far else {"usage": None} if self.adds_usage else {}
         for sample in output.outputs:
+            if not (sample.token_ids or sample.finish_reason):
+                continue  # it starts later than the first one (samples.py)
             index = number * self.params.n + sample.index
             if (sent := self.sent.get(index)) is None:
                 sent = self.sent[index] = Sent(self.make_reader())

@@ -5,13 +5,9 @@ from typing import Any
 
 from nanopaged import engine, kernel, model
 from nanopaged.device import last_layer
-from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels
+from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels, widest_window
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
-from nanopaged.scheduling.additions import BlockManager, Engine, Scheduler
-from nanopaged.scheduling.recovery import RecoveringEngine
-from nanopaged.scheduling.swapping import Swapping
-from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.checkpoint import find_on_disk
 from nanopaged.weights.fp8 import read_weights
 from nanopaged.weights.split import as_checkpoint
@@ -87,17 +83,23 @@ def pick_window(config: model.ModelConfig, num_blocks: int, block_size: int,
     return window, max_model_len or (limit if window else min(limit, size))
 
 
-def make_engines(options: Any, runners: list[Runner], pools: list[int], window: int) -> list[Engine]:
+def make_engines(options: Any, runners: list[Runner], pools: list[int], window: int) -> list[engine.Engine]:
     """An engine for each runner. pools: their numbers of blocks"""
-    managers, limits = [], (options.max_num_seqs, options.max_num_batched_tokens)
+    engines, make_scheduler = [], engine.Scheduler
+    if options.speculative_config is not None:
+        from nanopaged.features.drafts import DraftingScheduler as make_scheduler
+        from nanopaged.features.drafts import DraftInput
+        for runner in runners:
+            runner.step_input = DraftInput
     for runner, num_blocks in zip(runners, pools):
-        num_host_blocks = runner.allocate_host_pool(options.swap_space)
         given = num_blocks, runner.block_size, options.enable_prefix_caching
-        is_plain = not (window or num_host_blocks)
-        managers.append(BlockManager(*given) if is_plain else Swapping(*given, window, num_host_blocks))
-    if len(managers) == 1:
-        schedulers: list[Any] = [Scheduler(managers[0], *limits)]
-    else:
-        from nanopaged.scheduling.data_parallel import make_schedulers
-        schedulers = make_schedulers(managers, *limits)
-    return [RecoveringEngine(scheduler, runner, runner.lookahead) for scheduler, runner in zip(schedulers, runners)]
+        most_tokens = options.max_num_batched_tokens
+        if window or options.swap_space:
+            from nanopaged.features.swapping import Swapping, swap
+            manager: Any = Swapping(*given, window, swap(runner, options.swap_space), most_tokens)
+            most_tokens = manager.most_tokens
+        else:
+            manager = engine.BlockManager(*given)
+        scheduler = make_scheduler(manager, options.max_num_seqs, most_tokens)
+        engines.append(engine.Engine(scheduler, runner, runner.lookahead))
+    return engines

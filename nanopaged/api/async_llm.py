@@ -154,11 +154,11 @@ class AsyncLLM(threading.Thread):
         """A step, and outputs for those that wait."""
         core, started = self.core, time.monotonic()
         self._limit_step()
-        num_steps, num_tokens = core.num_steps, core.scheduler.num_generated_tokens
+        num_steps, num_tokens = core.num_steps, core.counts.num_generated_tokens
         with core.run_until(lambda: core.num_steps > num_steps or not core.requests):
             if core.num_steps > num_steps:
                 self.failure = None
-                self._measure(core.scheduler.num_generated_tokens - num_tokens)
+                self._measure(core.counts.num_generated_tokens - num_tokens)
         with core.lock:  # what the event loop told meanwhile is done: clients that began to wait get these outputs
             self._serve(time.monotonic() - started)
 

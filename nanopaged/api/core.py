@@ -12,19 +12,17 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from nanopaged import engine
 from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
-from nanopaged.api.beam import BeamSearch
 from nanopaged.api.lock import StepLock
-from nanopaged.api.request import Request
+from nanopaged.api.request import Counts, Request
 from nanopaged.inputs import as_python, check_kind, check_number, read_cache_salt, read_prompt
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, read_override, wrap_int64
-from nanopaged.scheduling.additions import Sequence
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
 from nanopaged.weights.families import read_model_config, untie
@@ -44,12 +42,13 @@ class Core:
         self.default_params = (read_generation_config(self.path) if is_default else {}) | override
         self.drafting: Any = None  # no drafts
         if options.speculative_config is not None:
-            from nanopaged.scheduling.drafts import Drafting
+            from nanopaged.features.drafts import Drafting
             self.drafting = Drafting(options.speculative_config, self.config.vocab_size)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         self.requests: dict[str, Any] = {}  # those under way: Request or BeamSearch
         self.unreported: dict[str, Request] = {}  # those that LLM.step is to tell of
-        self.num_steps = 0
+        self.num_steps, self.counts = 0, Counts()
+        self.shortages: dict[Any, Any] = {}  # engines that have run out of memory (features/recovery.py)
         self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
         self.arrivals, self.seeds = itertools.count(), random.Random(options.seed)
         self._make_engines(options)
@@ -69,9 +68,13 @@ class Core:
         self.engines = make_engines(options, self.runners, pools, window)
         self.engine: Any = self.engines[0]  # the step loop of all pools
         self.scheduler: Any = self.engine.scheduler  # of all pools
+        self.scheduler_of: Callable[[engine.Sequence], Any] = lambda seq, one=self.scheduler: one  # of its pool
         if len(self.engines) > 1:
-            from nanopaged.scheduling.data_parallel import Pools
-            self.engine = self.scheduler = Pools(self.engines, self.lock.interrupts.let_through)
+            from nanopaged.features.recovery import recover
+            from nanopaged.features.router import Router
+            self.engine = self.scheduler = Router(self.engines, partial(recover, shortages=self.shortages),
+                                                  self.lock.interrupts.let_through)
+            self.scheduler_of = self.engine.of
 
     def _read_checkpoint(self, options: SimpleNamespace) -> None:
         """Find a checkpoint, and read all of it but the weights. A model that cannot be run is refused before these are
@@ -124,33 +127,54 @@ class Core:
         with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
             grammar = self.grammar_compiler().compile(structured) if structured else None
         sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
-        return Request(text, sequences, self.scheduler, self.tokenizer)
+        return Request(text, sequences, self.scheduler, self.tokenizer, self.counts, self.drafting)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
 
     def _make_sequences(self, token_ids: list[int], priority: int, params: SamplingParams, bad_words: list[list[int]],
-                        grammar: Any, cache_salt: str | None) -> list[Sequence]:
+                        grammar: Any, cache_salt: str | None) -> list[engine.Sequence]:
         """A sequence for each sample of a request."""
         arrival, seed = next(self.arrivals), self.seeds.getrandbits(63) if params.seed is None else params.seed
         ends = not params.ignore_eos or grammar is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        sequences = [Sequence(
-            list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), SequenceSampling(
-                params, wrap_int64(seed + j), bad_words, params.logprobs, None, grammar and grammar.copy()),
-            may_look_ahead=not params.logits_processors, root=cache_salt or engine.ROOT,
-            drafter=self.drafting and self.drafting.drafter(params)) for j in range(params.n)]
-        if (count := params.prompt_logprobs) is not None:
-            # They come from logits, which a block of the prefix cache does not have, and take memory.
-            first, num_values = sequences[0], max(1, count) if count >= 0 else self.config.vocab_size
-            first.sampling = first.sampling._replace(num_prompt_logprobs=count)
-            first.max_chunk = min(PROMPT_LOGPROBS_CHUNK, max(1, self.prompt_logprobs_values // num_values))
-            first.reads_prefix_cache = False
+        sequences = []
+        for j in range(params.n):
+            kinds = self._kinds(params, j)
+            sampling = SequenceSampling(params, wrap_int64(seed + j), bad_words, params.logprobs,
+                                        None if j else params.prompt_logprobs, grammar and grammar.copy())
+            seq = sequence_class(*kinds)(list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), sampling,
+                                         root=cache_salt or engine.ROOT)
+            for attributes in kinds.values():
+                vars(seq).update(attributes)
+            sequences.append(seq)
         if params.n > 1:
-            from nanopaged.scheduling.samples import Samples
-            Samples(sequences)  # sets Sequence.samples of each
+            from nanopaged.api.samples import Samples
+            Samples(sequences, self.scheduler_of)  # sets `samples` of each
         return sequences
+
+    def _kinds(self, params: SamplingParams, j: int) -> dict[type, dict[str, Any]]:
+        """What sample j of a request asks for: subclasses of Sequence, and the attributes of each."""
+        kinds: dict[type, dict[str, Any]] = {}
+        if params.n > 1:
+            from nanopaged.api.samples import SampleSequence
+            kinds[SampleSequence] = {}
+        if self.drafting and (drafter := self.drafting.drafter(params)):
+            from nanopaged.features.drafts import DraftSequence
+            kinds[DraftSequence] = dict(drafter=drafter)
+        if params.structured_outputs:
+            from nanopaged.text.grammar import GrammarSequence
+            kinds[GrammarSequence] = {}
+        if params.logits_processors:
+            from nanopaged.device.logits import ProcessedSequence
+            kinds[ProcessedSequence] = {}
+        if (count := params.prompt_logprobs) is not None and j == 0:
+            from nanopaged.device.logprobs import PromptSequence
+            num_values = max(1, count) if count >= 0 else self.config.vocab_size
+            most = max(1, self.prompt_logprobs_values // num_values)
+            kinds[PromptSequence] = dict(max_chunk=min(PROMPT_LOGPROBS_CHUNK, most))
+        return kinds
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -178,10 +202,10 @@ class Core:
 
     # ---- with the lock
 
-    def add(self, request: Request | BeamSearch) -> None:
+    def add(self, request: Any) -> None:
+        """Queue a Request or BeamSearch: its first sequence, from which the others fork."""
         self.requests[request.request_id] = request
-        for seq in request.sequences:
-            self.scheduler.add(seq)
+        self.scheduler.add(request.sequences[0])
 
     def abort(self, *request_ids: str, reason: str = "abort", sentence: str | None = None) -> None:
         for request_id in request_ids:
@@ -197,17 +221,33 @@ class Core:
     def advance(self) -> None:
         """Compute a step, and tell the requests what came of the steps that are done."""
         try:
-            self.engine.step()
+            if not self.engine.step():  # paused beams hold all blocks
+                for request in self.requests.values():
+                    request.give_way()
             self.num_steps += 1
+            if self.shortages:
+                from nanopaged.features.recovery import regrow
+                regrow(self.shortages)
+        except BaseException as error:
+            if self.engine is not self.engines[0]:  # the router has called `recover` for the engine that failed
+                raise
+            from nanopaged.features.recovery import recover
+            recover(self.engine, error, self.shortages)
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())
 
-    def _take(self, seqs: list[Sequence], sampled: engine.Sampled) -> None:
+    def _take(self, step: engine.SchedulerOutput, sampled: engine.Sampled,
+              appended: list[tuple[engine.Sequence, int]]) -> None:
+        self.counts.num_preemptions += len(step.preempted)
+        self.counts.most_blocks_held = max(self.counts.most_blocks_held, step.num_held_blocks)
         for seq, position, logprobs in sampled.prompt_logprobs:
             if seq.request_id in self.requests:
                 self.requests[seq.request_id].new_prompt_logprobs.update(enumerate(logprobs, position))
-        for seq in seqs:
+        for seq, i in appended if sampled.logprobs else ():
+            if seq.request_id in self.requests:
+                self.requests[seq.request_id].hear(seq, sampled.tokens[i], sampled.logprobs[i])
+        for seq, _ in appended:
             request = self.requests.get(seq.request_id)
             if request is None:
                 continue
@@ -222,3 +262,9 @@ class Core:
         """With nothing under way the books must balance."""
         if self.engine.is_idle:
             self.scheduler.block_manager.check_idle()
+
+
+@cache
+def sequence_class(*kinds: type[engine.Sequence]) -> type[engine.Sequence]:
+    """Sequence itself for a plain request, or a class that does what all these subclasses do."""
+    return type("Sequence", kinds, {}) if len(kinds) > 1 else kinds[0] if kinds else engine.Sequence

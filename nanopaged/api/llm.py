@@ -7,7 +7,7 @@ from typing import Any, Generator, Iterator
 
 import torch
 
-from nanopaged.api.beam import BeamGroup, BeamSearch
+from nanopaged import engine
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
 from nanopaged.inputs import OPTIONS, as_list, as_python, check_choice, check_kind, check_options
@@ -47,10 +47,10 @@ class LLM(Core):
     hf_token, download_dir: the token for the Hub, and the cache for its files (default: those of Hugging Face's tools)
     scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
-        swap_space are per GPU (nanopaged/scheduling/data_parallel.py)
+        swap_space are per GPU (nanopaged/features/router.py)
     tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
         (nanopaged/device/parallel.py)
-    speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/scheduling/drafts.py)
+    speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/features/drafts.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no small kernels, no lookahead; in torch
         attention computes one sequence after the other
     warm_up: record every step size before the first request, not when a step first needs it (device/graphs.py)
@@ -159,10 +159,12 @@ class LLM(Core):
         under way holds blocks, in the pool or on the host."""
         with self.lock:
             books = self.scheduler.block_manager
-            if books.num_free_blocks < books.num_blocks or any(seq.host_table for seq in self.scheduler.waiting):
+            if books.num_free_blocks < books.num_blocks or any(
+                    seq.status is engine.Status.SWAPPED for seq in self.scheduler.waiting):
                 return False
             for manager in [one.scheduler.block_manager for one in self.engines]:
-                manager.uncache(list(manager.key_of_block))
+                for block in list(manager.key_of_block):
+                    manager.evict(block)
             return True
 
     # ---- whole runs
@@ -288,18 +290,20 @@ class LLM(Core):
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first.
-        nanopaged/api/beam.py says what a score is. Beams share the blocks of what they have in common.
+        nanopaged/features/beam.py says what a score is. Beams share the blocks of what they have in common.
 
         use_tqdm: as for generate
         concurrency_limit: taken for vLLM's sake, without effect
         """
+        from nanopaged.features.beam import BeamGroup, BeamSearch
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
         params, searches = replace(params), []  # as in read_request
         for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]:
             max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
             group = BeamGroup(params, self.eos_token_ids, max_tokens)
-            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals), self.scheduler, self.tokenizer))
+            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals), self.scheduler_of,
+                                       self.tokenizer))
         return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ class Metrics:
         self.first_token, self.between_tokens, self.whole = Histogram(), Histogram(), Histogram()
 
     def text(self, model: str) -> str:
-        scheduler, pool = self.llm.scheduler, self.llm.scheduler.block_manager
+        scheduler, pool, counts = self.llm.scheduler, self.llm.scheduler.block_manager, self.llm.counts
         num_held = pool.num_blocks - pool.num_free_blocks
         num_cached = sum(len(one.scheduler.block_manager.key_of_block) for one in self.llm.engines)
         finished = {f',finished_reason="{reason}"': count for reason, count in sorted(self.finish_reasons.items())}
@@ -44,11 +44,11 @@ class Metrics:
             ("num_requests_waiting", len(scheduler.waiting), "Samples that wait for blocks."),
             ("kv_cache_usage_perc", num_held / pool.num_blocks, "Held blocks of all; 1 is all of them."),
             ("num_blocks", states, "Blocks by state; cached ones are held or free."),
-            ("prefix_cache_queries_total", pool.num_prompt_tokens, "Prompt tokens looked up in the cache."),
-            ("prefix_cache_hits_total", pool.num_cached_tokens, "Prompt tokens found there."),
-            ("prompt_tokens_total", pool.num_prompt_tokens, "Prompt tokens."),
-            ("generation_tokens_total", scheduler.num_generated_tokens, "Generated tokens."),
-            ("num_preemptions_total", scheduler.num_preemptions, "Preemptions."),
+            ("prefix_cache_queries_total", counts.num_prompt_tokens, "Prompt tokens looked up in the cache."),
+            ("prefix_cache_hits_total", counts.num_cached_tokens, "Prompt tokens found there."),
+            ("prompt_tokens_total", counts.num_prompt_tokens, "Prompt tokens."),
+            ("generation_tokens_total", counts.num_generated_tokens, "Generated tokens."),
+            ("num_preemptions_total", counts.num_preemptions, "Preemptions."),
             ("request_success_total", finished, "Ended samples by reason."),
             ("time_to_first_token_seconds", self.first_token.values(), "From arrival to the first token."),
             ("inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),

@@ -3,18 +3,31 @@
 Tokens are decoded to text as late as possible: when a caller asks for the text, or at every step if the request has
 stop strings, which are searched for in the text.
 """
+from dataclasses import dataclass
 from typing import Any
 
-from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, token_logprobs
-from nanopaged.scheduling.additions import Sequence
+from nanopaged import engine
+from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput, token_logprobs
 from nanopaged.text.stop import StopChecker
+
+
+@dataclass
+class Counts:
+    """Totals of an engine, and of its samples that got a token."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompts, found at the first admission
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    most_blocks_held: int = 0  # in any step
 
 
 class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
-    def __init__(self, prompt: str | None, sequences: list[Sequence], scheduler: Any, tokenizer: Any) -> None:
+    def __init__(self, prompt: str | None, sequences: list[engine.Sequence], scheduler: Any, tokenizer: Any,
+                 counts: Counts, drafting: Any) -> None:
         self.prompt, self.sequences, self.scheduler, first = prompt, sequences, scheduler, sequences[0]
+        self.counts, self.drafting = counts, drafting
         self.request_id, self.params = first.request_id, first.sampling.params
         self.prompt_token_ids = [*first.token_ids]
         self.is_reported = False  # LLM.step returns outputs of this request
@@ -28,19 +41,28 @@ class Request:
     def finished(self) -> bool:
         return not self.running
 
-    def take(self, seq: Sequence) -> None:
+    def hear(self, seq: engine.Sequence, token: int, logprobs: tuple) -> None:
+        """The log probabilities of a token that a sequence got, in the runner's form. A token that could not be drawn,
+        -1, has none."""
+        if token >= 0 and seq in self.running and self.params.logprobs is not None:
+            self.running[seq].new_logprobs.append(logprobs)
+
+    def give_way(self) -> None:
+        """No sequence can compute a token. Those of a request never wait for each other, as beams do."""
+
+    def take(self, seq: engine.Sequence) -> None:
         """A sequence got a token, failed to get one, or was aborted."""
         sample = self.running.get(seq)
-        if sample is None:  # the step was launched before the sequence was known to be finished
+        if sample is None:  # with drafts a sequence gets several tokens of one step, and ended with the first
             return
         self.has_news, sample.result = True, None
+        sample.count(self.counts)
         if self.params.stop and seq.finish_reason != "error":
             sample.read()
         if sample.end:
             self.scheduler.finish(seq, *sample.end)
         if seq.finish_reason:
             del self.running[seq]
-            seq.listener = None  # the sequence and its sample would keep each other in memory
 
     def read_text(self) -> str:
         """The first sample's text so far."""
@@ -60,26 +82,23 @@ class Request:
             token = self.prompt_token_ids[position]
             self.prompt_logprobs[position] = self.samples[0].logprobs_of(token, found)
         self.new_prompt_logprobs.clear()
-        of_drafts = [seq.drafter.metrics for seq in self.sequences if seq.drafter]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
                              self.sequences[0].num_cached_tokens or 0, self.prompt_logprobs and [*self.prompt_logprobs],
-                             metrics=sum(of_drafts, RequestMetrics()) if of_drafts else None)
+                             metrics=self.drafting and self.drafting.metrics_of(self.sequences))
 
 
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
-    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
+    def __init__(self, seq: engine.Sequence, tokenizer: Any) -> None:
         self.index, self.seq, self.tokenizer = seq.order[2], seq, tokenizer
         params = self.params = seq.sampling.params
         self.text = ""
-        self.num_read = 0  # generated tokens that are in the text
+        self.num_counted = self.num_read = 0  # generated tokens that are in the engine's Counts, and in the text
         # (finish_reason, stop_reason) if the text ends for a reason that the scheduler does not know
         self.end: tuple[str, str] | None = None
         self.result: CompletionOutput | None = None  # the last one, while it is up to date
         self.detokenizer: Any = None  # or there is no more to decode
-        if params.logprobs is not None or seq.sampling.grammar is not None:
-            seq.listener = self
         if tokenizer and params.detokenize:
             self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, [*seq.token_ids])
         self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output)
@@ -87,26 +106,20 @@ class _Sample:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
 
-    def fail(self, what: str, error: BaseException) -> None:
-        """A tokenizer or a grammar has failed. It ends this sample and no other. (The panic of a package in Rust is a
-        BaseException and no Exception; Ctrl-C is held back where such packages are called.)"""
+    def fail(self, error: BaseException) -> None:
+        """A tokenizer has failed. It ends this sample and no other. (The panic of a package in Rust is a BaseException
+        and no Exception; Ctrl-C is held back where such packages are called.)"""
         self.tokenizer = self.detokenizer = None
-        self.end = "error", f"the {what} failed: {error!r}"
+        self.end = "error", f"the tokenizer failed: {error!r}"
 
-    def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
-        """Listener's method, for requests with log probabilities or a grammar."""
-        wants_logprobs, grammar = self.params.logprobs is not None, seq.sampling.grammar
-        if wants_logprobs and token >= 0:
-            self.new_logprobs.append(logprobs)
-        if grammar is None:
-            return [token]
-        # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
-        may_force = not (wants_logprobs or self.params.edits_logits or self.params.logits_processors)
-        try:
-            return grammar.on_token(seq, token, may_force)
-        except BaseException as error:  # other sequences of the step have their tokens still to come
-            self.fail("grammar", error)
-            return [-1]
+    def count(self, counts: Counts) -> None:
+        """Add the new tokens, and with the first ones the prompt's."""
+        seq = self.seq
+        if not self.num_counted and seq.num_cached_tokens is not None:
+            counts.num_prompt_tokens += seq.num_prompt_tokens
+            counts.num_cached_tokens += seq.num_cached_tokens
+        counts.num_generated_tokens += len(seq.token_ids) - seq.num_prompt_tokens - self.num_counted
+        self.num_counted = len(seq.token_ids) - seq.num_prompt_tokens
 
     def output(self) -> CompletionOutput:
         """The sample's output so far."""
@@ -129,7 +142,7 @@ class _Sample:
         try:
             return token_logprobs(token, found, self.tokenizer)
         except BaseException as error:
-            self.fail("tokenizer", error)
+            self.fail(error)
             return token_logprobs(token, found, None)
 
     def read(self) -> None:
@@ -146,10 +159,10 @@ class _Sample:
                 self.text += stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
                 if stop.matched is not None:
                     self.detokenizer, self.end = None, ("stop", stop.matched)
-                    seq.truncate(seq.num_prompt_tokens + self.num_read)  # a grammar may have forced several at once
+                    del seq.token_ids[seq.num_prompt_tokens + self.num_read:]  # a grammar may have forced several
                     return
             if seq.finish_reason:
                 rest, self.detokenizer = self.detokenizer.finish(), None
                 self.text += stop.add(rest) + stop.finish()
         except BaseException as error:
-            self.fail("tokenizer", error)
+            self.fail(error)

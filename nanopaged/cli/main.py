@@ -126,10 +126,10 @@ def _run(args, llm_class) -> int:
         open_file("--trace", args.trace, "ab").close()
     llm = _load(args, llm_class)
     if args.trace == "":
-        from nanopaged.cli.trace import Trace
+        from nanopaged.features.trace import Trace
         Trace(llm)
     elif args.trace:
-        from nanopaged.cli.page import Page
+        from nanopaged.features.page import Page
         page = Page(llm)
     try:
         return _generate(llm, args, beams, prompt_file, listener)

@@ -34,9 +34,7 @@ class Progress:
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.before = self._counts()
-        for one in llm.engines:
-            manager = one.scheduler.block_manager
-            manager.most_blocks_held = manager.num_blocks - manager.num_free_blocks
+        llm.counts.most_blocks_held = self.pool.num_blocks - self.pool.num_free_blocks
         self.drafts = llm.drafting and RequestMetrics()
 
     def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
@@ -89,7 +87,8 @@ class Progress:
             self.drafts += output.metrics
 
     def _counts(self) -> tuple[int, int, int]:
-        return self.pool.num_prompt_tokens, self.pool.num_cached_tokens, self.llm.scheduler.num_generated_tokens
+        counts = self.llm.counts
+        return counts.num_prompt_tokens, counts.num_cached_tokens, counts.num_generated_tokens
 
     def report(self, start: str = "", after_first: bool = False, end: str = "") -> str:
         """The status line, of at most 100 columns. A longer one goes on in a second line.
@@ -103,7 +102,7 @@ class Progress:
                  f"first token {self.first - self.started:.2f} s" if self.first else "",
                  f"{self.num_new} new at {rate:.0f}/s",
                  f"{self.drafts.mean_acceptance_length:.2f} tokens per step with drafts" if self.drafts else "",
-                 f"{self.pool.most_blocks_held}/{self.pool.num_blocks} blocks" if self.pool.most_blocks_held else "",
+                 f"{most}/{self.pool.num_blocks} blocks" if (most := self.llm.counts.most_blocks_held) else "",
                  end]
         return fold(", ".join(filter(None, parts))) + (f"\n{fold(self._limit())}" if self.num_cut else "")
 

@@ -5,10 +5,9 @@ import warnings
 import torch
 
 from nanopaged import kernel, model, tiles
+from nanopaged.features.cascade import Cascade
 from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
-from nanopaged.scheduling.cascade import Cascade
-from nanopaged.scheduling.window import widest_window
 from nanopaged.weights.fp8 import FP8
 from nanopaged.weights.split import split_config
 
@@ -131,3 +130,8 @@ def pick_kernels(attention: str, device: torch.device) -> kernel.Kernels:
         return kernel.TORCH
     kernel.require_triton(device)
     return kernel.TRITON
+
+
+def widest_window(windows: list[int]) -> int:
+    """The tokens that one token attends to, itself included, at most. windows: of each layer. 0: some has no window."""
+    return max(windows) if windows and all(windows) else 0

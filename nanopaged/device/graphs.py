@@ -17,7 +17,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import kernel
+from nanopaged import engine, kernel
 from nanopaged.device.fused import MODULES
 from nanopaged.device.masks import mask_logits
 from nanopaged.device.runner import Runner, StepTensors
@@ -25,8 +25,7 @@ from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers
 from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
-from nanopaged.scheduling.additions import Sequence
-from nanopaged.scheduling.cascade import MOST_ENTRIES
+from nanopaged.features.cascade import MOST_ENTRIES
 from nanopaged.tiles import MANY_CONTEXTS, MAX_PREFIX_COLUMNS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
@@ -46,7 +45,7 @@ class Shape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_tiles: int  # entries of the kernel's work list for prompts; 0: one token per sequence, so none
-    num_entries: int = 0  # of a cascade (scheduling/cascade.py)
+    num_entries: int = 0  # of a cascade (features/cascade.py)
     cascade_columns: int = 0
 
     @property
@@ -218,7 +217,7 @@ class GraphRunner(Runner):
         graph.replay()
 
     def _sample_masked(self, batch: StepInput, sampling_indices: list[int], tokens: Tensor,
-                       grammars: list[tuple[int, Sequence, int]]) -> Tensor:
+                       grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
         """The tokens of a replayed step, sampled again in the rows of sequences with a grammar."""
         masked = {sampling_indices[i]: seq for i, seq, position in grammars if seq.is_pending(position)}
         if masked:
@@ -232,7 +231,7 @@ class GraphRunner(Runner):
         self.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
         return tokens
 
-    def _replay_masked(self, batch: StepInput, masked: dict[int, Sequence]) -> tuple[Tensor, Tensor]:
+    def _replay_masked(self, batch: StepInput, masked: dict[int, engine.Sequence]) -> tuple[Tensor, Tensor]:
         """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
         self.masker.send(list(masked.values()))

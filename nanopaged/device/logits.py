@@ -39,16 +39,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.scheduling.additions import Sequence
+from nanopaged import engine
 
 ALWAYS = 2**31 - 1  # `until` of a ban without end
 NO_BIAS = -0.0  # x + -0.0 is x, bit for bit; -0.0 + 0.0 is not
 
 
+class ProcessedSequence(engine.Sequence):
+    """A text with logits processors. They read all tokens before the next one, so no step of it is planned ahead."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        return min(super().num_new_tokens, len(self.token_ids) - self.num_computed_tokens)
+
+
 class _Slot(NamedTuple):
     """A table slot in use."""
     number: int
-    owner: weakref.ref[Sequence]
+    owner: weakref.ref[engine.Sequence]
     bans: list[list[int]]
     needs: tuple[bool, bool, int, int]  # of tables: a bias, penalties, the number of bans, n of the longest one
 
@@ -75,7 +83,7 @@ class LogitsEditor:
 
     # ---- when sequences start
 
-    def start(self, seqs: list[Sequence]) -> None:
+    def start(self, seqs: list[engine.Sequence]) -> None:
         """Give table slots to the sequences that start in this step, or start again after a preemption.
 
         seqs: all of these, also those without edits, because a row's slot belonged to its last sequence
@@ -106,13 +114,14 @@ class LogitsEditor:
             size = min(max(most + 1, 2 * size), len(self.slots) + 1)
         needs = (slot.needs for slot in self.slot_of_row.values())
         has_bias, has_penalty, num_bans, depth = map(max, zip((False, False, 0, 0), *needs))
-        self.settings = _resize(self.settings, size, 5)
-        self.bias = _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS)
-        self.seen = _resize(self.seen, size * has_penalty, self.vocab_size)
-        self.bans = _resize(self.bans, size * bool(num_bans), num_bans, 2 + depth)
-        self.recent = _resize(self.recent, size * bool(num_bans), depth)
+        # All of them or, if memory is short, none: the bans of other rows must fit `recent`.
+        self.settings, self.bias, self.seen, self.bans, self.recent = (
+            _resize(self.settings, size, 5), _resize(self.bias, size * has_bias, self.vocab_size, fill=NO_BIAS),
+            _resize(self.seen, size * has_penalty, self.vocab_size),
+            _resize(self.bans, size * bool(num_bans), num_bans, 2 + depth),
+            _resize(self.recent, size * bool(num_bans), depth))
 
-    def _lists(self, seqs: list[Sequence]) -> list[list[int]]:
+    def _lists(self, seqs: list[engine.Sequence]) -> list[list[int]]:
         """The lists that `_write` reads: slots, settings, and entries (slot, ..., value) of the other tables."""
         slots, settings, bias, seen, ban_entries, recent = lists = [list[int]() for _ in range(6)]
         depth = self.recent.shape[1]
@@ -136,7 +145,6 @@ class LogitsEditor:
 
     def _write(self, slot_of_each_row: Tensor, slots: Tensor, settings: Tensor, bias: Tensor, *others: Tensor) -> None:
         slots, settings = slots.long(), settings.view(-1, 5)
-        self.slots.copy_(slot_of_each_row)
         self.settings[slots] = settings
         if len(self.bias):
             slots_of_bias, tokens, values = bias.view(-1, 3).unbind(1)
@@ -146,6 +154,7 @@ class LogitsEditor:
             if len(table):
                 *index, values = entries.view(-1, table.dim() + 1).unbind(1)
                 table.index_fill_(0, slots, 0)[tuple(index)] = values
+        self.slots.copy_(slot_of_each_row)  # last: if a line above fails, `slots` is what `sent` says
 
     # ---- in each step
 
@@ -212,7 +221,7 @@ def encode_bad_words(words: list[str], tokenizer: Any) -> list[list[int]]:
     return result
 
 
-def _bans(seq: Sequence, vocab_size: int) -> list[list[int]]:
+def _bans(seq: engine.Sequence, vocab_size: int) -> list[list[int]]:
     """The bans of one sequence, without tokens that the model does not have."""
     min_tokens = seq.sampling.params.min_tokens
     bans = [[min_tokens, token] for token in seq.stop_token_ids if min_tokens]

@@ -8,14 +8,24 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling.additions import Sequence
 
 LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
 
 
+class PromptSequence(engine.Sequence):
+    """A text whose prompt's log probabilities are wanted. They come from logits, which a block of the prefix cache does
+    not have, and take memory: a step computes at most max_chunk tokens of the prompt."""
+    finds_prefix = False
+    max_chunk: int
+
+    @property
+    def num_new_tokens(self) -> int:
+        return min(super().num_new_tokens, self.max_chunk)
+
+
 class PromptPart(NamedTuple):
     """Prompt tokens whose log probabilities a step computes."""
-    seq: Sequence
+    seq: engine.Sequence
     first: int  # position of the first
     rows: range  # in the flat batch, of the tokens that predict them
 
@@ -32,7 +42,7 @@ def prompt_parts(batch: StepInput) -> list[PromptPart]:
     return parts
 
 
-def logprob_tensors(send: Callable, seqs: list[Sequence], parts: list[PromptPart], tokens: Tensor,
+def logprob_tensors(send: Callable, seqs: list[engine.Sequence], parts: list[PromptPart], tokens: Tensor,
                     logits: Tensor, needs: SamplingNeeds) -> list[Tensor]:
     """What `top_logprobs` returns for the sampled tokens of the sequences that want it, and then for prompt parts.
     logits: those of the sampled tokens, then those of the parts."""
@@ -81,7 +91,7 @@ def best_tokens(logprobs: Tensor, k: int) -> Tensor:
     return -keys.topk(k).values % 2**32
 
 
-def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[Sequence], order: list[int],
+def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], order: list[int],
                  parts: list[PromptPart]) -> engine.Sampled:
     """The step's tokens and their log probabilities, from the tensors of `logprob_tensors`: (own, rank, ids of the best
     tokens, theirs) for each token. The tensors' order is that of `seqs`, and the i-th token belongs to row order[i]."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import Sequence
 
 
 class Masker:
@@ -29,16 +28,16 @@ class Masker:
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
 
-    def apply(self, logits: Tensor, grammars: list[tuple[int, Sequence, int]]) -> Tensor:
+    def apply(self, logits: Tensor, grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
         """Set the logits of tokens that may not come next to -inf. grammars: (row of logits, sequence, position) of
         those that have one. A token that the grammar has forced by now is not sampled."""
         seqs = {row: seq for row, seq, position in grammars if seq.is_pending(position)}
         return mask_logits(logits, self.send([seqs.get(row) for row in range(len(logits))]))
 
-    def send(self, seqs: list[Sequence | None]) -> Tensor:
+    def send(self, seqs: list[engine.Sequence | None]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
         sequence with drafts has several: that of its next token, then those after one draft, two .."""
-        start, num_rows = self.host.data_ptr(), Counter[Sequence | None]()
+        start, num_rows = self.host.data_ptr(), Counter[engine.Sequence | None]()
         for row, seq in enumerate(seqs):
             address = start + self.num_bytes * row
             if seq is None:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import model
+from nanopaged import engine, model
 from nanopaged.device.fused import FusedLinear, SplitLinear, linear
 from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.rows import Rows
@@ -41,7 +41,6 @@ from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
 from nanopaged.outputs import EngineDeadError
-from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import build_model
 from nanopaged.weights.split import find_cuts, padded_part, split_config
@@ -183,17 +182,13 @@ class Driver(ParallelRunner):
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        with self.workers.explained(), super().starting():
-            yield
-
-    def allocate_host_pool(self, swap_space: float) -> int:
         with self.workers.explained():
-            num_blocks = super().allocate_host_pool(swap_space / self.peers.size)
+            with super().starting():
+                yield
             self.workers.wait_until_ready()
-        return num_blocks
 
-    def launch(self, step: SchedulerOutput) -> Any:
-        self.moves = SchedulerOutput(swaps_out=step.swaps_out, copies=step.copies, swaps_in=step.swaps_in)
+    def launch(self, step: engine.SchedulerOutput) -> Any:
+        self.moves = replace(step, seqs=[], sampled=[], preempted=[])
         with self.workers.explained():
             return super().launch(step)
 

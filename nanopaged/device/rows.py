@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanopaged import engine
 from nanopaged.device import transfer
 from nanopaged.device.sampler import SETTINGS_INTS, pack_settings
-from nanopaged.scheduling.additions import Sequence
 from nanopaged.weights.build import memory_for
 
 
@@ -30,19 +30,19 @@ class Rows:
         self.device = device
         self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
-    def send(self, seqs: list[Sequence]) -> list[Sequence]:
+    def send(self, seqs: list[engine.Sequence]) -> list[engine.Sequence]:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
         settings of sequences that are new in their row. Returns these sequences."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
-        new: list[Sequence] = []
+        new: list[engine.Sequence] = []
         for seq in seqs:
-            # Its table has entries to send: all, if it is new in its row (`BlockManager.free` sets num_sent_blocks to
-            # 0), or some, if it grew or copied a block. Then its settings are there already.
+            # Its table has entries to send: all, if it is new in its row, or some, if it grew or copied a block. Then
+            # its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
-                if seq.is_new:
-                    seq.is_new = False
+                if seq.num_sent_blocks < 0:
+                    seq.num_sent_blocks = 0
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
@@ -53,7 +53,7 @@ class Rows:
         self.write(cells, blocks, new)
         return new
 
-    def write(self, cells: list[int], blocks: list[int], new: list[Sequence] = []) -> None:
+    def write(self, cells: list[int], blocks: list[int], new: list[engine.Sequence] = []) -> None:
         """cells: where in block_tables.view(-1) entries are new; blocks: these entries"""
         if cells:
             settings = [number for seq in new for number in pack_settings(seq.sampling.params, seq.sampling.seed)]

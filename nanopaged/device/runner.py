@@ -19,9 +19,9 @@ replace it (those with a * unless enforce_eager is given):
     the last Layer *          one that skips rows (last_layer.py)                 always
     attention in torch *      one call for each query length (rectangles.py)      attention in torch
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
-    additions.BlockManager    Swapping, which is a SlidingWindow, too             swap_space; a model with a window
-    one scheduler and engine  one of each for each GPU (data_parallel.py)         data_parallel_size
-    additions.Engine          RecoveringEngine: undoes steps that fail            always (recovery.py)
+    StepInput, Scheduler      ones with drafts (features/drafts.py)               speculative_config
+    Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
+    one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
 The pool (pool.py) takes the memory that weights and the largest step leave (trial.py). choices.py decides types and
 kernels, and warmup.py compiles ahead. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
@@ -47,7 +47,6 @@ from nanopaged.device.rows import Rows
 from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
-from nanopaged.scheduling.additions import SchedulerOutput
 from nanopaged.weights.build import build_model
 from nanopaged.weights.fp8 import in_fp8
 from nanopaged.weights.split import random_tensors
@@ -62,6 +61,7 @@ class Runner:
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     fused = False  # with the small kernels at the end of kernel.py
     modules = model.PLAIN
+    step_input = StepInput
     num_ranks = 1  # GPUs that share the model
     pick = staticmethod(pick)
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
@@ -130,13 +130,8 @@ class Runner:
         """Do what needs the pool."""
 
     @on_its_device
-    def allocate_host_pool(self, swap_space: float) -> int:
-        """Memory on the host for the blocks of preempted sequences, swap_space GiB; its number of blocks."""
-        return self.pool.allocate_on_host(swap_space) if swap_space else 0
-
-    @on_its_device
     @torch.inference_mode()
-    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+    def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
         """Launch a step. Calling the LaunchedStep waits for the step's tokens. `launch` itself does not wait for a GPU,
         unless attention is in torch, which reads slots and lengths on the host. On a CPU the step is computed here."""
         while self.unsampled:
@@ -144,7 +139,7 @@ class Runner:
         self.pool.move(step)
         if new := self.rows.send(step.seqs):
             self.editor.start(new)
-        batch = StepInput.of(step, self.block_size, self.cascade)
+        batch = self.step_input.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
@@ -202,11 +197,11 @@ class Runner:
             logits = self.masker.apply(logits, needs.grammars)
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
-        if editor is not None:
-            editor.add(rows, usable)
         # With drafts a sequence is in `rows` several times, so any of its tokens may be written last. No step reads
-        # that entry: the host reads this step first, and sends the token's id (additions.Engine).
+        # that entry: the host reads this step first, and sends the token's id (features/drafts.py).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
+        if editor is not None:  # the last thing that can fail: a step whose sampling failed may draw again
+            editor.add(rows, usable)
         return tokens
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:

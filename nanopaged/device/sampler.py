@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import kernel
+from nanopaged import engine, kernel
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
-from nanopaged.scheduling import additions
 
 if TYPE_CHECKING:
     from nanopaged.device.logits import LogitsEditor
@@ -30,7 +29,7 @@ class SamplingNeeds(NamedTuple):
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod
-    def of(cls, seqs: list[additions.Sequence], positions: list[int], editor: "LogitsEditor") -> "SamplingNeeds":
+    def of(cls, seqs: list[engine.Sequence], positions: list[int], editor: "LogitsEditor") -> "SamplingNeeds":
         """positions: of the sampled tokens; editor: the runner's"""
         params = [seq.sampling.params for seq in seqs]
         processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:],

@@ -2,8 +2,7 @@
 from dataclasses import dataclass, field
 
 from nanopaged import engine
-from nanopaged.scheduling.additions import SchedulerOutput, Sequence
-from nanopaged.scheduling.cascade import Cascade
+from nanopaged.features.cascade import Cascade
 
 
 @dataclass(slots=True)
@@ -23,7 +22,7 @@ class StepInput:
         seq_lens          7     5     4                     [N]      tokens in the cache after this step
         rows              4     0     7                     [N]      batch rows: where the device has block tables
     """
-    seqs: list[Sequence]
+    seqs: list[engine.Sequence]
     num_tokens: list[int]  # [N]
     input_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -31,7 +30,7 @@ class StepInput:
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see scheduling/cascade.py
+    num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see features/cascade.py
     cascade: list[int] = field(default_factory=list)  # entries of the cascade
     cascade_columns: int = 0
 
@@ -41,31 +40,36 @@ class StepInput:
                 self.num_common_tokens, self.cascade]
 
     @classmethod
-    def of(cls, step: SchedulerOutput, block_size: int, cascade: Cascade | None = None) -> "StepInput":
-        def longest_decode_first(pair: tuple[Sequence, int]) -> int:
-            return -pair[0].num_computed_tokens if pair[1] == 1 or pair[0].drafts else 1  # drafts are rows of their own
-
-        batch, pairs = cls([], []), sorted(zip(step.seqs, step.num_tokens), key=longest_decode_first)
+    def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Cascade | None = None) -> "StepInput":
+        batch, decodes, prompts = cls([], []), list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
+            (decodes if cls.has_rows(seq, num_tokens) else prompts).append((seq, num_tokens))
+        decodes.sort(key=lambda pair: -pair[0].num_computed_tokens)  # the scheduler has counted this step's tokens
         if cascade:
-            pairs, batch.cascade, batch.num_common_tokens, batch.cascade_columns = cascade.find(pairs)
-        for seq, num_tokens in pairs:
-            end = seq.num_computed_tokens  # the scheduler has counted this step's tokens
-            if not seq.drafts:
-                batch._add(seq, num_tokens, end, block_size)
-            else:  # its last token and each draft: a row of one token each
-                for row_end in range(end - num_tokens + 1, end + 1):
-                    batch._add(seq, 1, row_end, block_size)
+            decodes, batch.cascade, batch.num_common_tokens, batch.cascade_columns = cascade.find(decodes)
+        for seq, num_rows in decodes:
+            for end in range(seq.num_computed_tokens - num_rows + 1, seq.num_computed_tokens + 1):
+                batch._add(seq, 1, end, block_size)
+        for seq, num_tokens in prompts:
+            batch._add(seq, num_tokens, seq.num_computed_tokens, block_size)
         return batch
 
-    def _add(self, seq: Sequence, num_tokens: int, end: int, size: int) -> None:
+    @staticmethod
+    def has_rows(seq: engine.Sequence, num_tokens: int) -> bool:
+        """Whether each of the new tokens is a row of its own, and none is part of a chunk."""
+        return num_tokens == 1
+
+    @staticmethod
+    def input_id(seq: engine.Sequence, position: int) -> int:
+        """The token at this position, -1 if it is known only on the device."""
+        return seq.token_ids[position] if position < len(seq.token_ids) else -1
+
+    def _add(self, seq: engine.Sequence, num_tokens: int, end: int, size: int) -> None:
         self.seqs.append(seq)
         self.num_tokens.append(num_tokens)
         token_ids, table, start = seq.token_ids, seq.block_table, end - num_tokens
         if num_tokens == 1:
-            if start < len(token_ids):
-                self.input_ids.append(token_ids[start])
-            else:  # a draft, or a token that is known only on the device
-                self.input_ids.append(seq.drafts[start - len(token_ids)] if seq.drafts else -1)
+            self.input_ids.append(self.input_id(seq, start))
             self.positions.append(start)
             self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
         else:  # a chunk: the host knows the ids, and none of its K and V is in the cache, so no slot is -1

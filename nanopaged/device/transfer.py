@@ -13,7 +13,6 @@ from nanopaged.device import logprobs
 from nanopaged.device.logits import LogitsEditor
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling.additions import SchedulerOutput
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -62,8 +61,8 @@ class LaunchedStep:
     device, send, editor: the runner's; unsampled: its steps with grammars that wait to be sampled; wait(event)
     """
 
-    def __init__(self, step: SchedulerOutput, batch: StepInput, device: torch.device, send: Callable[..., list[Tensor]],
-                 editor: LogitsEditor, unsampled: "weakref.WeakSet[LaunchedStep]",
+    def __init__(self, step: engine.SchedulerOutput, batch: StepInput, device: torch.device,
+                 send: Callable[..., list[Tensor]], editor: LogitsEditor, unsampled: "weakref.WeakSet[LaunchedStep]",
                  wait: Callable[[torch.cuda.Event], None]):
         self.device, self.send, self.unsampled, self.wait, self.sampled = device, send, unsampled, wait, step.sampled
         sampled = set(step.sampled)

@@ -35,6 +35,7 @@ from nanopaged.device.parallel import Driver, Follower
 from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
+from nanopaged.features.swapping import swap
 from nanopaged.outputs import EngineDeadError
 from nanopaged.weights.fp8 import read_weights
 from nanopaged.weights.split import split_config
@@ -248,7 +249,7 @@ def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensor
     options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
     workers = Workers(size, dict(
         config=vars(config), path=None if tensors is None else path.resolve(), base=base, device=device.type, pool=pool,
-        swap_space=swap_space / size, kernels=next(name for name, known in KERNELS.items() if known is kernels),
+        swap_space=swap_space, kernels=next(name for name, known in KERNELS.items() if known is kernels),
         threads=torch.get_num_threads(), options=options))
     with workers.explained():
         workers.wait()  # until Python has started
@@ -275,7 +276,7 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
     runner = (GraphFollower if base is GraphRunner else Follower)(
         model.ModelConfig(**config), tensors, peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
     allocate_pool(runner, *pool)
-    runner.allocate_host_pool(swap_space)
+    swap(runner, swap_space)
     return runner
 
 

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,10 +16,9 @@ import torch.nn.functional as F
 import kernel
 import model
 from engine import Status
-from nanopaged import LLM, SamplingParams, optional_triton
+from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
 from nanopaged.device import fused, sampler
 from nanopaged.device.graphs import GraphRunner
-from nanopaged.scheduling.additions import NULL
 from nanopaged.weights import fp8
 from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
@@ -30,6 +30,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
+NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
     reason="the kernel needs Triton and a GPU, or numpy for Triton's interpreter, and no TRITON_INTERPRET=0")
@@ -204,16 +205,17 @@ def relative_error(actual, expected):
 def check_books(scheduler):
     """What the block manager promises, after every step."""
     manager, num_holders = scheduler.block_manager, Counter()
-    host_blocks = [host_block for host_block, _ in manager.step.swaps_in]
+    host_tables = getattr(manager, "host_tables", {})  # features/swapping.py
+    host_blocks = [host_block for host_block, _ in getattr(manager.step, "swaps_in", ())]
     host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
         held = [block for block in seq.block_table if block != NULL]
         assert len(set(held)) == len(held) and len(held) <= getattr(manager, "max_blocks_per_seq", manager.num_blocks)
-        assert seq.block_table[seq.num_null_blocks:] == held  # only the first entries are NULL
+        assert seq.block_table[len(seq.block_table) - len(held):] == held  # only the first entries are NULL
         assert not held or seq.status is Status.RUNNING
-        assert bool(seq.host_table) == (seq.status is Status.SWAPPED)
+        assert (seq in host_tables) == (seq.status is Status.SWAPPED)
         num_holders.update(held)
-        host_blocks += [block for block in seq.host_table if block != NULL]
+    host_blocks += [block for table in host_tables.values() for block in table if block != NULL]
     assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
     assert manager.ref_counts[:manager.num_blocks] == [num_holders[block] for block in range(manager.num_blocks)]
     assert set(manager.free_queue) == {block for block, count in enumerate(manager.ref_counts) if count == 0}
@@ -231,3 +233,41 @@ def rewritten(tmp_path, variant, change):
     torch.save(change({name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}),
                tmp_path / "pytorch_model.bin")
     return str(tmp_path)
+
+
+# ---- mixed requests, whose texts do not depend on how an engine is built
+
+PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
+SETTINGS = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+            SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
+            SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1, presence_penalty=0.7)]
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=6)
+
+
+def pools(count, model="qwen3", **options):
+    return load(model, **dict(data_parallel_size=count, device="cpu", block_size=4, num_blocks=200) | options)
+
+
+def run(llm, prompts, params):
+    """The requests' outputs. Every pool keeps its promises after each step."""
+    requests, done = [llm.add_request(*pair) for pair in zip(prompts, params)], {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output for output in llm.step()}
+        for one in llm.engines:
+            check_books(one.scheduler)
+    llm.scheduler.block_manager.check_idle()
+    return [done[request] for request in requests]
+
+
+def texts(llm):
+    """What mixed requests generate, and the number of preemptions."""
+    outputs, num_preempted = run(llm, PROMPTS, cycle(SETTINGS)), llm.counts.num_preemptions
+    beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
+    llm.scheduler.block_manager.check_idle()
+    found = [[(sample.token_ids, sample.finish_reason) for sample in output.outputs] for output in outputs]
+    return found + [[beam.tokens for beam in output.sequences] for output in beams], num_preempted
+
+
+@cache
+def from_one_pool(**options):
+    return texts(pools(1, **options))[0]

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from nanopaged.api.beam import BeamGroup
+from nanopaged.features.beam import BeamGroup
 from nanopaged.sampling_params import BeamSearchParams
 
 
 def test_beams_fork_and_die():
-    """The example that nanopaged/api/beam.py opens with."""
+    """The example that nanopaged/features/beam.py opens with."""
     dot, a, b, c, d, e = range(6)
     beams = BeamGroup(BeamSearchParams(2, max_tokens=10), {dot}, 10)
     assert beams.extend([[(a, -0.4), (c, -0.7), (e, -3.0)]]) == [(0, a), (0, c)]

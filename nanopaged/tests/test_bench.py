@@ -39,10 +39,10 @@ def test_bench_times_steps_and_leaves_an_idle_engine():
     tiny = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     tiny.engine.lookahead = 1
     drafting, tiny.drafting = tiny.drafting, None
-    started, num_tokens = time.perf_counter(), tiny.scheduler.num_generated_tokens
+    started, num_tokens = time.perf_counter(), tiny.counts.num_generated_tokens
     gaps = bench.step_times(tiny, bench.random_prompts(1, [8, 8]), 20, arriving=bench.random_prompts(0, [16]))
     assert len(gaps) == 20 and min(gaps) > 0 and sum(gaps) / 1000 < time.perf_counter() - started
-    assert tiny.scheduler.num_generated_tokens - num_tokens >= 2 * 20 + 1
+    assert tiny.counts.num_generated_tokens - num_tokens >= 2 * 20 + 1
     drafting.pays = 0
     for p, length in ((1, 6), (0, 1)):
         assert bench.draft_ms(tiny, drafting, p, 2, context=8, steps=3) > 0

@@ -3,7 +3,7 @@
 Sequences draft at every step here (`pays` is 0), unless a test is about when drafts rest."""
 import random
 import re
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
-from nanopaged.scheduling.drafts import Drafting, Ngram
-from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, complaint, expectations, load, tokens_of
-from nanopaged.tests.test_data_parallel import run
+from nanopaged.features.drafts import Drafting, Ngram
+from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, complaint, expectations, load, run, tokens_of
 from nanopaged.tests.test_families import assert_golden
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.text.grammar import GrammarCompiler
@@ -114,10 +113,18 @@ def test_mixed_requests(options):
         llm = drafting(method=method, **small | options)
         found = run(llm, prompts, settings)
         assert samples(found) == samples(outputs)
-        for ours, theirs in zip(found[4].outputs[0].logprobs, outputs[4].outputs[0].logprobs):
+        for ours, theirs in zip(found[4].outputs[0].logprobs, outputs[4].outputs[0].logprobs, strict=True):
             assert {token: pytest.approx((one.logprob, one.rank), abs=1e-5) for token, one in ours.items()} == {
                 token: (one.logprob, one.rank) for token, one in theirs.items()}
         assert llm.drafting.metrics.num_draft_tokens > 0
+
+
+def test_every_token_of_a_request_that_ends_has_its_log_probability():
+    """Also if the request ends with several tokens of a step, or of several steps that are read at once."""
+    params = [SamplingParams(temperature=0, max_tokens=1 + i // 2, logprobs=0, repetition_penalty=1 + i % 2 / 10,
+                             ignore_eos=True) for i in range(16)]  # with a penalty no drafts
+    for output in drafting(lookahead=1).generate([PROMPT] * 16, params, use_tqdm=False):
+        assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
@@ -201,6 +208,27 @@ def test_a_proposer_that_fails(propose, reason, expected):
         assert run_all(llm, PROMPTS, GREEDY) == tokens_of(expected[0])
 
 
+def test_a_proposer_that_exits(expected):
+    """In the middle of `schedule`: the step is undone, and the texts go on without this proposer."""
+    calls = count()
+
+    def propose(token_ids, k):
+        if next(calls) == 12:
+            raise SystemExit
+        return [1] * k
+
+    llm = drafting(method=proposing(propose))
+    requests = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    with pytest.raises(SystemExit):
+        while True:
+            llm.step()
+    assert not llm.scheduler.running
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output for output in llm.step()}
+    assert tokens_of(done[request] for request in requests) == tokens_of(expected[0])
+
+
 @pytest.mark.parametrize("kind", [
     tuple, torch.tensor, lambda tokens: chain(tokens, repeat(1))], ids=["tuple", "tensor", "without an end"])
 def test_integers_of_any_kind_are_drafts(kind, expected):
@@ -232,12 +260,12 @@ def test_a_pool_whose_drafts_are_undecided_takes_no_more_requests_than_others(ex
         llm.step()
     [busy] = [one for one in llm.engines if one.scheduler.running]
     [idle] = [one for one in llm.engines if one is not busy]
-    busy.launch(step := busy.scheduler.schedule())
-    assert step.num_drafts
+    busy.launch()
+    assert not busy.launched[-1][0].may_plan_ahead
     for i in range(4):
         llm.add_request([i + 3, 5, 9], GREEDY)
-    idle.scheduler.schedule()
-    assert sum(placement.pool is idle.scheduler for placement in idle.scheduler.placements) >= 2
+    llm.step()
+    assert busy.launched and len(idle.scheduler.running) >= 2
 
 
 @pytest.mark.parametrize("config, sentence", [

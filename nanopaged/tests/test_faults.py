@@ -1,16 +1,19 @@
 """What goes wrong in a step ends what it must and nothing else, and leaves a usable engine."""
 import math
 import threading
+from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.scheduling.recovery import STEPS_UNTIL_REGROWTH
+from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
+from nanopaged.sampling_params import StructuredOutputsParams
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
+from nanopaged.text.grammar import GrammarSequence
 
 # ---- Requests that fail
 
@@ -92,10 +95,10 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
     expected = llm.generate([long], GREEDY)  # its blocks are in the prefix cache now
     others: list = []
     thread = threading.Thread(target=lambda: others.extend(llm.generate([long], GREEDY)))
-    run = llm.scheduler._run
+    run = llm.scheduler.run
 
     def fail(ids):
-        llm.scheduler._run = lambda seq: planning.set() or has_failed.wait(30) and run(seq)
+        llm.scheduler.run = lambda seq: planning.set() or has_failed.wait(30) and run(seq)
         thread.start()
         assert planning.wait(30)
         panic()
@@ -116,7 +119,7 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
     grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
     seq = llm.requests[ids[0]].sequences[0]
-    seq.listener = llm.requests[ids[0]].samples[0]
+    seq.__class__ = GrammarSequence
     seq.sampling = seq.sampling._replace(grammar=SimpleNamespace(**grammar))
     results = finished(llm)
     assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
@@ -176,6 +179,23 @@ def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
                     return output.outputs[0].token_ids
 
     assert run(fails_at, lookahead=1) == run(fails_at, lookahead=0) == run(0, lookahead=0)
+
+
+def test_a_token_that_is_drawn_again_counts_once():
+    """With a grammar a step is sampled when it is read, or by the next launch, and again if that fails."""
+    pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
+    params = SamplingParams(temperature=0, max_tokens=8, frequency_penalty=2.0,
+                            structured_outputs=StructuredOutputsParams(regex="[a-d]{9}"))
+    llm = load()
+    expected = tokens_of(llm.generate(PROMPT, params))
+    llm.runner.rows.last_tokens = table = Mock(wraps=llm.runner.rows.last_tokens)
+    table.index_copy_.side_effect = [DEFAULT, torch.OutOfMemoryError("for once"), *[DEFAULT] * 30]
+    rid = llm.add_request(PROMPT, params)
+    results = {}
+    while llm.has_unfinished_requests():
+        with suppress(torch.OutOfMemoryError):
+            results |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+    assert [results[rid]] == expected
 
 
 # ---- Memory and blocks

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
+import engine
 from nanopaged import SamplingParams
 from nanopaged.device import graphs
 from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling import additions
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
@@ -181,7 +181,7 @@ def test_recording_while_another_thread_uses_the_device():
 
 
 def test_a_short_chunk_as_rows_of_one_token_each():
-    seqs = [additions.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
+    seqs = [engine.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
     batch = StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
                              [10, 4, 7], [2, 0, 1])
     rows, last_rows = graphs.one_token_rows(batch, [0, 2])

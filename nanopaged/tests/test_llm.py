@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
+from nanopaged.device.choices import widest_window
 from nanopaged.inputs import OPTIONS
-from nanopaged.scheduling.window import widest_window
 from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, shared, tokens_of
 
 # ---- Requests

@@ -206,7 +206,7 @@ def test_interrupts_while_waiting_for_the_gpu_and_after_each_step_lose_nothing()
     llm, interrupts = load("llama2", lookahead=1), [3, 5]
     rid, launch, output = llm.add_request([5, 6, 7], GREEDY), llm.runner.launch, None
     update = llm.scheduler.update
-    llm.scheduler.update = lambda *args: (update(*args), signal.raise_signal(signal.SIGINT))
+    llm.scheduler.update = lambda *args: (update(*args), signal.raise_signal(signal.SIGINT))[0]
 
     def interrupted(step):
         assert len(llm.engine.launched) <= 1

@@ -3,19 +3,22 @@
 The editor is seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
 knows one sequence, as Python lists.
 """
+import itertools
 import math
 import random
 from copy import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import Sequence
+from nanopaged.device import logits as logits_module
 from nanopaged.device.logits import LogitsEditor, encode_bad_words
 from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
-from nanopaged.scheduling.additions import Sequence
 from nanopaged.tests.helpers import GOLDEN
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -392,3 +395,30 @@ def test_bad_words_are_banned_with_and_without_a_space_before(name, words, token
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
         encode_bad_words(["bad", " "], load_tokenizer(GOLDEN / "tokenizers" / "gpt2"))
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
+def test_a_start_that_fails_leaves_the_tables_of_other_rows(device, monkeypatch, fails_at):
+    """A runs, and no memory is left for a table of B. Then A samples, and C takes B's row."""
+    editor = editor_for(device)
+    a, b, c = (sequence(row, SamplingParams(bad_words=words), bad_words=bans) for row, words, bans in (
+        (0, ["x"], [[4, 5, 6]]), (1, ["y"], [[4, 5, 6, 7, 8]]), (1, None, [])))
+    editor.start([a])
+    logits, rows, positions = normal(1, VOCAB).to(device), *torch.tensor([[0], [1]], device=device)
+    expected, resize, calls = editor(logits, rows, positions), logits_module._resize, itertools.count(1)
+
+    def fail(*args, **options):
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError
+        return resize(*args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(logits_module, "_resize", fail)
+        editor.start([b])
+    assert torch.equal(editor(logits, rows, positions), expected)
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(torch.Tensor, "index_fill_", Mock(side_effect=torch.OutOfMemoryError))
+        editor.start([b])
+    b.row = -1
+    editor.start([c])
+    assert editor.slots.tolist()[:2] == [1, 0]

@@ -10,9 +10,9 @@ from dataclasses import fields
 import pytest
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.cli.frames import VERSION, Frame, letters
 from nanopaged.cli.main import main
-from nanopaged.cli.page import Page
+from nanopaged.features.frames import VERSION, Frame, letters
+from nanopaged.features.page import Page
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import interrupted_at
 from nanopaged.tests.test_trace import Witness, cascading, plan
@@ -255,7 +255,7 @@ def example(tmp_path_factory) -> tuple[dict, dict]:
     path = tmp_path_factory.mktemp("page") / "run.html"
     assert main([*EXAMPLE, "--trace", str(path)]) == 0
     run = run_of(path.read_text())
-    result = played(path, look := list(range(45)))
+    result = played(path, look := list(range(46)))
     assert_played(run, result, look)
     return run, result
 
@@ -271,9 +271,10 @@ def test_a_browser_plays_the_run_of_the_readme(example):
     assert "block 1" in result["tour"][6][2] and all(shown["lines"] for shown in result["shown"][:24:3])
     assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("right guesses") == 1
     causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
-    assert causes[0][:6] == ["arrived", "arrived", "taken", "samples", "registered", "found"]  # A0; A1; B0
+    assert causes[0][:5] == ["arrived", "arrived", "taken", "registered", "found"]  # A0; B0
+    assert causes[1][:4] == ["samples", "samples", "copied", "copied"]  # A1 and B1 have forked
     assert [kinds[:3] for kinds in causes if "preempted" in kinds and "taken" in kinds] == [
-        ["taken", "preempted", "taken"]]  # A0 takes the last free block, so that A1 finds none
+        ["preempted", "taken", "taken"], ["taken", "preempted", "decode"]]  # B1 for A1; then B0 finds no block itself
     assert any("; right guesses: 3 of 3." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     # Enter on a block, space twice, space on the slider, and Alt with an arrow, which is the browser's.
@@ -321,11 +322,13 @@ def test_what_the_page_says_is_true(example):
             assert not taker or f"{taker[0]} needs a block" in shown["words"]
             kinds.add("by another" if taker else "itself")
     assert kinds == {"recompute", "by another", "itself"}
-    returned = next(shown for frame, (_, _, shown) in zip(frames, steps) if frame["work"][0][1] == "recompute")
+    returned = next(shown for frame, (_, _, shown) in zip(frames, steps)
+                    if any(row[1] == "recompute" for row in frame["work"]))
     assert "blocks 0 4, free but not overwritten yet" in returned["words"]  # by B0, before B1 comes
     assert "blocks 0 4, also held by B0" in returned["words"]
-    assert "those more than 23 before a query, outside of its window" in returned["attention"]
-    assert "block 0, also held by A0 and A1" in result["shown"][0]["words"]
+    masked = "those more than 23 before a query, outside of its window"
+    assert any(masked in shown["attention"] for shown in result["shown"])
+    assert "block 0, also held by A0" in result["shown"][0]["words"]
     texts = re.findall(r'Its text: "(.*)"\.', "\n".join(shown["words"] for shown in result["shown"]))
     assert len(texts) == 4 and texts[0].endswith("I'll not") and texts[3].endswith("\\nF")  # the last tokens too
 

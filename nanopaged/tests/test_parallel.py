@@ -30,8 +30,19 @@ from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.peers import ExchangeStore, NcclPeers
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, ROOT, complaint, expectations, load, shared, tokens_of
-from nanopaged.tests.test_data_parallel import from_one_pool, texts
+from nanopaged.tests.helpers import (
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    ROOT,
+    complaint,
+    expectations,
+    from_one_pool,
+    load,
+    shared,
+    texts,
+    tokens_of,
+)
 from nanopaged.tests.test_families import assert_golden
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config

@@ -106,8 +106,8 @@ def test_the_names_beside_those_of_vllm_exist():
 
 
 def test_a_room_imports_from_no_room_above():
-    ranks = dict(cli=5, api=4, device=3, scheduling=2, weights=1, text=1)
-    rooms = "`cli`, `api`, `device`, `scheduling`, then `weights` and `text`, then the single files"
+    ranks = dict(cli=5, api=4, device=3, weights=1, text=1)
+    rooms = "`cli`, `api`, `device`, then `weights` and `text`, then the single files"
     assert rooms in PLAIN
 
     for file in (ROOT / "nanopaged").rglob("*.py"):
@@ -173,7 +173,7 @@ def test_how_many_lines_there_are_to_read():
 
     tour = README.split("## The tour")[1].split("## Reference")[0]
     chapters = [ROOT / f"{name}.py" for name in ("kernel", "model", "engine")]
-    rooms = [file for folder in ("", "cli", "api", "scheduling", "device", "weights", "text")
+    rooms = [file for folder in ("", "cli", "api", "features", "device", "weights", "text")
              for file in (ROOT / "nanopaged" / folder).glob("*.py")]
     plain_kernel = chapters[0].read_text().split("\n# In Triton")[0].count("\n")
     device = [ROOT / "nanopaged" / "device" / name for name in ("step_input.py", "runner.py", "transfer.py")]

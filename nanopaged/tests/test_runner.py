@@ -117,7 +117,8 @@ for path, mib, *options in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, and a limit on a process's memory that holds")
+@pytest.mark.skipif(CUDA or sys.platform != "linux", reason="needs /proc, a limit on a process's memory that holds, "
+                    "and a torch that takes as little memory at its start as one without CUDA")
 def test_whatever_lacks_memory_at_the_start_gets_a_sentence(tmp_path):
     """Weights of 146 MiB fit, and beside them no random tensor of 49 MiB. Rope's table takes 128 MiB, and what it is
     computed from as much again."""

@@ -17,7 +17,7 @@ import ctypes
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -163,6 +163,27 @@ class _Vocabulary:
         return tokens
 
 
+class GrammarSequence(engine.Sequence):
+    """A text that a grammar follows."""
+    drafts: Sequence[int] = ()  # with drafts, those that are not decided yet
+
+    def append(self, token: int) -> None:
+        """Append the token and those that must follow. Then samples under way continue another text. K and V of the
+        sampled token, which a step under way may have computed, belong to this one."""
+        params, end = self.sampling.params, len(self.token_ids) + 1
+        # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
+        may_force = params.logprobs is None and not (params.edits_logits or params.logits_processors)
+        try:
+            new = self.sampling.grammar.on_token(self, token, may_force)
+        except BaseException as error:  # other sequences of the step have their tokens still to come
+            self.stop_reason, new = f"the grammar failed: {error!r}", [-1]
+        for token in new:
+            if self.status is not engine.Status.FINISHED:
+                super().append(token)
+        if len(new) > 1:
+            self.num_computed_tokens, self.num_pending_tokens = min(self.num_computed_tokens, end), 0
+
+
 class Grammar:
     """Follows one text: what may come next, and what must."""
 
@@ -173,8 +194,7 @@ class Grammar:
         return Grammar(self.matcher.deep_copy(), self.compiler)
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
-        """The tokens to append, as Listener.on_token returns them: the sampled one and those that must follow.
-        -1 ends the sequence with an error."""
+        """The tokens to append: the sampled one and those that must follow. -1 ends the sequence with an error."""
         new, is_text = [token], token >= 0 and token not in self.eos_token_ids
         if is_text:
             self.matcher.consume_token(token)

@@ -1,5 +1,4 @@
-"""Drafts: several tokens of a sequence in one step (speculative decoding; Leviathan et al. 2023). An addition to
-chapter 3.
+"""Drafts: several tokens of a sequence in one step (speculative decoding; Leviathan et al. 2023).
 
 A decode step reads all weights for one token of each sequence. Computing a few tokens more takes hardly longer while
 the batch is small. So the next tokens are guessed, and the step computes the guesses along, each in a row of its own.
@@ -24,22 +23,22 @@ because every layer writes all K and V before it attends. Each row reads the con
 same tokens would read once, and still takes less time. On an H200 attention of 6 rows and of a chunk of 6 takes 7 us
 and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens.
 
-**Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, additions.py), because its guesses
+**Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, engine.py), because its guesses
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
 too, and compares the guesses with the tokens that come. With many running sequences all rest, and none guesses.
 """
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
 from nanopaged import engine
+from nanopaged.device.step_input import StepInput
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
-from nanopaged.scheduling.additions import Scheduler, SchedulerOutput, Sequence
 
 DEFAULTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 MOST_TOKENS = 64  # of a draft
@@ -91,59 +90,20 @@ class Drafter:
         self.guess: list[int] = []
         self.start = 0  # the position of the guess
         self.mean_right = 0.0  # the moving average of a guess's tokens that came true
+        self.rests = True  # it guesses at most to compare, and its sequence may look ahead
         self.metrics = RequestMetrics()
 
-    def extend(self, seq: Sequence, step: SchedulerOutput, scheduler: Scheduler) -> None:
-        """Let a planned step compute guesses after the sequence's last token, with what the sequences of the step have
-        left of the token budget and of the free blocks."""
-        index, manager = step.seqs.index(seq), scheduler.block_manager
-        most = min(step.budget, manager.max_chunk - step.num_tokens[index], seq.max_len - len(seq.token_ids) - 1)
-        try:
-            drafts = self._drafts(seq, step.num_tokens[index], scheduler)[:max(0, most)]
-        except BaseException:  # the proposer's, or a warning that is an error
-            scheduler.undo(step)
-            raise
-        # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
-        while drafts and not engine.BlockManager.allocate(manager, seq, len(seq.token_ids) + len(drafts)):
-            drafts.pop()
-        seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
-        if drafts:
-            place = step.sampled.index(seq) + 1
-            step.num_tokens[index] += num_drafts
-            step.budget -= num_drafts
-            step.sampled[place:place] = [seq] * num_drafts  # the token after each draft
-            step.positions[place:place] = range(seq.num_computed_tokens + 1, seq.num_computed_tokens + num_drafts + 1)
-            step.num_drafts += num_drafts
-            seq.num_computed_tokens += num_drafts
-            seq.num_pending_tokens += num_drafts
-            self._count(1, num_drafts)
+    def propose(self, token_ids: list[int], num_running: int) -> list[int]:
+        """Guesses after these tokens, as long as they pay and few sequences run."""
+        are_many = num_running > self.drafting.most_drafting
+        if not are_many:
+            self._guess(token_ids)
+        self.rests = are_many or self.mean_right < self.drafting.pays
+        return [] if self.rests else self.guess[len(token_ids) - self.start:]
 
-    def decide(self, seq: Sequence, sample: int) -> bool:
-        """Take the first undecided draft. Whether it is the token sampled in its place."""
-        is_right = seq.drafts.pop(0) == sample
-        self._count(0, 0, is_right)
-        return is_right
-
-    def _count(self, *numbers: int) -> None:
+    def count(self, *numbers: int) -> None:
         for one in (self, self.drafting):
             one.metrics += RequestMetrics(*numbers)
-
-    def _drafts(self, seq: Sequence, num_tokens: int, scheduler: Scheduler) -> list[int]:
-        """num_tokens: that the step computes of the sequence already"""
-        are_many = len(scheduler.running) > self.drafting.most_drafting
-        if not are_many:
-            self._guess(seq.token_ids)
-        seq.may_look_ahead = are_many or self.mean_right < self.drafting.pays
-        end, manager = len(seq.token_ids), scheduler.block_manager
-        if seq.may_look_ahead or num_tokens > 1 or seq.num_computed_tokens != end:  # drafts follow one known token
-            return []
-        # Another sample may share the last block. A copy of it would miss what this step writes there.
-        if end % manager.block_size and manager.ref_counts[seq.block_table[end // manager.block_size]] > 1:
-            return []
-        drafts = self.guess[end - self.start:]
-        if seq.sampling.grammar:
-            drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
-        return drafts
 
     def _guess(self, token_ids: list[int]) -> None:
         """Guess anew if the tokens that came have decided the last guess: one was wrong, or all were right."""
@@ -164,6 +124,89 @@ class Drafter:
             if not isinstance(error, Exception):
                 raise
             warnings.warn(f"a sequence goes on without drafts, because its proposer failed: {error!r}")
+
+
+class DraftSequence(engine.Sequence):
+    """A text with drafts. While they are undecided, the next input is not known yet: it is the token after the last
+    right draft."""
+    drafter: Drafter
+    drafts: Sequence[int] = ()  # in a scheduled step, those that are not decided yet
+
+    @property
+    def num_new_tokens(self) -> int:
+        num_new = super().num_new_tokens
+        if self.drafts or not self.drafter.rests:
+            num_new = min(num_new, len(self.token_ids) - self.num_computed_tokens)
+        return num_new
+
+    def append(self, token: int) -> None:
+        """Append the token sampled in place of the first undecided draft. After a wrong draft the other samples under
+        way continue another text, and K and V from the draft's position on belong to that text."""
+        end, is_right = len(self.token_ids), True
+        if self.drafts:
+            draft, *self.drafts = self.drafts
+            is_right = draft == token
+            self.drafter.count(0, 0, is_right)
+        super().append(token)
+        if not is_right:
+            self.num_computed_tokens, self.num_pending_tokens = min(self.num_computed_tokens, end), 0
+        if not self.num_pending_tokens:  # a grammar may have forced tokens: they replace the drafts
+            self.drafts = ()
+
+
+def drafts_of(seq: engine.Sequence) -> Sequence[int]:
+    return seq.drafts if isinstance(seq, DraftSequence) else ()
+
+
+class DraftingScheduler(engine.Scheduler):
+    """Steps also compute drafts, with what their sequences leave of the token budget and of the free blocks."""
+
+    def schedule(self) -> engine.SchedulerOutput:
+        step, manager = super().schedule(), self.block_manager
+        try:
+            for index, seq in enumerate(step.seqs):
+                if isinstance(seq, DraftSequence):
+                    self._extend(seq, index, step)
+        except BaseException:  # the proposer's, or a warning that is an error
+            self.undo(step)
+            raise
+        step.num_held_blocks = manager.num_blocks - manager.num_free_blocks
+        return step
+
+    def _extend(self, seq: DraftSequence, index: int, step: engine.SchedulerOutput) -> None:
+        """Let the step compute drafts after the sequence's last token."""
+        end, drafts = len(seq.token_ids), seq.drafter.propose(seq.token_ids, len(self.running))
+        follow = step.num_tokens[index] == 1 and seq.num_computed_tokens == end  # one token, which is known
+        drafts = drafts[:min(step.budget, seq.max_len - end - 1)] if follow else []
+        if drafts and seq.sampling.grammar:
+            drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
+        # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
+        while drafts and not engine.BlockManager.allocate(self.block_manager, seq, end + len(drafts)):
+            drafts.pop()
+        seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
+        if drafts:
+            place = step.sampled.index(seq) + 1
+            step.num_tokens[index] += num_drafts
+            step.budget -= num_drafts
+            step.sampled[place:place] = [seq] * num_drafts  # the token after each draft
+            step.positions[place:place] = range(end + 1, end + num_drafts + 1)
+            step.may_plan_ahead = False
+            seq.num_computed_tokens += num_drafts
+            seq.num_pending_tokens += num_drafts
+            seq.drafter.count(1, num_drafts)
+
+
+class DraftInput(StepInput):
+    """A step with drafts: a sequence's last token and its drafts are a row each."""
+
+    @staticmethod
+    def has_rows(seq: engine.Sequence, num_tokens: int) -> bool:
+        return num_tokens == 1 or bool(drafts_of(seq))
+
+    @staticmethod
+    def input_id(seq: engine.Sequence, position: int) -> int:
+        place, drafts = position - len(seq.token_ids), drafts_of(seq)
+        return drafts[place] if drafts and place >= 0 else StepInput.input_id(seq, position)
 
 
 class Drafting:
@@ -191,7 +234,7 @@ class Drafting:
                              f"{longest}")
         if method != "ngram" and not callable(method):
             raise ValueError("the method in speculative_config must be 'ngram', or a function that returns a Proposer "
-                             f"(nanopaged/scheduling/drafts.py), not {method!r:.80}")
+                             f"(nanopaged/features/drafts.py), not {method!r:.80}")
         self.make_proposer: Callable[[], Proposer] = method if callable(method) else partial(Ngram, longest, shortest)
         self.vocab_size, self.metrics = vocab_size, RequestMetrics()
         self.most_drafting, self.pays = MOST_DRAFTING, PAYS
@@ -204,3 +247,9 @@ class Drafting:
         """None: penalties, bans and logits processors look at the tokens before each token, and drafts are not among
         these yet."""
         return None if params.edits_logits or params.logits_processors else Drafter(self)
+
+    @staticmethod
+    def metrics_of(sequences: Iterable[engine.Sequence]) -> RequestMetrics | None:
+        """Of a request; None if none of its sequences drafts."""
+        found = [seq.drafter.metrics for seq in sequences if isinstance(seq, DraftSequence)]
+        return sum(found, RequestMetrics()) if found else None

@@ -36,15 +36,15 @@ candidates those of the better parent come first, in the caller's order, where t
 """
 import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 from nanopaged import engine
+from nanopaged.api.samples import fork
 from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
-from nanopaged.scheduling.additions import Scheduler, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +129,57 @@ class BeamGroup:
 # The search in the engine
 # --------------------------------------------------------------------------------------------------
 
+class BeamSequence(engine.Sequence):
+    """A live beam. The search picks its tokens, not the sampler. After a step it is paused, without a token to compute,
+    until `extend` appends one."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        return min(super().num_new_tokens, len(self.token_ids) - self.num_computed_tokens)
+
+    def append(self, token: int) -> None:
+        """Leave the sampled token out."""
+
+    def extend(self, token: int) -> None:
+        super().append(token)
+
+
 class BeamSearch:
     """The search of one prompt in the engine, a request like any other (request.py). Each live beam is a sequence, and
-    beams share the blocks of their common prefix. The search is the listener of all its sequences: a beam that has its
-    candidates pauses until all live beams have theirs, and then `branch` appends the tokens."""
+    beams share the blocks of their common prefix. A beam that has its candidates pauses until all live beams have
+    theirs, and then `branch` appends the tokens.
+
+    scheduler_of: gives the scheduler of a sequence's pool
+    """
     is_reported = False  # LLM.step returns no outputs of it
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], group: BeamGroup, arrival: int,
-                 scheduler: Scheduler, tokenizer: Any = None) -> None:
+                 scheduler_of: Callable[[engine.Sequence], Any], tokenizer: Any = None) -> None:
         self.prompt, self.prompt_token_ids, self.group, self.arrival = prompt, prompt_token_ids, group, arrival
-        self.request_id, self.scheduler, self.tokenizer = f"beam {arrival}", scheduler, tokenizer
+        self.request_id, self.scheduler_of, self.tokenizer = f"beam {arrival}", scheduler_of, tokenizer
         self.sampling = SequenceSampling(SamplingParams(temperature=0), num_logprobs=group.num_candidates)
-        self.candidates: dict[Sequence, list[tuple[int, float]]] = {}
+        self.candidates: dict[BeamSequence, list[tuple[int, float]]] = {}
         self.free_numbers = [*range(1, group.beam_width), 0]  # numbers that no live beam has; the last one is used next
         self.sequences = [self._new_beam()]  # the live beams, best first
 
-    def _new_beam(self) -> Sequence:
-        return Sequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
-                        len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
-                        sampling=self.sampling, listener=self, may_look_ahead=False)
+    def _new_beam(self) -> BeamSequence:
+        return BeamSequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
+                            len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
+                            sampling=self.sampling)
 
-    def on_token(self, seq: Sequence, token: int, logprobs: Any) -> list[int]:
-        """Listener's method: keep the candidates; no token is appended yet."""
+    def hear(self, seq: BeamSequence, token: int, logprobs: tuple) -> None:
+        """Keep the candidates for a beam's next token."""
         self.candidates[seq] = list(zip(*logprobs[2:]))
-        return []
 
-    def take(self, seq: Sequence) -> None:
+    def give_way(self) -> None:
+        """Nothing can be computed: all that run are paused, and their blocks keep out the first waiting sequence, which
+        fits into an empty pool. So the beams give up their blocks, and `branch` queues each one again."""
+        for beam in self.sequences:
+            if beam.status is engine.Status.RUNNING:
+                self.scheduler_of(beam).release(beam)
+                beam.status = engine.Status.WAITING
+
+    def take(self, seq: BeamSequence) -> None:
         """A step has given this beam its candidates, and with those of the last one the search goes on. Or the beam was
         aborted."""
         if seq.finish_reason and seq in self.sequences:
@@ -172,17 +197,28 @@ class BeamSearch:
         parents = [beams[index] for index, _ in origins]
         for beam in beams:
             if beam not in parents:
-                self.scheduler.finish(beam, "abort")
+                self.scheduler_of(beam).finish(beam, "abort")
                 self._forget(beam)
-        children: list[Sequence] = []
+        children: list[BeamSequence] = []
         for parent in parents:
-            children.append(self._new_beam() if parent in children else parent)
-            if children[-1] is not parent:
-                self.scheduler.fork(parent, children[-1])
+            children.append(self._fork(parent) if parent in children else parent)
         for child, (_, token) in zip(children, origins):
-            child.append(token)
-            self.scheduler.resume(child)
+            child.extend(token)
+        for child in children:
+            scheduler = self.scheduler_of(child)
+            if child.status is engine.Status.WAITING and child not in scheduler.waiting:
+                scheduler.add(child)
         self.sequences, self.candidates = children, {}
+
+    def _fork(self, parent: BeamSequence) -> BeamSequence:
+        """A beam with the parent's tokens. If a batch row is free, it goes on where the parent is, with the same
+        blocks. Otherwise its tokens are computed again."""
+        child, scheduler, num_computed = self._new_beam(), self.scheduler_of(parent), parent.num_computed_tokens
+        child.token_ids, child.num_cached_tokens = list(parent.token_ids), parent.num_cached_tokens
+        hit = engine.PrefixHit(parent.block_table, num_computed, parent.prefix_key, parent.num_cached_blocks)
+        if fork(scheduler, parent, child, hit):
+            child.num_computed_tokens = num_computed  # the last token, too: its logits are there
+        return child
 
     @property
     def finished(self) -> bool:
@@ -192,8 +228,7 @@ class BeamSearch:
     def num_new_tokens(self) -> int:
         return sum(len(beam.token_ids) for beam in self.group.live + self.group.ended)
 
-    def _forget(self, beam: Sequence) -> None:
-        beam.listener = None  # the beam and the search would keep each other in memory
+    def _forget(self, beam: BeamSequence) -> None:
         self.free_numbers.append(beam.order[2])
 
     def output(self) -> RequestOutput:

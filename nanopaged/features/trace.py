@@ -11,7 +11,7 @@ A `Trace` prints the frames of a run (frames.py), as they come. A step of two pr
 
 With data_parallel_size each step is one GPU's. Its section shows all pools, and where it admitted sequences to:
 
-      placed      C on GPU 1: its next step has 24 tokens with it, 39 on GPU 0
+      placed      C on GPU 1
       pool 0      AAAA______  4 held (0 shared), 0 free but cached, 6 empty
       pool 1      BBBCCC____  6 held (0 shared), 0 free but cached, 4 empty
 
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanopaged.cli.frames import NULL, Frame, Frames, Words, holders_of
+from nanopaged.features.frames import NULL, Frame, Frames, Words, holders_of
 from nanopaged.progress import counted
 
 WIDTH = 100  # columns of a line
@@ -95,7 +95,7 @@ class Trace:
         if frame.waits:
             self._say(*frame.waits[0])
             self._items("", [name for name, _ in frame.waits[1:]], "behind it: ", " ")
-        self._placements(frame)
+        self._items("placed", [f"{name} on GPU {pool}" for name, pool in frame.placed])
         for pool in range(self.run["pools"] if frame.kind == "step" else 0):
             self._pool(pool)
         self._moves(frame)
@@ -109,15 +109,6 @@ class Trace:
                                   + (" (V2)" if is_v2 else " in turn (V1)")
                                   for name, count, num_splits, length, is_v2 in frame.attention if num_splits > 1],
                     "" if self.run["attention"] == "triton" else "on a GPU (torch does not split): ")
-
-    def _placements(self, frame: Frame) -> None:
-        lines = []
-        for name, pool, offers, has_samples in frame.placed:
-            others = "".join(f", {count} on GPU {other}" for other, count in offers if other != pool)
-            why = (f"its next step has {dict(offers)[pool]} tokens with it{others}" if offers else
-                   "its samples are there" if has_samples else "the last sequence there gives way to it")
-            lines.append(("placed", f"{name} on GPU {pool}: {why}"))
-        self._lines(lines)
 
     def _work(self, name: str, kind: str, start: int, end: int, samples: bool, num_drafts: int) -> str:
         """The tokens that a sequence computes in this step."""

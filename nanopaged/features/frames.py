@@ -1,8 +1,8 @@
 """What a run did, as data: a frame for each change of the engine, which is the difference of two of its states.
 
-`Frames` is an observer (Scheduler.observers). It takes a picture of the sequences after each change, compares it with
-the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py plays them. The engine
-computes the same with it and without it.
+`Traced` is put on the class of each scheduler, and tells `Frames` of each change. `Frames` takes a picture of the
+sequences, compares it with the picture before, and gives a Frame to whoever shows it: trace.py prints frames, page.py
+plays them. The engine computes the same with it and without it.
 
 Sequences are named A, B, C in the order of arrival. Samples of one prompt, and beams, are named A0, A1, A2.
 """
@@ -10,19 +10,17 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from nanopaged import engine, kernel, tiles
-from nanopaged.api.beam import BeamSearch
-from nanopaged.device.step_input import StepInput
-from nanopaged.scheduling.additions import NULL, SchedulerOutput, Sequence
-from nanopaged.scheduling.window import widest_window
+from nanopaged.device.choices import widest_window
+from nanopaged.features.beam import BeamSearch, BeamSequence
 
-VERSION = 1  # of the frames in a file
+VERSION = 2  # of the frames in a file
+NULL = -1  # in a block table: a block that left the sliding window (swapping.py)
 Words = str | list[int]  # a text; token ids if the LLM has no tokenizer
 MOST_WORDS = 100  # tokens of a text that a frame repeats
 events = partial(field, default_factory=list)  # of one kind
@@ -43,7 +41,7 @@ class Frame:
     # logits, nothing is written), "recompute", "forced", or why it waits (end 0)
     work: list = events()
     waits: list = events()  # [name, why]
-    placed: list = events()  # [name, pool, [[pool, tokens of its next step], ..], samples there]
+    placed: list = events()  # [name, pool]
     # [name, tokens, shared blocks, with those that held them at that moment, blocks that were free]
     found: list = events()
     swapped_in: list = events()  # [name, host blocks, blocks]
@@ -74,8 +72,66 @@ class Frame:
     seqs: dict = field(default_factory=dict)  # new name -> [request, sample, prompt tokens, most tokens it may have]
 
 
+class Traced(engine.Scheduler):
+    """A Scheduler that calls each of its watchers after a change: watch(change, what the method of this name has
+    changed, what was sampled). "begin": a step is going to be scheduled; "release": a beam gave up its blocks."""
+    watchers: list[Callable[..., object]]
+    is_changing = False
+
+    @classmethod
+    def watch(cls, scheduler: Any, watch: Callable[..., object]) -> None:
+        """Put this class on that of the scheduler."""
+        if not isinstance(scheduler, Traced):
+            scheduler.__class__, scheduler.watchers = type("Traced", (Traced, type(scheduler)), {}), []
+        scheduler.watchers.append(watch)
+
+    def unwatch(self, watch: Callable[..., object]) -> None:
+        """Take the class back with the last watcher."""
+        self.watchers.remove(watch)
+        if not self.watchers:
+            del self.watchers
+            self.__class__ = type(self).__bases__[1]
+
+    def tell(self, *change: Any) -> None:
+        for watch in self.watchers:
+            watch(*change)
+
+    def schedule(self) -> engine.SchedulerOutput:
+        self.tell("begin")
+        step = super().schedule()
+        self.tell("schedule", step)
+        return step
+
+    def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> list:
+        appended = super().update(step, sampled)
+        self.tell("update", step, sampled)
+        return appended
+
+    def finish(self, seq: engine.Sequence, *reasons: Any) -> None:
+        self.is_changing = True
+        try:
+            super().finish(seq, *reasons)
+        finally:
+            self.is_changing = False
+        self.tell("finish", seq)
+
+    def undo(self, step: engine.SchedulerOutput) -> None:
+        self.is_changing = True
+        try:
+            super().undo(step)
+        finally:
+            self.is_changing = False
+        self.tell("undo", step)
+
+    def release(self, seq: engine.Sequence) -> None:
+        super().release(seq)
+        if not self.is_changing and seq.status is engine.Status.RUNNING:
+            self.tell("release", seq)
+
+
 class Seen(NamedTuple):
     """A sequence in a picture, running or waiting."""
+    pool: int | None = None  # None: it waits for a GPU
     table: list[int] = []  # its block table
     host_table: list[int] = []
     num_known: int = 0  # tokens
@@ -83,10 +139,10 @@ class Seen(NamedTuple):
     num_allowed: int | None = None  # tokens that may come next, if it runs and has a grammar
 
 
-class Picture(dict[Sequence, Seen]):
+class Picture(dict[engine.Sequence, Seen]):
     """The sequences that run and wait between two changes; another one has nothing."""
 
-    def __missing__(self, seq: Sequence) -> Seen:
+    def __missing__(self, seq: engine.Sequence) -> Seen:
         return Seen()
 
 
@@ -98,7 +154,7 @@ class Frames:
         self.schedulers = [one.scheduler for one in llm.engines]
         self.managers = [scheduler.block_manager for scheduler in self.schedulers]
         self.letters: dict[int, str] = {}  # arrival -> the request's name
-        self.numbers: dict[SchedulerOutput, int] = {}  # launched step -> its number
+        self.numbers: dict[engine.SchedulerOutput, int] = {}  # launched step -> its number
         self.counter = itertools.count()
         self.last: list[int | None] = [None] * len(self.schedulers)  # the number of the pool's step scheduled last
         self.most_computed = Counter[tuple]()  # order of a sequence -> the most tokens computed for it
@@ -110,42 +166,52 @@ class Frames:
         self.lens: dict[str, int] = {}
         self.cached: Collection[tuple[int, int]] = set()  # (pool, block)
         # sequence -> (number of its tokens, its detokenizer)
-        self.texts: WeakKeyDictionary[Sequence, tuple[int, Any]] = WeakKeyDictionary()
-        observers = ExitStack()
-        self.close = observers.close
-        for pool, scheduler in enumerate(self.schedulers):
-            scheduler.observers.append(observer := partial(self._observe, pool))
-            observers.callback(scheduler.observers.remove, observer)
+        self.texts: WeakKeyDictionary[engine.Sequence, tuple[int, Any]] = WeakKeyDictionary()
+        self.running = WeakSet[engine.Sequence](self.picture)  # sequences that a step was told of
+        self.placed = WeakSet[engine.Sequence](self.picture)  # sequences whose pool is known
+        self.watchers = [partial(self._observe, pool) for pool in range(len(self.schedulers))]
+        for scheduler, watch in zip(self.schedulers, self.watchers):
+            Traced.watch(scheduler, watch)
+
+    def close(self) -> None:
+        for scheduler, watch in zip(self.schedulers, self.watchers):
+            scheduler.unwatch(watch)
+        self.watchers = []
 
     def header(self) -> dict[str, Any]:
         """What stays the same over the run."""
         manager, config, runner = self.managers[0], self.llm.config, self.llm.runner
         values = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # K and V of a token
         return dict(version=VERSION, model=self.llm.path.name, pools=len(self.schedulers), blocks=manager.num_blocks,
-                    block_size=manager.block_size, host_blocks=manager.num_host_blocks, window=manager.window,
+                    block_size=manager.block_size, host_blocks=vars(manager).get("num_host_blocks", 0),
+                    window=vars(manager).get("window", 0),
                     max_num_seqs=self.schedulers[0].max_num_seqs, layers=config.num_layers,
                     bytes_per_token=values * runner.kv_dtype.itemsize,
                     attention="triton" if runner.kernels is kernel.TRITON else "torch")
 
     def _take_picture(self) -> Picture:
         picture = Picture()
-        for seq in self.llm.scheduler.running + self.llm.scheduler.waiting:
-            grammar = seq.sampling.grammar if seq.block_table else None
-            picture[seq] = Seen(list(seq.block_table), list(seq.host_table), len(seq.token_ids), list(seq.drafts),
-                                grammar and grammar.num_allowed())
+        for pool, scheduler in enumerate(self.schedulers):
+            host_tables = vars(scheduler.block_manager).get("host_tables", {})
+            for seq in scheduler.running + scheduler.waiting:
+                grammar = seq.sampling.grammar if seq.block_table else None
+                picture[seq] = Seen(pool, list(seq.block_table), list(host_tables.get(seq, ())), len(seq.token_ids),
+                                    list(vars(seq).get("drafts", ())), grammar and grammar.num_allowed())
+        for seq in self.llm.scheduler.waiting:  # with a router, those that have no pool yet
+            picture.setdefault(seq, Seen(num_known=len(seq.token_ids)))
         return picture
 
-    def _observe(self, pool: int, change: str, of: Any) -> None:
+    def _observe(self, pool: int, change: str, *of: Any) -> None:
         before, self.picture = self.picture, self._take_picture()
         if beams := self._beams():
             self._tell(Frame("beams", pool, self.last[pool], beams=beams))
         make = getattr(self, f"_after_{change}", None)
-        if make and (frame := make(pool, before, of)):
+        if make and (frame := make(pool, before, *of)):
             self._tell(frame)
 
     def _tell(self, frame: Frame) -> None:
         """Add the difference between the state and what was told of it."""
-        tables = {self._name(seq): [self.managers.index(seq.pool), seen.table, seen.host_table]
+        tables = {self._name(seq): [seen.pool, seen.table, seen.host_table]
                   for seq, seen in self.picture.items() if seen.table or seen.host_table}
         lens = {self._name(seq): seq.num_computed_tokens for seq, seen in self.picture.items() if seen.table}
         cached = {(pool, block): None for pool, manager in enumerate(self.managers) for block in manager.key_of_block}
@@ -157,7 +223,7 @@ class Frames:
                 self._tell_text(seq, frame)
         self.show(frame)
 
-    def _tell_text(self, seq: Sequence, frame: Frame) -> None:
+    def _tell_text(self, seq: engine.Sequence, frame: Frame) -> None:
         """The tokens that were not told before. A token that ends within a character is told as its bytes; the one that
         completes the character has it."""
         name = self._name(seq)
@@ -183,16 +249,20 @@ class Frames:
 
     # ---- a step, when it is scheduled
 
-    def _after_schedule(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame | None:
+    def _after_schedule(self, pool: int, before: Picture, step: engine.SchedulerOutput) -> Frame | None:
         scheduler, several = self.schedulers[pool], len(self.schedulers) > 1
-        running, placements = scheduler.running, scheduler.placements if several else []
-        waiting = sorted(scheduler.waiting + (scheduler.queue if several else []), key=engine.by_order)
+        running, waiting = scheduler.running, list(scheduler.waiting)
+        if several:
+            waiting = sorted(waiting + self.llm.scheduler.queue.waiting, key=engine.by_order)
         self.last[pool] = None
-        if several and not (running or waiting or placements):
+        if several and not (running or waiting):
             return None  # other GPUs have all that is under way
         frame = Frame("step" if step.seqs else "idle", pool, None, budget=scheduler.max_num_batched_tokens)
         self._arrivals(frame)
-        self._placements(placements, frame)
+        if several:
+            new = [seq for seq, seen in self.picture.items() if seen.pool == pool and seq not in self.placed]
+            frame.placed = [[self._name(seq), pool] for seq in sorted(new, key=engine.by_order)]
+            self.placed.update(new)
         if not step.seqs:
             return frame
         frame.step = self.last[pool] = self.numbers[step] = next(self.counter)
@@ -204,53 +274,43 @@ class Frames:
         self._moves(pool, before, step, frame)
         self._attention(step, frame)
         for seq in step.seqs:
-            if seq.drafts:  # custom proposers say where they found them, or not
+            if drafts := self.picture[seq].drafts:  # custom proposers say where they found them, or not
                 found = getattr(seq.drafter.proposer, "found", None)
                 where = None if found is None else found + len(seq.token_ids) - seq.drafter.start
-                frame.drafted.append([self._name(seq), self._words(seq.drafts), where,
-                                      self._pieces(self._detokenizer(), seq.drafts)])
-            num_computed = seq.num_computed_tokens - len(seq.drafts)
+                frame.drafted.append([self._name(seq), self._words(drafts), where,
+                                      self._pieces(self._detokenizer(), drafts)])
+            num_computed = seq.num_computed_tokens - len(drafts)
             self.most_computed[seq.order] = max(num_computed, self.most_computed[seq.order])
         return frame
 
     def _arrivals(self, frame: Frame) -> None:
-        new = [seq for seq in self.picture if seq.order[1] not in self.letters]
-        for seq in sorted(new, key=lambda seq: seq.order[1:]):
-            priority, arrival, _ = seq.order
-            if arrival not in self.letters:
-                self.letters[arrival] = letters(len(self.letters))
-                prompt = seq.token_ids[:seq.num_prompt_tokens]
-                frame.arrived.append([[], priority, len(prompt), self._words(prompt)])
-            frame.arrived[-1][0].append(self._name(seq))
+        """New requests, with all samples, also those that fork later."""
+        new = {seq.order[1]: seq for seq in self.picture if seq.order[1] not in self.letters}
+        for arrival, seq in sorted(new.items()):
+            self.letters[arrival] = letters(len(self.letters))
+            prompt = seq.token_ids[:seq.num_prompt_tokens]
+            names = list(map(self._name, self.llm.requests[seq.request_id].sequences))
+            frame.arrived.append([names, seq.order[0], len(prompt), self._words(prompt)])
 
-    def _placements(self, placements: list, frame: Frame) -> None:
-        """The GPUs of the sequences that were placed before this step, and the reasons (data_parallel.py)."""
-        samples = None
-        for seq, pool, offers in placements:
-            has_samples = seq.samples is samples is not None or pool.runs_here(seq.samples, but=seq)
-            samples = seq.samples
-            frame.placed.append([self._name(seq), pool.index,
-                                 [[other.index, offer.num_tokens] for other, offer in offers.items()], has_samples])
-
-    def _work(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> tuple:
+    def _work(self, seq: engine.Sequence, num_tokens: int, step: engine.SchedulerOutput) -> tuple:
         """The tokens that a running sequence computes in this step: (kind, first, end, whether it samples, drafts)."""
         end, num_prompt_tokens = seq.num_computed_tokens, seq.num_prompt_tokens
         start, most = end - num_tokens, self.most_computed[seq.order]
         if not num_tokens:
-            why = (" for the other beams" if self._candidates(seq) else " for its token" if seq.num_new_tokens <= 0 else
+            why = (" for the other beams" if self._is_paused(seq) else " for its token" if seq.num_new_tokens <= 0 else
                    "" if step.budget else ": the token budget is spent")
             return f"waits{why}", 0, 0, False, 0
         if start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
             kind = "again"
-        elif seq.drafts or num_tokens == 1 and start >= num_prompt_tokens:
+        elif self.picture[seq].drafts or num_tokens == 1 and start >= num_prompt_tokens:
             kind = "decode"
         elif start >= max(num_prompt_tokens, most):
             kind = "forced"  # by a grammar, which leaves no choice about these tokens
         else:
             kind = "recompute" if end > num_prompt_tokens or start < most else "prompt"
-        return kind, start, end, seq in step.sampled, len(seq.drafts)
+        return kind, start, end, seq in step.sampled, len(self.picture[seq].drafts)
 
-    def _why_not(self, seq: Sequence, scheduler: Any, step: SchedulerOutput) -> str:
+    def _why_not(self, seq: engine.Sequence, scheduler: Any, step: engine.SchedulerOutput) -> str:
         """A reason why the first waiting sequence was not admitted. The others stay behind this sequence."""
         manager = scheduler.block_manager
         if seq in step.preempted:
@@ -261,55 +321,63 @@ class Frames:
             why = f"free blocks needed {num_needed}, there are {manager.num_free_blocks}"
         else:
             why = "too few blocks were free when its turn came" if step.budget else "the token budget is spent"
-        return "waits" + " on the host" * bool(seq.host_table) + f": {why}"
+        return "waits" + " on the host" * bool(self.picture[seq].host_table) + f": {why}"
 
-    def _moves(self, pool: int, before: Picture, step: SchedulerOutput, frame: Frame) -> None:
+    def _moves(self, pool: int, before: Picture, step: engine.SchedulerOutput, frame: Frame) -> None:
         """The events of blocks: found, swapped in, slid out, taken, evicted, copied, registered, preempted."""
         manager, running = self.managers[pool], self.schedulers[pool].running
         holders = holders_of({self._name(seq): seq.block_table for seq in running})
-        there = {self._name(seq) for seq in running if before[seq].table}  # and those admitted before the next one
-        came, went = dict(step.swaps_in), {host: block for block, host in step.swaps_out}
+        # Samples have forked since the last step, as if admitted with the blocks of the prompt.
+        forks = {seq for seq in running if seq.num_hit_tokens and before[seq].table and seq not in self.running}
+        forks = {seq for seq in forks if not isinstance(seq, BeamSequence)}
+        held_before = holders_of({self._name(seq): before[seq].table for seq in running})
+        # and those admitted before the next one
+        there = {self._name(seq) for seq in running if before[seq].table and seq not in forks}
+        swaps_in, swaps_out = (vars(step).get(name, []) for name in ("swaps_in", "swaps_out"))
+        came, went = dict(swaps_in), {host: block for block, host in swaps_out}
         for seq in running:
-            name, table, (old, host_table, *_) = self._name(seq), seq.block_table, before[seq]
+            name, table, (_, old, host_table, *_) = self._name(seq), seq.block_table, before[seq]
             hosts = [host for host in host_table if host in came]
             moved = [came[host] for host in hosts]
             num_old = len(old) or engine.cdiv(seq.num_hit_tokens, manager.block_size)
             given = [block for block in _real(table[:num_old]) if block not in moved]
-            if given and not old:  # the sequence was admitted in this step
-                others = {block: [other for other in holders[block] if other in there] for block in given}
+            if given and (not old or seq in forks):  # the sequence was admitted in this step
+                held = held_before if seq in forks else holders
+                others = {block: [other for other in held.get(block, ()) if other in there] for block in given}
                 frame.found.append([name, min(seq.num_hit_tokens, len(given) * manager.block_size),
                                     [block for block in given if others[block]],
                                     list(dict.fromkeys(itertools.chain(*others.values()))),
                                     [block for block in given if not others[block]]])
             there.add(name)
+            self.running.add(seq)
             if hosts:
                 frame.swapped_in.append([name, hosts, moved])
             frame.slid_out += [[name, block] for block, now in zip(old, table) if now == NULL != block]
             if new := table[num_old:]:
                 frame.taken.append([name, new])
-        reused = {block for _, block in step.copies + step.swaps_in}.union(*(blocks for _, blocks in frame.taken))
+        reused = {block for _, block in step.copies + swaps_in}.union(*(blocks for _, blocks in frame.taken))
         frame.evicted = [block for gpu, block in self.cached if gpu == pool and block in reused]
         frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         frame.registered = list(step.cached)
         for seq in step.preempted:
-            hosts = _real(seq.host_table)
+            hosts = _real(self.picture[seq].host_table)
             blocks = [went[host] for host in hosts] or _real(before[seq].table)
             frame.preempted.append([self._name(seq), blocks, hosts])
 
-    def _attention(self, step: SchedulerOutput, frame: Frame) -> None:
+    def _attention(self, step: engine.SchedulerOutput, frame: Frame) -> None:
         """The kernel's splits of a decoding sequence's context, at the first decode and whenever they change.
 
         Several programs may compute the splits side by side (vLLM's V2), or one program computes them in turn (V1, as
         without splits). If torch computes attention, a context without splits is not mentioned.
         """
         runner, whole = self.llm.runners[frame.pool], (1, 0, False)
-        batch = StepInput.of(step, self.managers[0].block_size, runner.cascade)
+        batch = runner.step_input.of(step, self.managers[0].block_size, runner.cascade)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
         shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
         if shape:  # a CUDA graph is recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
         for seq, count in zip(step.seqs, step.num_tokens):
-            if count == 1 or seq.drafts:
+            if count == 1 or self.picture[seq].drafts:
                 num_splits, length = splits_of(self.llm, seq.num_computed_tokens)
                 num_programs = tiles.programs_per_context(size * self.llm.config.num_kv_heads,
                                                           tiles.split_bound(longest))
@@ -324,7 +392,7 @@ class Frames:
 
     # ---- the results of a step, and what happens between two steps
 
-    def _after_update(self, pool: int, before: Picture, step: SchedulerOutput) -> Frame:
+    def _after_update(self, pool: int, before: Picture, step: engine.SchedulerOutput, drawn: engine.Sampled) -> Frame:
         number = self.numbers.pop(step, None)
         frame = Frame("tokens", pool, number, late=number != self.last[pool])
         sampled = list(dict.fromkeys(step.sampled))  # once each: with drafts a sequence samples several tokens
@@ -333,8 +401,9 @@ class Frames:
             new = known = seq.token_ids[seen.num_known:]
             if seq not in before:
                 new, notes["dropped"] = [], True  # it had ended
-            elif candidates := self._candidates(seq):
-                new, notes["best_of"] = [candidates[0][0]], len(candidates)
+            elif isinstance(seq, BeamSequence) and drawn.logprobs:
+                candidates = drawn.logprobs[step.sampled.index(seq)][2]
+                new, notes["best_of"] = [candidates[0]], len(candidates)
             elif known and seen.num_allowed is not None:
                 new, notes["allowed"] = known[:1], seen.num_allowed
                 if forced := known[1:]:
@@ -344,38 +413,38 @@ class Frames:
                 notes["drafts"] = len(seen.drafts)
             frame.sampled.append([self._name(seq), self._words(new) if new else None, notes])
         ended = [seq for seq in sampled if seq in before and seq.finish_reason]
-        frame.ended = [self._end(seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
+        frame.ended = [self._end(pool, seq, before, ended[i + 1:]) for i, seq in enumerate(ended)]
         for seq in ended:
             self._tell_text(seq, frame)  # its last tokens: it is in no queue any more
         return frame
 
     def _beams(self) -> list[list]:
         """The beams that have got a token that was not told, those of a search in its order: best first."""
-        searches = dict.fromkeys(seq.listener for seq in sorted(self.picture, key=engine.by_order)
-                                 if isinstance(seq.listener, BeamSearch) and seq.order[1] in self.letters)
+        searches = [one for one in self.llm.requests.values() if isinstance(one, BeamSearch)
+                    and one.arrival in self.letters]
         beams = []
         for child in itertools.chain(*(search.sequences for search in searches)):
             count, _ = self.texts.get(child, (child.num_prompt_tokens, None))
             if count < len(child.token_ids):
                 parent = None if child in self.texts else next(
                     self._name(seq) for seq, (count, _) in self.texts.items()
-                    if seq.listener is child.listener and seq.token_ids[:count] == child.token_ids[:-1])
+                    if seq.request_id == child.request_id and seq.token_ids[:count] == child.token_ids[:-1])
                 beams.append([self._name(child), self._words(child.token_ids[-1:]), parent, _real(child.block_table)])
         return beams
 
-    def _after_finish(self, pool: int, before: Picture, seq: Sequence) -> Frame | None:
-        return Frame("ended", pool, self.last[pool], ended=[self._end(seq, before)]) if seq in before else None
+    def _after_finish(self, pool: int, before: Picture, seq: engine.Sequence) -> Frame | None:
+        return Frame("ended", pool, self.last[pool], ended=[self._end(pool, seq, before)]) if seq in before else None
 
     _after_release = _after_finish
 
-    def _after_undo(self, pool: int, _: Picture, step: SchedulerOutput) -> Frame | None:
+    def _after_undo(self, pool: int, _: Picture, step: engine.SchedulerOutput) -> Frame | None:
         names = [self._name(seq) for seq in step.seqs + step.preempted]
         return Frame("undone", pool, self.numbers.pop(step, None), undone=names) if names else None
 
-    def _end(self, seq: Sequence, before: Picture, later: Iterable[Sequence] = ()) -> list:
+    def _end(self, pool: int, seq: engine.Sequence, before: Picture, later: Iterable[engine.Sequence] = ()) -> list:
         """Why a sequence has ended, the blocks that it frees, those of them that cannot be found any more, and those
         that others hold. The sequences `later` end after it."""
-        manager: Any = seq.pool  # None: the sequence had no blocks
+        manager = self.managers[pool]
         held_later = {block for other in later for block in before[other].table}
         blocks = _real(before[seq].table)[::-1]
         free = [block for block in blocks if not manager.ref_counts[block] and block not in held_later]
@@ -386,16 +455,16 @@ class Frames:
 
     # ---- names and words
 
-    def _name(self, seq: Sequence) -> str:
+    def _name(self, seq: engine.Sequence) -> str:
         return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
 
     def _words(self, token_ids: list[int]) -> Words:
         text = self.llm.tokenizer and self.llm.tokenizer.decode(token_ids[:MOST_WORDS], skip_special_tokens=False)
         return text or token_ids[:MOST_WORDS]
 
-    def _candidates(self, seq: Sequence) -> list[tuple] | None:
-        """A paused beam's best next tokens, (token, log probability)."""
-        return seq.listener.candidates.get(seq) if isinstance(seq.listener, BeamSearch) else None
+    def _is_paused(self, seq: engine.Sequence) -> bool:
+        search = self.llm.requests.get(seq.request_id)
+        return isinstance(search, BeamSearch) and seq in search.candidates
 
 
 def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
@@ -423,7 +492,7 @@ def holders_of(tables: dict[Any, list[int]]) -> dict[int, list]:
     return holders
 
 
-def _is_beam(seq: Sequence) -> bool:
+def _is_beam(seq: engine.Sequence) -> bool:
     return seq.request_id.startswith("beam")
 
 

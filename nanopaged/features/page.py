@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanopaged.cli.frames import Frame, Frames
+from nanopaged.features.frames import Frame, Frames
 
 UNTOLD = vars(Frame("", 0, None))  # what a field says of a frame in which it is left out
 

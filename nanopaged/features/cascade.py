@@ -29,8 +29,7 @@ another split length, and at the latest after as many steps as a tile has tokens
 import operator
 import os
 
-from nanopaged import tiles
-from nanopaged.scheduling.additions import Sequence
+from nanopaged import engine, tiles
 
 # An entry must spare attention so many tokens (more, if a step would have too many entries). Another launch and the
 # merge take a few microseconds, in which an H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of
@@ -38,7 +37,7 @@ from nanopaged.scheduling.additions import Sequence
 LEAST_TOKENS = 4096
 MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
 
-Batch = list[tuple[Sequence, int]]  # (sequence, number of its new tokens: in decode 1 plus its drafts)
+Batch = list[tuple[engine.Sequence, int]]  # (sequence, number of its new tokens: in decode 1 plus its drafts)
 
 
 class Cascade:
@@ -58,13 +57,11 @@ class Cascade:
         self.tables: list[list[int]] = []  # its block tables
         self.num_steps = 0  # until the next search, if the batch stays the same
         self.found: tuple[Batch, list[int], list[int], int] = [], [], [], 0
-        self.splits: dict[Sequence, tuple[int, int]] = {}  # see `_splits`
+        self.splits: dict[engine.Sequence, tuple[int, int]] = {}  # see `_splits`
 
-    def find(self, batch: Batch) -> tuple[Batch, list[int], list[int], int]:
-        """The batch in the order of a step, the entries one after another, the number of common tokens of each decoding
-        row, and the columns of a tile of queries; nothing of these if nothing is worth an entry. The sequences that
-        decode come first."""
-        decoding = [pair for pair in batch if pair[1] == 1 or pair[0].drafts]
+    def find(self, decoding: Batch) -> tuple[Batch, list[int], list[int], int]:
+        """The decoding sequences in the order of a step, the entries one after another, the number of common tokens of
+        each row, and the columns of a tile of queries; nothing of these if nothing is worth an entry."""
         tables = [seq.block_table for seq, _ in decoding]
         self.num_steps -= 1
         # A sequence that starts over, after a step that failed, has another list, even with the same blocks in it.
@@ -73,8 +70,7 @@ class Cascade:
             self.found = decoding, [], [], 0
             if len({seq.block_table[0] for seq, _ in decoding}) < sum(num_rows for _, num_rows in decoding):
                 self._search(decoding)
-        order, *shared = self.found
-        return order + batch[len(order):], *shared  # type: ignore[return-value]
+        return self.found
 
     def _search(self, decoding: Batch) -> None:
         self.splits = {seq: self._splits(seq, num_rows) for seq, num_rows in decoding}
@@ -90,7 +86,7 @@ class Cascade:
         if entries:
             self.found = order, entries, num_common, tiles.prefix_columns(max(entries[1::4]), self.group)
 
-    def _splits(self, seq: Sequence, num_rows: int) -> tuple[int, int]:
+    def _splits(self, seq: engine.Sequence, num_rows: int) -> tuple[int, int]:
         """(tokens per split, tokens that all rows of a sequence see); 0 tokens if the rows' splits differ in length."""
         lens = seq.num_computed_tokens - num_rows + 1, seq.num_computed_tokens
         first, last = (tiles.split_length(length, self.tile_n) for length in lens)

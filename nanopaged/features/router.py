@@ -1,0 +1,129 @@
+"""A router over whole engines of chapter 3: one for each GPU, all in one process (data_parallel_size).
+
+    queue        F G ..         in the order of chapter 3: priority, then arrival
+                   |            placed when a GPU's next step has room
+                   +------------------------+------------------------+
+    GPU            0                        1                        2
+    waiting                                 E                                  E was preempted there
+    running        A D                      B                        C
+    its steps      =====|=====|=====|===    ==============|====      ===|===|===|===|===     none waits for another's
+
+**Placement.** A GPU has room for a sequence if its next step has token budget, if a batch row and enough blocks are
+free, and if no sequence that waits there lacks blocks. The sequence goes where the fewest tokens are left to compute
+with it: those of the sequences that are there, and its own without the prefix that this GPU's cache has. Among equals
+it goes where most blocks are free. So it follows its cached prefix, unless another GPU computes the prefix again
+sooner: 64 chats with one system prompt spread over all GPUs, and each GPU computes that prompt once.
+
+A sequence waits while no GPU has room, and so do all behind it in the queue. But if it is more urgent than some that
+run, it goes where the last of these runs, which is then preempted. A placed sequence stays on its GPU, also when it is
+preempted, and its samples or beams fork there.
+"""
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import merge
+from typing import Any
+
+from nanopaged import engine
+
+POLL_SECONDS = 20e-6  # between two looks at the GPUs, while all of them are busy
+
+
+class Pools:
+    """The BlockManagers of all engines as one."""
+
+    def __init__(self, managers: list[engine.BlockManager]) -> None:
+        self.managers, self.block_size = managers, managers[0].block_size
+        self.num_blocks = sum(one.num_blocks for one in managers)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(one.num_free_blocks for one in self.managers)
+
+    def check_idle(self) -> None:
+        for one in self.managers:
+            one.check_idle()
+
+
+class Router:
+    """All engines as one, and their Schedulers as one. recover(engine, error) raises the error of a step, unless a
+    smaller one may succeed. interruptible() is a context for waiting, in which Ctrl-C does no harm."""
+
+    def __init__(self, engines: list[Any], recover: Callable, interruptible: Callable) -> None:
+        self.engines, self.recover, self.interruptible = engines, recover, interruptible
+        self.schedulers = schedulers = [one.scheduler for one in engines]
+        self.block_manager = Pools([one.block_manager for one in self.schedulers])
+        self.max_num_seqs = self.schedulers[0].max_num_seqs  # of each engine
+        self.queue = queue = engine.Scheduler(engine.BlockManager(0, 1), 0, 0)  # where sequences wait, and none runs
+        # The scheduler that has a sequence, or the queue. No method: samples keep it, and must not keep the engines.
+        self.of: Callable = lambda seq: next((one for one in schedulers if seq in one.running + one.waiting), queue)
+        self.add, self.updates = queue.add, deque[engine.Update]()
+        for one in engines:
+            one.updates = self.updates
+
+    @property
+    def waiting(self) -> list[engine.Sequence]:
+        return list(merge(*(one.waiting for one in [self.queue, *self.schedulers]), key=engine.by_order))
+
+    @property
+    def running(self) -> list[engine.Sequence]:
+        return list(merge(*(one.running for one in self.schedulers), key=engine.by_order))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.queue.waiting and all(one.is_idle for one in self.engines)
+
+    def finish(self, seq: engine.Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        self.of(seq).finish(seq, reason, stop_reason)
+
+    def step(self) -> bool:
+        """Launch a step on every GPU that has room for it. If none of these has room for one more, wait until a GPU is
+        done. False: nothing was launched or read."""
+        self._place()
+        launched = [one for one in self.engines if not one.must_read and self._try(one, one.launch)]
+        for step, _ in [one.launched[-1] for one in launched if one.launched]:
+            step.num_held_blocks = self.block_manager.num_blocks - self.block_manager.num_free_blocks
+        if not all(one.must_read for one in launched):
+            return True
+        busy = done = [one for one in self.engines if one.launched]
+        while len(busy) > 1 and not (done := [one for one in busy if self._try(one, one.launched[0][1].is_done)]):
+            with self.interruptible():
+                time.sleep(POLL_SECONDS)
+        for one in done:
+            if one.launched:  # else `is_done` failed, and the engine has recovered
+                self._try(one, one.update)
+        return bool(busy)
+
+    def _try(self, one: Any, act: Callable[[], Any]) -> Any:
+        """The result, or True if this failed and a smaller step of the engine may succeed."""
+        try:
+            return act()
+        except BaseException as error:
+            self.recover(one, error)
+            return True
+
+    def _place(self) -> None:
+        """Place sequences from the front of the queue, as long as there is a GPU for the first one."""
+        loads = {one: sum(seq.num_tokens - seq.num_computed_tokens for seq in one.running + one.waiting)
+                 for one in self.schedulers if self.queue.waiting and len(one.running) < one.max_num_seqs}
+        while self.queue.waiting:
+            seq = self.queue.waiting[0]
+            costs = {one: (load + seq.num_tokens - hit.num_tokens, -one.block_manager.num_free_blocks)
+                     for one, load in loads.items() if has_room(one, load) and (hit := one.block_manager.plan(seq))}
+            if costs:
+                best = min(costs, key=costs.__getitem__)
+                loads[best], _ = costs[best]
+            elif seq.order > yields_to(best := max(self.schedulers, key=yields_to)):
+                break
+            best.add(self.queue.waiting.pop(0))
+
+
+def has_room(one: engine.Scheduler, load: int) -> bool:
+    """Whether a step of so many tokens has budget for more, a batch row is free, and none that waits lacks blocks."""
+    return (load < one.max_num_batched_tokens and len(one.running) + len(one.waiting) < one.max_num_seqs
+            and all(map(one.block_manager.plan, one.waiting[:1])))
+
+
+def yields_to(one: engine.Scheduler) -> tuple:
+    """A sequence that is earlier in the order preempts the last running one, and none that waits does so already."""
+    return min((seq.order for seq in one.waiting[:1] + one.running[-1:]), default=())
