@@ -105,7 +105,7 @@ class LLM(Core):
         with self.lock:
             self.abort(*self.requests)
             self.lock.is_closed = True
-            self.engines.clear()  # Pools has the same list
+            self.engines.clear()  # the router has the same list
             del self.engine, self.runner, self.runners
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 

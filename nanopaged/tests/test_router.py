@@ -1,7 +1,7 @@
 """Several engines in one process: where requests go, and the loop.
 
 A CPU counts as any number of devices, so everything but speed is tested without a GPU. The random operations of
-test_paged.py run with 1 to 3 engines, too.
+test_random_operations.py run with 1 to 3 engines, too.
 """
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
