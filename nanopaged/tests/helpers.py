@@ -249,12 +249,13 @@ def pools(count, model="qwen3", **options):
 
 
 def run(llm, prompts, params):
-    """The requests' outputs. Every pool keeps its promises after each step."""
-    requests, done = [llm.add_request(*pair) for pair in zip(prompts, params)], {}
+    """The requests' outputs. After each step all books are right, and no sequence has changed its engine."""
+    requests, done, homes = [llm.add_request(*pair) for pair in zip(prompts, params)], {}, {}
     while llm.has_unfinished_requests():
         done |= {output.request_id: output for output in llm.step()}
         for one in llm.engines:
             check_books(one.scheduler)
+            assert all(homes.setdefault(seq, one) is one for seq in one.scheduler.running + one.scheduler.waiting)
     llm.scheduler.block_manager.check_idle()
     return [done[request] for request in requests]
 

@@ -5,56 +5,35 @@ test_random_operations.py run with 1 to 3 engines, too.
 """
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import count, cycle
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from nanopaged import BeamSearchParams, SamplingParams, engine
+from nanopaged import SamplingParams, engine
 from nanopaged.api import assemble
 from nanopaged.cli.main import main
 from nanopaged.device import choices
 from nanopaged.features.recovery import recover
 from nanopaged.features.router import Router
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, complaint, freed_at_once, let_fail, load, tokens_of
-
-PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
-SETTINGS = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
-            SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
-            SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1, presence_penalty=0.7)]
-BEAMS = BeamSearchParams(beam_width=3, max_tokens=6)
-
-
-def pools(count, model="qwen3", **options):
-    return load(model, **dict(data_parallel_size=count, device="cpu", block_size=4, num_blocks=200) | options)
-
-
-def run(llm, prompts, params):
-    """The requests' outputs. After each step all books are right, and no sequence has changed its engine."""
-    requests, done, homes = [llm.add_request(*pair) for pair in zip(prompts, params)], {}, {}
-    while llm.has_unfinished_requests():
-        done |= {output.request_id: output for output in llm.step()}
-        for one in llm.engines:
-            check_books(one.scheduler)
-            assert all(homes.setdefault(seq, one) is one for seq in one.scheduler.running + one.scheduler.waiting)
-    llm.scheduler.block_manager.check_idle()
-    return [done[request] for request in requests]
-
-
-def texts(llm):
-    """What mixed requests generate, and the number of preemptions."""
-    outputs, num_preempted = run(llm, PROMPTS, cycle(SETTINGS)), llm.counts.num_preemptions
-    beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
-    llm.scheduler.block_manager.check_idle()
-    found = [[(sample.token_ids, sample.finish_reason) for sample in output.outputs] for output in outputs]
-    return found + [[beam.tokens for beam in output.sequences] for output in beams], num_preempted
-
-
-@cache
-def from_one_pool(**options):
-    return texts(pools(1, **options))[0]
+from nanopaged.tests.helpers import (
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    SETTINGS,
+    check_books,
+    complaint,
+    freed_at_once,
+    from_one_pool,
+    let_fail,
+    load,
+    pools,
+    run,
+    texts,
+    tokens_of,
+)
 
 
 @pytest.mark.parametrize("size, options", [
