@@ -44,10 +44,10 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
-from nanopaged.cli.batch import open_file
+from nanopaged.features.batch import open_file
+from nanopaged.features.huggingface import ADDED_TOKEN
 from nanopaged.outputs import RequestMetrics
 from nanopaged.text.byte_level import CHAR_OF
-from nanopaged.text.huggingface import ADDED_TOKEN
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
@@ -639,8 +639,8 @@ def server(quick: bool) -> None:
 @contextmanager
 def serving(llm: LLM) -> Iterator[int]:
     """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
-    from nanopaged.api.openai import Serving
-    from nanopaged.api.server import Server, bind
+    from nanopaged.features.server.app import Server, bind
+    from nanopaged.features.server.openai import Serving
     server, listener = Server(Serving(llm, "bench", llm.chat_prompt), "127.0.0.1", None), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listener]))
     thread.start()

@@ -817,7 +817,7 @@ def as_bytes(x: Tensor) -> Tensor:
 # Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
 #
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
-# in one launch where plain torch needs several, and products of few rows. `nanopaged/device/fused.py` puts them into
+# in one launch where plain torch needs several, and products of few rows. `nanopaged/features/fused.py` puts them into
 # the model, and graphs.py beside it into sampling. Each names the plain form that it replaces. What does not
 # depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
 # --------------------------------------------------------------------------------------------------
@@ -911,7 +911,7 @@ def _activate(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize` of nanopaged/weights/fp8.py, in one launch."""
+    """`quantize` of nanopaged/features/fp8.py, in one launch."""
     (num_rows, size), padded = x.shape, tiles.next_power_of_2(x.shape[1])
     out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, 1, dtype=torch.float32)
     quantize_rows_kernel[(num_rows,)](x, out, scale, SIZE=size, PADDED=padded, num_warps=min(16, max(4, padded // 512)),

@@ -248,7 +248,7 @@ def compute_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tens
 
 class Modules(NamedTuple):
     """The classes that a Transformer is made of, and a function. A runner may pass others, which compute the same
-    faster (nanopaged/device/last_layer.py, and fused.py on a GPU) or on several GPUs."""
+    faster (nanopaged/features/last_layer.py, and fused.py on a GPU) or on several GPUs."""
     embedding: type[Embedding] = Embedding
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer

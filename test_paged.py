@@ -26,10 +26,9 @@ import model
 from engine import Sampled, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
 from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
-from nanopaged.api import samples
-from nanopaged.device import last_layer, rectangles
-from nanopaged.device.logits import encode_bad_words
 from nanopaged.device.step_input import StepInput
+from nanopaged.features import last_layer, rectangles, samples
+from nanopaged.features.edits import encode_bad_words
 from nanopaged.tests.fake_model import ARRIVALS, fake, sequence
 from nanopaged.tests.helpers import (
     BUNDLED,
@@ -366,7 +365,7 @@ def test_the_counters_of_a_sequence(lookahead, text):
 
 
 def test_the_two_samples_of_the_drawing():
-    """As api/samples.py draws them."""
+    """As features/samples.py draws them."""
     model = fake()
     a, b = samples_of(2, model, range(6))
     model.scheduler.add(a)
@@ -386,7 +385,7 @@ def test_the_two_samples_of_the_drawing():
 
 
 def test_a_block_has_one_key():
-    """As api/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
+    """As features/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
     model = fake(num_blocks=6)
     manager, other, (a, b) = model.scheduler.block_manager, sequence(range(4)), samples_of(2, model, range(9))
     for seq in (other, a):

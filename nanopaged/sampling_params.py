@@ -29,7 +29,7 @@ def _are_texts(texts: Iterable[Any]) -> bool:
 
 @settings
 class StructuredOutputsParams:
-    """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/text/grammar.py enforces it.
+    """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/features/grammar.py enforces it.
 
     json: a JSON schema, as a dict or as text. The text is compact JSON, its properties in the schema's order
     regex: a regular expression for the whole text (Rust's syntax, without look-around and back-references)
@@ -229,7 +229,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether nanopaged/device/logits.py changes the logits before sampling; logits processors do not count."""
+        """Whether nanopaged/features/edits.py changes the logits before sampling; logits processors do not count."""
         return bool(self.has_penalty or self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
@@ -298,4 +298,4 @@ class SequenceSampling(NamedTuple):
     bad_words: list[list[int]] = []  # as token ids
     num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
     num_prompt_logprobs: int | None = None  # the same for each prompt token
-    grammar: Any = None  # a nanopaged.text.grammar.Grammar
+    grammar: Any = None  # a nanopaged.features.grammar.Grammar

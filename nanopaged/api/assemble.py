@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import last_layer
 from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels, widest_window
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
+from nanopaged.features import last_layer
+from nanopaged.features.fp8 import read_weights
+from nanopaged.weights.build import as_checkpoint
 from nanopaged.weights.checkpoint import find_on_disk
-from nanopaged.weights.fp8 import read_weights
-from nanopaged.weights.split import as_checkpoint
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
@@ -19,12 +19,12 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
     """The directory of a checkpoint: a bundled name, a path, or a name on the Hub ("Qwen/Qwen3-0.6B").
 
     A name on the Hub is looked up in the cache of the Hugging Face tools, and otherwise downloaded into that cache, at
-    `revision` (a branch, tag or commit). nanopaged/weights/hub.py describes the download, its errors, and the other
+    `revision` (a branch, tag or commit). nanopaged/features/hub.py describes the download, its errors, and the other
     arguments. `find_on_disk` describes the errors of other models.
     """
     path = find_on_disk(model, revision)
     if path is None:
-        from nanopaged.weights.hub import download
+        from nanopaged.features.hub import download
         path = download(str(model), revision, check, without_weights, token, cache)
     return path
 
@@ -50,7 +50,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: 
         runner_class, kernels = pick_runner(options.attention, device, is_eager)
         more |= dict(device=device, kernels=kernels)
         if num_ranks > 1:
-            from nanopaged.device.workers import make_driver
+            from nanopaged.features.tensor_parallel.workers import make_driver
             runners = [make_driver(runner_class, num_ranks, config, tensors, path, pool, options.swap_space, **more)]
             break
         if not (is_eager or runner_class.fused):
@@ -64,9 +64,9 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: 
 def pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
     kernels, runner = pick_kernels(attention, device), Runner
     if kernels is kernel.TORCH and not enforce_eager:
-        from nanopaged.device.rectangles import KERNELS as kernels
+        from nanopaged.features.rectangles import KERNELS as kernels
     if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
-        from nanopaged.device.graphs import GraphRunner as runner
+        from nanopaged.features.graphs import GraphRunner as runner
     return runner, kernels
 
 

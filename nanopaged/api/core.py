@@ -119,7 +119,7 @@ class Core:
         params.check_logprobs(self.options.max_logprobs)
         bad_words = []
         if params.bad_words:
-            from nanopaged.device.logits import encode_bad_words
+            from nanopaged.features.edits import encode_bad_words
             bad_words = encode_bad_words(params.bad_words, self.require_tokenizer())
         if params.stop:
             self.require_tokenizer()  # without one there is no text to find them in
@@ -150,7 +150,7 @@ class Core:
                 vars(seq).update(attributes)
             sequences.append(seq)
         if params.n > 1:
-            from nanopaged.api.samples import Samples
+            from nanopaged.features.samples import Samples
             Samples(sequences, self.scheduler_of)  # sets `samples` of each
         return sequences
 
@@ -158,19 +158,19 @@ class Core:
         """What sample j of a request asks for: subclasses of Sequence, and the attributes of each."""
         kinds: dict[type, dict[str, Any]] = {}
         if params.n > 1:
-            from nanopaged.api.samples import SampleSequence
+            from nanopaged.features.samples import SampleSequence
             kinds[SampleSequence] = {}
         if self.drafting and (drafter := self.drafting.drafter(params)):
             from nanopaged.features.drafts import DraftSequence
             kinds[DraftSequence] = dict(drafter=drafter)
         if params.structured_outputs:
-            from nanopaged.text.grammar import GrammarSequence
+            from nanopaged.features.grammar import GrammarSequence
             kinds[GrammarSequence] = {}
         if params.logits_processors:
-            from nanopaged.device.logits import ProcessedSequence
+            from nanopaged.features.edits import ProcessedSequence
             kinds[ProcessedSequence] = {}
         if (count := params.prompt_logprobs) is not None and j == 0:
-            from nanopaged.device.logprobs import PromptSequence
+            from nanopaged.features.logprobs import PromptSequence
             num_values = max(1, count) if count >= 0 else self.config.vocab_size
             most = max(1, self.prompt_logprobs_values // num_values)
             kinds[PromptSequence] = dict(max_chunk=min(PROMPT_LOGPROBS_CHUNK, most))
@@ -192,7 +192,7 @@ class Core:
         if self.tokenizer is None:
             raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
         if self.grammars is None:
-            from nanopaged.text.grammar import GrammarCompiler
+            from nanopaged.features.grammar import GrammarCompiler
             self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
         return self.grammars
 

@@ -24,7 +24,7 @@ class LLM(Core):
     dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32",
         "float16" ("half") or "bfloat16"
     device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
-    quantization: "fp8": matrices in 8 bits, of an ordinary checkpoint, too (nanopaged/weights/fp8.py); None: if they
+    quantization: "fp8": matrices in 8 bits, of an ordinary checkpoint, too (nanopaged/features/fp8.py); None: if they
         are stored so, and not in blocks
     load_format: "auto", or "dummy": random weights from config.json alone; a tokenizer is read where there is one
     block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
@@ -49,11 +49,11 @@ class LLM(Core):
     data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
         swap_space are per GPU (nanopaged/features/router.py)
     tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
-        (nanopaged/device/parallel.py)
+        (nanopaged/features/tensor_parallel/parallel.py)
     speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/features/drafts.py)
     enforce_eager: the plain path, one step after the other: no CUDA graphs, no small kernels, no lookahead; in torch
         attention computes one sequence after the other
-    warm_up: record every step size before the first request, not when a step first needs it (device/graphs.py)
+    warm_up: record every step size before the first request, not when a step first needs it (features/graphs.py)
     seed: of the model's dummy weights and of the requests that bring none of their own
     vllm_options: other options of vLLM, ignored where they have no meaning here (inputs.VLLM_OPTIONS) or ask for
         nothing; one that asks for a missing feature raises ValueError
@@ -111,9 +111,9 @@ class LLM(Core):
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for scripts: `encode`, `decode`, `apply_chat_template` and the special tokens, as
-        in transformers (ScriptTokenizer in nanopaged/text/chat.py). ValueError if there is none that can be read."""
+        in transformers (ScriptTokenizer in features/chat_template.py). ValueError if there is none that can be read."""
         if self.script_tokenizer is None:
-            from nanopaged.text.chat import ScriptTokenizer
+            from nanopaged.features.chat_template import ScriptTokenizer
             self.script_tokenizer = ScriptTokenizer(self.require_tokenizer(), self.tokenizer_path)
         return self.script_tokenizer
 
@@ -242,13 +242,13 @@ class LLM(Core):
                     tools: list[dict] | None = None, add_generation_prompt: bool = True,
                     continue_final_message: bool = False, chat_template_content_format: str = "auto") -> dict:
         """A conversation as a prompt, by the checkpoint's chat template or the one given. ValueError if it has none,
-        or for messages that it does not take. nanopaged/text/chat.py tells from the template whether it reads content
-        as a string or as a list of parts: chat_template_content_format is "auto"."""
+        or for messages that it does not take. features/chat_template.py tells from the template whether it reads
+        content as a string or as a list of parts: chat_template_content_format is "auto"."""
         tokenizer = self.require_tokenizer()
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
-        from nanopaged.text.chat import NO_CHAT_TEMPLATE, load_chat_template
+        from nanopaged.features.chat_template import NO_CHAT_TEMPLATE, load_chat_template
         if chat_template not in self.chat_templates:
             self.chat_templates[chat_template] = load_chat_template(self.tokenizer_path, chat_template)
         template = self.chat_templates[chat_template]

@@ -1,9 +1,9 @@
 """The command line behind `python engine.py`: prompts in, text on stdout, everything else on stderr.
 
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
-    --prompts FILE     many: see nanopaged/cli/batch.py
+    --prompts FILE     many: see nanopaged/features/batch.py
     --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
-    --serve            OpenAI's API over HTTP: see nanopaged/api/server.py
+    --serve            OpenAI's API over HTTP: see nanopaged/features/server/app.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
@@ -26,9 +26,9 @@ from types import NoneType
 from typing import Any
 
 from nanopaged import __version__
-from nanopaged.api.tools import FORMATS, THINKERS, find_parser
-from nanopaged.cli.batch import PromptFile, open_file
 from nanopaged.cli.status import Progress, fold, say
+from nanopaged.features.batch import PromptFile, open_file
+from nanopaged.features.server.tools import FORMATS, THINKERS, find_parser
 from nanopaged.inputs import OPTIONS, refuse_unknown
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
@@ -113,7 +113,7 @@ def _run(args, llm_class) -> int:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
         beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     if args.serve:
-        from nanopaged.api.server import bind  # starlette and uvicorn, or a sentence
+        from nanopaged.features.server.app import bind  # starlette and uvicorn, or a sentence
         listener = bind(args.host, args.port)
     if args.prompts is not None:
         settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", args.chat_template,
@@ -149,14 +149,14 @@ def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
     if args.serve:
-        from nanopaged.api.server import serve
+        from nanopaged.features.server.app import serve
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
         return serve(_serving(llm, args, render), args.host, listener, key, (args.allowed_hosts or "").split(","))
     if prompt_file:
         return prompt_file.run(llm, params, _serving(llm, args, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        from nanopaged.cli.chat import converse
+        from nanopaged.features.conversation import converse
         return converse(system, render, partial(_stream, llm, params), llm.max_model_len)
     prompts = args.prompt
     if args.chat:
@@ -176,8 +176,8 @@ def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile
 
 def _serving(llm, args, render: Callable[..., dict]) -> Any:
     """What reads requests in OpenAI's format."""
-    from nanopaged.api.openai import Serving
-    from nanopaged.text.chat import load_chat_template
+    from nanopaged.features.chat_template import load_chat_template
+    from nanopaged.features.server.openai import Serving
     found = load_chat_template(llm.tokenizer_path, args.chat_template)
     tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
     return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)

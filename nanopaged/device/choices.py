@@ -6,10 +6,10 @@ import torch
 
 from nanopaged import kernel, model, tiles
 from nanopaged.features.cascade import Cascade
+from nanopaged.features.fp8 import FP8
+from nanopaged.features.tensor_parallel.split import split_config
 from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
-from nanopaged.weights.fp8 import FP8
-from nanopaged.weights.split import split_config
 
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 

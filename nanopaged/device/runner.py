@@ -38,18 +38,18 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel, model
-from nanopaged.device import choices, transfer, warmup
-from nanopaged.device.fused import with_fp8
-from nanopaged.device.logits import LogitsEditor
-from nanopaged.device.masks import Masker
+from nanopaged.device import choices, transfer
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
 from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
-from nanopaged.weights.build import build_model
-from nanopaged.weights.fp8 import in_fp8
-from nanopaged.weights.split import random_tensors
+from nanopaged.features import warmup
+from nanopaged.features.edits import LogitsEditor
+from nanopaged.features.fp8 import in_fp8
+from nanopaged.features.fused import with_fp8
+from nanopaged.features.masks import Masker
+from nanopaged.weights.build import build_model, random_tensors
 
 # StepInput.lists on the device, int32
 StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows "

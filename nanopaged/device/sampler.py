@@ -16,16 +16,16 @@ from nanopaged import engine, kernel
 from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
 
 if TYPE_CHECKING:
-    from nanopaged.device.logits import LogitsEditor
+    from nanopaged.features.edits import LogitsEditor
 
 
 class SamplingNeeds(NamedTuple):
     """The sampling features that at least one sequence of a batch needs."""
     greedy: bool = False  # every sequence is greedy, so nothing is drawn
     filters: bool = False  # top_k, top_p or min_p
-    edits: bool = False  # penalties, biases, bans: nanopaged/device/logits.py
+    edits: bool = False  # penalties, biases, bans: nanopaged/features/edits.py
     processors: list[tuple] = []  # see LogitsEditor.__call__
-    grammars: list[tuple] = []  # (index, sequence, position) of those that have one: nanopaged/device/masks.py
+    grammars: list[tuple] = []  # (index, sequence, position) of those that have one: nanopaged/features/masks.py
     num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
 
     @classmethod

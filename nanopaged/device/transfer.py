@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device import logprobs
-from nanopaged.device.logits import LogitsEditor
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
+from nanopaged.features import logprobs
+from nanopaged.features.edits import LogitsEditor
 
 
 def on_its_device(method: Callable) -> Callable:

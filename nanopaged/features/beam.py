@@ -42,7 +42,7 @@ from operator import itemgetter
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.api.samples import fork
+from nanopaged.features.samples import fork
 from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
 

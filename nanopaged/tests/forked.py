@@ -1,6 +1,6 @@
 """Workers that are forked from one process, which has imported torch once: starting Python for each takes two seconds.
 
-`ForkedWorker` stands in for subprocess.Popen in nanopaged/device/workers.py. What is left behind when rank 0 ends is
+`ForkedWorker` stands in for subprocess.Popen in tensor_parallel/workers.py. What is left behind when rank 0 ends is
 tested with real processes.
 """
 import multiprocessing
@@ -14,7 +14,9 @@ from unittest.mock import Mock
 
 import torch
 
-from nanopaged.device import fused, graphs, parallel, trial, workers
+from nanopaged.device import trial
+from nanopaged.features import fused, graphs
+from nanopaged.features.tensor_parallel import parallel, workers
 from nanopaged.tests.helpers import blank_input, plain_kernels
 from nanopaged.tests.test_graphs import PretendedGraph
 

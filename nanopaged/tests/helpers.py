@@ -17,12 +17,11 @@ import kernel
 import model
 from engine import Status
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
-from nanopaged.device import fused, sampler
-from nanopaged.device.graphs import GraphRunner
-from nanopaged.weights import fp8
-from nanopaged.weights.build import build_model
+from nanopaged.device import sampler
+from nanopaged.features import fp8, fused
+from nanopaged.features.graphs import GraphRunner
+from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
-from nanopaged.weights.split import as_checkpoint
 
 torch.set_num_threads(1)  # models this small gain nothing from more, and on a busy machine threads wait for each other
 CUDA = torch.cuda.is_available()

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.cli.batch import read_line, result_of
 from nanopaged.cli.status import Progress
+from nanopaged.features.batch import read_line, result_of
 from nanopaged.progress import ProgressBar
 from nanopaged.tests.helpers import ROOT
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture

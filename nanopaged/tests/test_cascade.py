@@ -10,9 +10,9 @@ from engine import BlockManager, Sampled, Scheduler, Sequence, Status
 from nanopaged import SamplingParams, tiles
 from nanopaged.features import cascade
 from nanopaged.features.cascade import MOST_ENTRIES, Cascade
+from nanopaged.features.fp8 import FP8
 from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
-from nanopaged.weights.fp8 import FP8
 
 # --------------------------------------------------------------------------------------------------
 # Which sequences have blocks in common

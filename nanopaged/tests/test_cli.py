@@ -660,7 +660,7 @@ class Terminal:
 
 CONVERSATION = """
 import time
-from nanopaged.cli.chat import converse
+from nanopaged.features.conversation import converse
 
 def answer(prompt, said):
     for piece in ("an", "swer", f"ed {prompt['last']!r}\\n"):

@@ -12,10 +12,10 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.drafts import Drafting, Ngram
+from nanopaged.features.grammar import GrammarCompiler
 from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, complaint, expectations, load, run, tokens_of
 from nanopaged.tests.test_families import assert_golden
 from nanopaged.tests.test_graphs import record_graphs
-from nanopaged.text.grammar import GrammarCompiler
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15)] + [PROMPT * 2, [7]]

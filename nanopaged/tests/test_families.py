@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams
-from nanopaged.device import fused
+from nanopaged.features import fused
 from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
     GOLDEN,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.features.grammar import GrammarSequence
 from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
 from nanopaged.sampling_params import StructuredOutputsParams
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
-from nanopaged.text.grammar import GrammarSequence
 
 # ---- Requests that fail
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams, kernel, model
-from nanopaged.device import choices, fused, workers
+from nanopaged.device import choices
+from nanopaged.features import fused
+from nanopaged.features.fp8 import in_fp8, multiply, quantize, read_weights
+from nanopaged.features.tensor_parallel import workers
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import (
     CUDA,
@@ -32,10 +35,9 @@ from nanopaged.tests.helpers import (
 )
 from nanopaged.tests.test_checkpoint import write_index, write_safetensors
 from nanopaged.weights import build
+from nanopaged.weights.build import random_tensors
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.fp8 import in_fp8, multiply, quantize, read_weights
-from nanopaged.weights.split import random_tensors
 
 FP8 = torch.float8_e4m3fn
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 weights are turned into")

@@ -6,11 +6,11 @@ import torch
 
 from model import ACTIVATIONS, LastLayer, Layer, activate
 from nanopaged import LLM, SamplingParams, kernel
-from nanopaged.device import fused as fused_module
-from nanopaged.device import last_layer
-from nanopaged.device.fused import num_partial_products, partial_products
-from nanopaged.device.last_layer import ShortLastLayer
 from nanopaged.device.sampler import mix, pick
+from nanopaged.features import fused as fused_module
+from nanopaged.features import last_layer
+from nanopaged.features.fused import num_partial_products, partial_products
+from nanopaged.features.last_layer import ShortLastLayer
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,

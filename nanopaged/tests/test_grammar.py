@@ -15,11 +15,11 @@ import torch
 from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.device import runner
+from nanopaged.features import grammar as grammars
 from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
-from nanopaged.text import grammar as grammars
 from nanopaged.text.tokenizer import load_tokenizer
 
 WORDS = ["red", "green", "a\"b", "ünï", "日本", "x y", "\\n"]

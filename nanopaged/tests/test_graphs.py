@@ -9,10 +9,10 @@ import torch
 
 import engine
 from nanopaged import SamplingParams
-from nanopaged.device import graphs
-from nanopaged.device.graphs import GraphRunner
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
+from nanopaged.features import graphs
+from nanopaged.features.graphs import GraphRunner
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,

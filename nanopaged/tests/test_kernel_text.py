@@ -9,7 +9,7 @@ import torch
 
 import kernel
 from nanopaged import tiles
-from nanopaged.device import rectangles
+from nanopaged.features import rectangles
 from nanopaged.tiles import cdiv
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine import NO_TOKEN
 from nanopaged import SamplingParams
-from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError
-from nanopaged.api.openai import FIELDS, IGNORED, Serving
+from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
+from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
 from nanopaged.tests.helpers import shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
 from nanopaged.tests.test_tools import merge
@@ -495,7 +495,8 @@ def test_a_prompt_file_in_openais_batch_format(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 def test_a_server_without_its_packages_is_one_sentence(monkeypatch, capsys, package):
-    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == "nanopaged.api.server"]:
+    server = "nanopaged.features.server.app"
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == server]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert run("--serve", llm_class=None) == 2

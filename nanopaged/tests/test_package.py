@@ -55,7 +55,7 @@ def test_nanopaged_offers_what_an_editor_sees_and_names_what_it_lacks():
 @pytest.mark.parametrize("argv", [["engine.py", "--help"], ["-c", "import engine"], *(
     ["-c", f"{statement}; import sys; assert 'engine' not in sys.modules"] for statement in (
         "import nanopaged", "from nanopaged import SamplingParams, RequestOutput; SamplingParams(top_p=0.9)",
-        "import nanopaged.cli.main, nanopaged.cli.batch, nanopaged.sampling_params, nanopaged.outputs"))], ids=str)
+        "import nanopaged.cli.main, nanopaged.features.batch, nanopaged.sampling_params, nanopaged.outputs"))], ids=str)
 def test_the_help_the_scheduler_and_the_settings_need_no_torch(tmp_path, argv):
     for name in ("torch", "triton", "numpy", "tiktoken"):
         (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")

@@ -9,14 +9,14 @@ import pytest
 
 from engine import BlockManager, Scheduler, Sequence, Status, cdiv
 from nanopaged.api.core import sequence_class
-from nanopaged.api.samples import Samples, SampleSequence
 from nanopaged.features.beam import BeamSearch
 from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
+from nanopaged.features.grammar import GrammarSequence
 from nanopaged.features.router import Router
+from nanopaged.features.samples import Samples, SampleSequence
 from nanopaged.features.swapping import Swapping
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
 from nanopaged.tests.helpers import check_books
-from nanopaged.text.grammar import GrammarSequence
 
 
 class RandomGroup:

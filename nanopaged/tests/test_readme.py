@@ -11,7 +11,8 @@ import bench
 from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
 from nanopaged.cli.main import HELP, main
-from nanopaged.device import choices, graphs, pool, runner
+from nanopaged.device import choices, pool, runner
+from nanopaged.features import graphs
 from nanopaged.tests.helpers import ROOT
 from nanopaged.weights.families import read_model_config
 
@@ -174,7 +175,7 @@ def test_how_many_lines_there_are_to_read():
     tour = README.split("## The tour")[1].split("## Reference")[0]
     chapters = [ROOT / f"{name}.py" for name in ("kernel", "model", "engine")]
     rooms = [file for folder in ("", "cli", "api", "features", "device", "weights", "text")
-             for file in (ROOT / "nanopaged" / folder).glob("*.py")]
+             for file in (ROOT / "nanopaged" / folder).glob("*.py" if not folder else "**/*.py")]
     plain_kernel = chapters[0].read_text().split("\n# In Triton")[0].count("\n")
     device = [ROOT / "nanopaged" / "device" / name for name in ("step_input.py", "runner.py", "transfer.py")]
     plain_path = plain_kernel + num_lines(*chapters[1:], *device)

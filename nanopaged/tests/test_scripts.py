@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanopaged.features.chat_template import ScriptTokenizer
 from nanopaged.tests.helpers import complaint
-from nanopaged.text.chat import ScriptTokenizer
 from nanopaged.text.tokenizer import load_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tokenizers"
@@ -89,7 +89,7 @@ def test_the_llm_gives_it_and_does_not_need_it():
     """The engine's way from prompt to text is without it, and without the chat templates that it reads."""
     code = ("import sys; from nanopaged import LLM; llm = LLM(device='cpu', enforce_eager=True, num_blocks=40); "
             "llm.generate('ROMEO:', use_tqdm=False); "
-            "assert 'nanopaged.text.chat' not in sys.modules; "
+            "assert 'nanopaged.features.chat_template' not in sys.modules; "
             "tokenizer = llm.get_tokenizer(); assert tokenizer is llm.get_tokenizer(); "
             "print(tokenizer.decode(tokenizer.encode('ROMEO:')))")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)

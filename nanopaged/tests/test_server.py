@@ -24,9 +24,9 @@ import pytest
 import bench
 import nanopaged
 from nanopaged import SamplingParams
-from nanopaged.api.answers import CHAT
-from nanopaged.api.openai import Serving
-from nanopaged.api.responses import RESPONSES
+from nanopaged.features.server.answers import CHAT
+from nanopaged.features.server.openai import Serving
+from nanopaged.features.server.responses import RESPONSES
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
@@ -37,9 +37,9 @@ uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 pytest.importorskip("starlette", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
-from nanopaged.api import async_llm  # noqa: E402
-from nanopaged.api import server as http  # noqa: E402  it needs these packages
-from nanopaged.api.metrics import Metrics  # noqa: E402
+from nanopaged.features.server import app as http  # noqa: E402  it needs these packages
+from nanopaged.features.server import async_llm  # noqa: E402
+from nanopaged.features.server.metrics import Metrics  # noqa: E402
 
 KEY = "sesame"
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nanopaged.api.tools import FORMATS, Reader, find_parser
+from nanopaged.features.server.tools import FORMATS, Reader, find_parser
 
 CITY = {"city": "Paris }</tool_call>\n\"é\" [TOOL_CALLS]", "days": [1, {"a": None}]}
 ARGUMENTS = json.dumps(CITY, ensure_ascii=False)

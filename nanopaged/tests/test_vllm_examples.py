@@ -19,10 +19,10 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
+from nanopaged.features import hub
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights import hub
 
 OPT, LLAMA = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct"
 TOKENIZER = load_tokenizer(GOLDEN / "tokenizers" / "opt")

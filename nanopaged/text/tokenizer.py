@@ -2,16 +2,16 @@
 
 Text becomes token ids and token ids become text with `Tokenizer`, a byte-level BPE on tiktoken
 (nanopaged/text/byte_level.py). A tokenizer of another kind runs on the optional package `tokenizers`
-(nanopaged/text/huggingface.py). None of these files knows about models or uses the network.
+(nanopaged/features/huggingface.py). None of these files knows about models or uses the network.
 """
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from nanopaged.features.huggingface import ADDED_TOKEN, HuggingFaceTokenizer
 from nanopaged.inputs import read_json
 from nanopaged.text.byte_level import GPT2_CLASSES, NotByteLevel, Tokenizer
-from nanopaged.text.huggingface import ADDED_TOKEN, HuggingFaceTokenizer
 
 
 class _Unreadable(Exception):

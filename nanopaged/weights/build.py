@@ -82,6 +82,27 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
     return weight
 
 
+def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.device,
+                   seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Random weights, as a checkpoint's tensors. They are the same on any number of GPUs."""
+    with torch.device("meta"):
+        whole = model.Transformer(config)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in whole.named_parameters():
+        weight = torch.ones(parameter.shape, dtype=dtype, device=device)
+        if "norm.weight" not in name:
+            weight.normal_(std=0.02, generator=generator)
+        yield from as_checkpoint([(name, weight)], config)
+
+
+def as_checkpoint(parameters: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A Transformer's parameters as a checkpoint's tensors."""
+    for name, parameter in parameters:
+        for theirs, rows in model.checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
+            is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
+            yield theirs, rows.T if is_transposed else rows
+
+
 @contextmanager
 def memory_for(sentence: str, size: float = 0) -> Iterator[None]:
     """Raises ValueError with this sentence if the host has less than `size` bytes, or if memory runs out inside."""

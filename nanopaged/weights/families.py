@@ -12,10 +12,10 @@ from typing import Any, Callable
 import torch
 
 from nanopaged import model
+from nanopaged.features.fp8 import read_form
 from nanopaged.inputs import between, check_number
 from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
-from nanopaged.weights.fp8 import read_form
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type needs besides rope_theta
     "default": (),

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Sequence
-from nanopaged.device import logits as logits_module
-from nanopaged.device.logits import LogitsEditor, encode_bad_words
-from nanopaged.device.logprobs import top_logprobs
 from nanopaged.device.sampler import SamplingNeeds
+from nanopaged.features import edits as logits_module
+from nanopaged.features.edits import LogitsEditor, encode_bad_words
+from nanopaged.features.logprobs import top_logprobs
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
 from nanopaged.tests.helpers import GOLDEN
 from nanopaged.text.tokenizer import load_tokenizer

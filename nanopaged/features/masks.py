@@ -1,4 +1,4 @@
-"""The masks of grammars on the device. nanopaged/text/grammar.py says which tokens a text allows.
+"""The masks of grammars on the device. nanopaged/features/grammar.py says which tokens a text allows.
 
 A step with grammars is sampled late. Its mask depends on the token before, which the host knows once it has read the
 step before; with a lookahead that is after this launch. So the step is sampled when the next one is launched

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, model, tiles
-from nanopaged.device.fused import residual_products
 from nanopaged.device.transfer import as_current
-from nanopaged.weights.fp8 import FP8
+from nanopaged.features.fp8 import FP8
+from nanopaged.features.fused import residual_products
 
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.

@@ -1,4 +1,4 @@
-"""OpenAI's API without HTTP: outputs as JSON. nanopaged/api/openai.py reads the requests.
+"""OpenAI's API without HTTP: outputs as JSON. nanopaged/features/server/openai.py reads the requests.
 
     Call.response    outputs, all finished   ->  {"id": .., "choices": [{"index": 0, "text": " But soft", ..}], ..}
     Call.events      an output so far        ->  data: {"id": .., "choices": [{"index": 0, "text": " But", ..}]}
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanopaged.api.tools import Reader
+from nanopaged.features.server.tools import Reader
 from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopaged.sampling_params import SamplingParams
 
@@ -52,7 +52,7 @@ class Sent:
 @dataclass
 class Call:
     """A client's request, and how its outputs are written."""
-    serving: Any  # a nanopaged.api.openai.Serving
+    serving: Any  # a nanopaged.features.server.openai.Serving
     path: str
     body: dict[str, Any]  # its fields, checked
     prompts: list[dict]  # as LLM.add_request takes them

@@ -33,20 +33,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine, model
-from nanopaged.device.fused import FusedLinear, SplitLinear, linear
-from nanopaged.device.peers import Peers, SharedBuffer
 from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
+from nanopaged.features.fused import FusedLinear, SplitLinear, linear
+from nanopaged.features.tensor_parallel.peers import Peers, SharedBuffer
+from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import build_model
-from nanopaged.weights.split import find_cuts, padded_part, split_config
 
 if TYPE_CHECKING:
-    from nanopaged.device.workers import Workers
+    from nanopaged.features.tensor_parallel.workers import Workers
 
 LOGITS_ROWS = 256  # rows of logits that are put together at once
 FEWEST_ROWS = 1024  # of the buffers: fp8 calibration, warm-up and fused.py's split products take up to so many

@@ -1,10 +1,10 @@
-"""OpenAI's API without HTTP: a client's JSON as prompts and settings. nanopaged/api/answers.py is the way back.
+"""OpenAI's API without HTTP: a client's JSON as prompts and settings. answers.py is the way back.
 
     {"prompt": ["ROMEO:", [5, 6]], "n": 2}   ->  Call(prompts=[{"prompt": "ROMEO:"}, {"prompt_token_ids": [5, 6]}],
                                                       params=SamplingParams(n=2, ..), ..)
 
-The server (nanopaged/api/server.py) and prompt files in OpenAI's batch format (nanopaged/cli/batch.py) use it. Fields
-are those of /v1/completions and /v1/chat/completions, and some of vLLM's; null is the same as a missing field.
+The server (app.py) and prompt files in OpenAI's batch format (features/batch.py) use it. Fields are those of
+/v1/completions and /v1/chat/completions, and some of vLLM's; null is the same as a missing field.
 
 No client may take the memory or the time of the others. So there are bounds, MOST_.., and a request cannot bring a chat
 template, which is a program. Special tokens in a text become these tokens, as in vLLM: a program that passes on the
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
-from nanopaged.api.responses import RESPONSES, ResponseCall, read_response
-from nanopaged.api.tools import FORMATS, THINK, Reader, read_tools
+from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
+from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
+from nanopaged.features.server.tools import FORMATS, THINK, Reader, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.sampling_params import SamplingParams
 
@@ -65,7 +65,7 @@ class Serving:
     model: the name under which the model is served
     render: (messages, tools, variables, options of LLM.chat_prompt) -> a prompt, with the operator's chat template
     root: the model as the operator named it
-    tool_parser, reasoning_parser: what reads the model's texts, a name in FORMATS and in THINKERS of api/tools.py
+    tool_parser, reasoning_parser: what reads the model's texts, a name in FORMATS and in THINKERS of tools.py
     """
     llm: Any
     model: str

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import kernel, model
-from nanopaged.device.last_layer import ShortLastLayer, select_rows
-from nanopaged.weights.fp8 import FP8
+from nanopaged.features.fp8 import FP8
+from nanopaged.features.last_layer import ShortLastLayer, select_rows
 
 # Limits in bfloat16 on an H200. More rows or columns have enough tiles without a split.
 MAX_SPLIT_ROWS = 256

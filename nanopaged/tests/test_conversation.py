@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanopaged.features import chat_template as chat
+from nanopaged.features import sandbox
+from nanopaged.features.chat_template import ChatTemplate, load_chat_template
 from nanopaged.tests.helpers import ROOT, complaint
-from nanopaged.text import chat, sandbox
-from nanopaged.text.chat import ChatTemplate, load_chat_template
 
 GOLDEN = ROOT / "nanopaged" / "golden" / "chat"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
@@ -208,8 +209,8 @@ def test_what_fails_by_itself_gets_a_sentence(source, part):
     ("3.2.0rc1", None), ("4.0", None), (None, "pip install jinja2")])
 def test_only_a_safe_jinja2(monkeypatch, version, problem):
     """The sandbox is not imported yet, as in a new process."""
-    monkeypatch.delitem(sys.modules, "nanopaged.text.sandbox")
-    monkeypatch.delattr("nanopaged.text.sandbox")
+    monkeypatch.delitem(sys.modules, "nanopaged.features.sandbox")
+    monkeypatch.delattr("nanopaged.features.sandbox")
     for module in ("jinja2", "jinja2.ext", "jinja2.sandbox") if version is None else ():
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(chat, "version", lambda package: version or "4.0")
@@ -221,5 +222,6 @@ def test_only_a_safe_jinja2(monkeypatch, version, problem):
 
 
 def test_importing_it_needs_nothing():
-    code = "import sys, nanopaged.text.chat; assert not {'jinja2', 'torch', 'transformers'} & sys.modules.keys()"
+    code = ("import sys, nanopaged.features.chat_template; "
+            "assert not {'jinja2', 'torch', 'transformers'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

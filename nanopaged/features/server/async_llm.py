@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from nanopaged.api.answers import ApiError
 from nanopaged.api.core import Core
-from nanopaged.api.metrics import Metrics
 from nanopaged.api.request import Request
+from nanopaged.features.server.answers import ApiError
+from nanopaged.features.server.metrics import Metrics
 from nanopaged.outputs import RequestOutput
 
 EVENT_SECONDS = 50e-6  # of the event loop, for an event of one client

@@ -28,19 +28,19 @@ from typing import Any
 import torch
 
 from nanopaged import kernel, model
-from nanopaged.device import rectangles
 from nanopaged.device.choices import pick_dtype
-from nanopaged.device.graphs import GraphRunner
-from nanopaged.device.parallel import Driver, Follower
-from nanopaged.device.peers import START_SECONDS, Peers, join_peers
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
+from nanopaged.features import rectangles
+from nanopaged.features.fp8 import read_weights
+from nanopaged.features.graphs import GraphRunner
 from nanopaged.features.swapping import swap
+from nanopaged.features.tensor_parallel.parallel import Driver, Follower
+from nanopaged.features.tensor_parallel.peers import START_SECONDS, Peers, join_peers
+from nanopaged.features.tensor_parallel.split import split_config
 from nanopaged.outputs import EngineDeadError
-from nanopaged.weights.fp8 import read_weights
-from nanopaged.weights.split import split_config
 
-ROOT = Path(__file__).parents[2]  # where Python finds this package
+ROOT = Path(__file__).parents[3]  # where Python finds this package
 ANSWER_SECONDS = 60  # that a worker may keep rank 0 waiting; while it starts, START_SECONDS
 WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
@@ -81,8 +81,8 @@ class Workers:
         self.waiting = Waiting()
         path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         for rank in range(1, size):
-            self.processes[rank] = Popen([sys.executable, "-m", "nanopaged.device.workers"], cwd=ROOT, stdin=PIPE,
-                                         stdout=PIPE, env=os.environ | dict(PYTHONPATH=path), start_new_session=True)
+            self.processes[rank] = Popen([sys.executable, "-m", __spec__.name], cwd=ROOT, stdin=PIPE, stdout=PIPE,
+                                         env=os.environ | dict(PYTHONPATH=path), start_new_session=True)
             _tell(self.guard, " ".join(str(process.pid) for process in self.processes.values()))
         threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
         for rank in self.processes:

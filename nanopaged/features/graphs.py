@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine, kernel
-from nanopaged.device.fused import MODULES
-from nanopaged.device.masks import mask_logits
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers
-from nanopaged.device.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.features.cascade import MOST_ENTRIES
+from nanopaged.features.fused import MODULES
+from nanopaged.features.masks import mask_logits
+from nanopaged.features.warmup import DECODE_SIZES, MAX_DECODE_SIZE
 from nanopaged.tiles import MANY_CONTEXTS, MAX_PREFIX_COLUMNS
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts

@@ -2,8 +2,8 @@
 
     event loop        headers, body                                              events
     four threads                     JSON, template, tokenizer                            answers, log probabilities
-    a process                                           grammar                  (nanopaged/text/grammar.py)
-    engine's thread                                                      steps   (nanopaged/api/async_llm.py)
+    a process                                           grammar                  (features/grammar.py)
+    engine's thread                                                      steps   (async_llm.py)
 
 **Security.** A web page can make a browser post to this machine. So a body must be declared as JSON, which a browser
 does not send to another site without asking, and Host must be an address, "localhost", the name in --host or one in
@@ -28,10 +28,10 @@ from contextlib import suppress
 from typing import Any
 
 from nanopaged import SamplingParams, __version__
-from nanopaged.api.answers import CHAT, COMPLETIONS, ApiError, Call
-from nanopaged.api.async_llm import AsyncLLM, Stream
-from nanopaged.api.openai import TEXT_PATHS, Serving
-from nanopaged.api.responses import RESPONSES
+from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
+from nanopaged.features.server.async_llm import AsyncLLM, Stream
+from nanopaged.features.server.openai import TEXT_PATHS, Serving
+from nanopaged.features.server.responses import RESPONSES
 
 try:
     import uvicorn

@@ -10,7 +10,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanopaged.api.answers import Call, Sent, usage
+from nanopaged.features.server.answers import Call, Sent, usage
 from nanopaged.inputs import check_kind, refuse_unknown
 from nanopaged.outputs import RequestOutput
 

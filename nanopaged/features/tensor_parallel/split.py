@@ -1,10 +1,10 @@
-"""A rank's part of a model on several GPUs (nanopaged/device/parallel.py): its settings, and what it reads of the
+"""A rank's part of a model on several GPUs (parallel.py): its settings, and what it reads of the
 checkpoint's tensors.
 
 A matrix is split along its outputs (dimension 0) or its inputs (dimension 1). A part is a view of the mapped file, so a
 process reads only that part. The vocabulary and the MLP are split into equal parts, the last ones padded with zeros.
 """
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
-from nanopaged.weights.build import fold
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
@@ -78,24 +77,3 @@ def cut_out(dim: int, first: int, length: int, tensor: Tensor) -> Tensor:
     part = tensor.narrow(dim, first, min(length, tensor.shape[dim] - first))
     missing = length - part.shape[dim]
     return F.pad(part, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else part
-
-
-def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.device,
-                   seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Random weights, as a checkpoint's tensors. They are the same on any number of GPUs."""
-    with torch.device("meta"):
-        whole = model.Transformer(config)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in whole.named_parameters():
-        weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-        if "norm.weight" not in name:
-            weight.normal_(std=0.02, generator=generator)
-        yield from as_checkpoint([(name, weight)], config)
-
-
-def as_checkpoint(parameters: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """A Transformer's parameters as a checkpoint's tensors."""
-    for name, parameter in parameters:
-        for theirs, rows in model.checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
-            is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
-            yield theirs, rows.T if is_transposed else rows

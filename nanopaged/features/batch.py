@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import IO, Any
 
-from nanopaged.api.answers import ApiError, Call, batch_result
-from nanopaged.api.openai import FIELDS, Serving
 from nanopaged.cli.status import Progress, say
+from nanopaged.features.server.answers import ApiError, Call, batch_result
+from nanopaged.features.server.openai import FIELDS, Serving
 from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams
 

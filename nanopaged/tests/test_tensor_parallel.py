@@ -25,9 +25,10 @@ import torch.distributed as dist
 from nanopaged import SamplingParams, StructuredOutputsParams, kernel, model
 from nanopaged.api import assemble
 from nanopaged.cli.main import main
-from nanopaged.device import parallel, workers
-from nanopaged.device.graphs import GraphRunner
-from nanopaged.device.peers import ExchangeStore, NcclPeers
+from nanopaged.features.graphs import GraphRunner
+from nanopaged.features.tensor_parallel import parallel, workers
+from nanopaged.features.tensor_parallel.peers import ExchangeStore, NcclPeers
+from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked
 from nanopaged.tests.helpers import (
@@ -46,7 +47,6 @@ from nanopaged.tests.helpers import (
 from nanopaged.tests.test_families import assert_golden
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
-from nanopaged.weights.split import find_cuts, padded_part, split_config
 
 VARIANTS = sorted({path.parent.name for path in GOLDEN.glob("*/config.json")} - {"olmo2", "olmo3"})
 
@@ -336,7 +336,7 @@ def test_a_process_that_is_killed_while_it_starts_leaves_no_worker_and_no_file(t
     script = """
 import signal
 from nanopaged import LLM
-from nanopaged.device import workers
+from nanopaged.features.tensor_parallel import workers
 def report(self):
     print(*[process.pid for process in self.processes.values()], self.folder, flush=True)
     signal.pause()

@@ -12,7 +12,7 @@ The template has these variables: `messages`, `tools` (JSON schemas of functions
 and the variables that the caller adds (`enable_thinking`). The rendered text contains its special tokens, so encode it
 with `add_special_tokens=False`.
 
-A template is untrusted code. It runs in jinja2's sandbox (nanopaged/text/sandbox.py), on a copy of the messages. It
+A template is untrusted code. It runs in jinja2's sandbox (nanopaged/features/sandbox.py), on a copy of the messages. It
 can neither reach Python's objects nor change the caller's, and a range has at most 100,000 items. Its time and memory
 have no limit: whoever picks the model picks the template.
 """
@@ -227,7 +227,7 @@ def _sandbox() -> Any:
         if tuple(map(int, re.findall(r"\d+", found)[:3])) < (3, 1, 6):
             raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {found} has known escapes; "
                              "`pip install --upgrade jinja2` gets 3.1.6 or newer")
-        from nanopaged.text import sandbox
+        from nanopaged.features import sandbox
         return sandbox
     except ImportError:
         raise ValueError("chat templates need the package jinja2, which is missing; `pip install jinja2`") from None

@@ -10,7 +10,7 @@ with tokens of one letter:
     sampled     't'                       the mask allows 's' and 't'
     forced      end of sequence           the text is complete
 
-The runner applies the mask last, after penalties, filters and logits processors (nanopaged/device/masks.py).
+The runner applies the mask last, after penalties, filters and logits processors (nanopaged/features/masks.py).
 """
 import asyncio
 import ctypes
