@@ -45,9 +45,8 @@ import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
 from nanopaged.features.batch import open_file
-from nanopaged.features.huggingface import ADDED_TOKEN
 from nanopaged.outputs import RequestMetrics
-from nanopaged.text.byte_level import CHAR_OF
+from nanopaged.text.byte_level import ADDED_TOKEN, CHAR_OF
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from nanopaged import tiles
 from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
-from nanopaged.sampling_params import SMALLEST_TEMPERATURE
+from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE
 from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context, tokens_per_tile
 
 
@@ -1085,8 +1085,6 @@ def _load_weights(at, exists, column, SIZE: tl.constexpr):
 # Sampling
 # --------------------------------------------------------------------------------------------------
 
-# The factors of two hashes: SplitMix64's (Steele et al. 2014), and lowbias32's (Wellons 2018).
-HASH = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x7FEB352D, 0x846CA68B
 GOLDEN, MIX_1, MIX_2, LOW_1, LOW_2 = (tl.constexpr(number) for number in HASH)
 COLDEST, LARGEST = tl.constexpr(SMALLEST_TEMPERATURE), tl.constexpr(3e38)
 

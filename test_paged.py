@@ -5,17 +5,13 @@ run on it, in bfloat16 too. Reference outputs in nanopaged/golden/ were computed
 (nanopaged/golden/make_models.py).
 """
 import itertools
-import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter, deque
-from functools import lru_cache
 from importlib.util import find_spec
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,19 +21,16 @@ import kernel
 import model
 from engine import Sampled, Status
 from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
-from nanopaged import BeamSearchParams, SamplingParams, optional_triton, tiles
-from nanopaged.device.step_input import StepInput
-from nanopaged.features import last_layer, rectangles, samples
-from nanopaged.features.edits import encode_bad_words
-from nanopaged.tests.fake_model import ARRIVALS, fake, sequence
+from nanopaged import SamplingParams, optional_triton, tiles
+from nanopaged.tests.fake_model import fake, sequence
 from nanopaged.tests.helpers import (
-    BUNDLED,
     CUDA,
     DEVICE,
     GOLDEN,
     GREEDY,
-    PROMPT,
     ROOT,
+    as_rows,
+    assert_golden,
     check_books,
     expectations,
     load,
@@ -45,10 +38,8 @@ from nanopaged.tests.helpers import (
     needs_kernel,
     prompt_logits,
     relative_error,
-    shared,
     tokens_of,
 )
-from nanopaged.tests.test_families import assert_golden
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
@@ -140,13 +131,19 @@ FP8_CASES = ("decode", "mixed batch", "splits", "block size 64", "group of 3", "
              "window shorter than the chunk", "head_dim 8", "block size 1", "splits under a window", "padding rows")
 
 
-@pytest.mark.parametrize("case, dtype", [
+CASES_AND_TYPES = [
     *((case, dtype) for case in ATTENTION_CASES for dtype in DTYPES
       if dtype is (torch.bfloat16 if CUDA else torch.float32) or case in CASES_OF_OTHER_TYPES),
-    *((case, FP8) for case in FP8_CASES if HAS_FP8)])
-@pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference,
-                                       rectangles.paged_attention])
+    *((case, FP8) for case in FP8_CASES if HAS_FP8)]
+
+
+@pytest.mark.parametrize("case, dtype", CASES_AND_TYPES)
+@pytest.mark.parametrize("attention", [pytest.param(paged_attention, marks=needs_kernel), paged_attention_reference])
 def test_attention_equals_float64(attention, case, dtype):
+    assert_equals_float64(attention, case, dtype)
+
+
+def assert_equals_float64(attention, case, dtype):
     """An fp8 cache is compared with float64 over what the cache holds."""
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
     options = dict(options)
@@ -161,8 +158,11 @@ def test_attention_equals_float64(attention, case, dtype):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-@pytest.mark.parametrize("attention", [paged_attention_reference, rectangles.paged_attention])
-def test_attention_in_torch_at_any_length(attention, device):
+def test_attention_in_torch_at_any_length(device):
+    assert_right_at_any_length(paged_attention_reference, device)
+
+
+def assert_right_at_any_length(attention, device):
     """torch has kernels of its own for some lengths; one of them errs at 65, 129 .. queries of heads that share K."""
     query_lens = [65, 129, 641, *range(1, 701, 37)]
     problem = paged_problem(query_lens, [length + length % 9 for length in query_lens], heads=6, kv_heads=2)
@@ -245,14 +245,6 @@ def test_padding_is_not_written():
     assert relative_error(out[:5], reference(*problem, 32 ** -0.5, 0)[:5]) < 1e-5
 
 
-def test_a_decode_step_in_torch_is_one_call(monkeypatch):
-    """The default path in torch makes one call, however many sequences there are and however long they are."""
-    attend = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    run_attention(rectangles.paged_attention, paged_problem([1] * 9, [5, 16, 33, 1, 70, 12, 8, 9, 40]))
-    attend.assert_called_once()
-
-
 @pytest.mark.parametrize("dtype, limit, k_scale, v_scale", [
     (torch.float32, math.inf, 1.0, 1.0), pytest.param(FP8, 448, 0.5, 4.0, marks=needs_fp8)], ids=str)
 def test_store_kv_writes_the_slots_and_nothing_else(dtype, limit, k_scale, v_scale):
@@ -308,13 +300,6 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
 # BlockManager and Scheduler, with a fake model
 # --------------------------------------------------------------------------------------------------
 
-def samples_of(n, model, *args, **kwargs):
-    """n samples of one prompt. The first one is to be queued."""
-    arrival = next(ARRIVALS)
-    seqs = [sequence(*args, kind=samples.SampleSequence, arrival=arrival, number=j, **kwargs) for j in range(n)]
-    samples.Samples(seqs, lambda seq: model.scheduler)  # sets `samples` of each
-    return seqs
-
 
 @pytest.mark.parametrize("options, before, prompts, steps", [
     # Identical prompts share their full blocks within one step. The tail is each one's own.
@@ -362,78 +347,6 @@ def test_the_counters_of_a_sequence(lookahead, text):
             note()
     columns = [list(column) for column in zip(*(row[1:] for row in rows))]
     assert len(rows) == 3 and len(columns) == 4 + lookahead and columns == drawn[:len(columns)]
-
-
-def test_the_two_samples_of_the_drawing():
-    """As features/samples.py draws them."""
-    model = fake()
-    a, b = samples_of(2, model, range(6))
-    model.scheduler.add(a)
-    rows = [row[1:] for row in as_rows(samples.__doc__, "step    A")[1:]]
-    steps = []
-    for row in rows:
-        steps.append(step := model.scheduler.schedule())
-        batch = StepInput.of(step, 4)
-        steps[-1] = [step.num_tokens, step.copies, batch.positions, batch.slot_mapping]
-        model.scheduler.update(step, Sampled([6] * len(step.sampled)))
-    slots = [*range(6)], [2 * 4 + 2, -1], [2 * 4 + 3, 1 * 4 + 2]
-    assert rows[0] == ["computes 0 to 5, blocks 0 1"] and steps[0] == [[6], [], [*range(6)], slots[0]]
-    assert rows[1] == ["copies block 1 to 2, writes 6", "shares blocks 0 1, computes 5 for its logits alone"]
-    assert steps[1] == [[1, 1], [(1, 2)], [6, 5], slots[1]]
-    assert rows[2] == ["writes 7 into block 2", "holds block 1 alone by now, writes 6"]
-    assert steps[2] == [[1, 1], [], [7, 6], slots[2]]
-
-
-def test_a_block_has_one_key():
-    """As features/samples.py tells it: A's second block follows the P of another sequence, whose block is evicted."""
-    model = fake(num_blocks=6)
-    manager, other, (a, b) = model.scheduler.block_manager, sequence(range(4)), samples_of(2, model, range(9))
-    for seq in (other, a):
-        manager.admit(seq)
-    for seq in (other, a):
-        manager.allocate(seq, seq.num_tokens)
-        seq.num_computed_tokens = seq.num_tokens
-        manager.cache_full_blocks(seq)
-    manager.free(other)
-    manager.allocate(filler := sequence(range(50, 62)), 12)  # takes all free blocks
-    manager.free(filler)
-    model.scheduler.run(a)
-    a.append(0)
-    assert b.block_table == a.block_table
-    manager.cache_full_blocks(b)
-    assert sorted(block for block, _ in manager.prefix_cache.values()) == sorted(a.block_table[:2])
-
-
-def test_a_prompt_of_whole_blocks_needs_no_copy():
-    model = fake()
-    model.run(samples_of(4, model, range(8), max_new=3)[0])
-    assert model.events["copies"] == 0
-
-
-@pytest.mark.parametrize("n, rows, max_new, most", [(4, 256, 1, 103), (8, 4, 8, 262), (3, 1, 2, 303)])
-def test_samples_compute_their_prompt_once(n, rows, max_new, most):
-    """Without prefix caching, too, and also those that end with their first token or wait for a batch row."""
-    model = fake(max_num_seqs=rows, caching=False)
-    model.run((seqs := samples_of(n, model, range(100), max_new=max_new))[0])
-    assert [len(seq.token_ids) for seq in seqs] == [100 + max_new] * n
-    assert model.num_computed <= most
-
-
-def test_samples_do_not_overtake_and_end_when_they_are_aborted():
-    model = fake(max_num_seqs=2, caching=False)
-    a, b, c = samples_of(3, model, range(10), max_new=5)
-    between = sequence(range(20, 30), arrival=a.order[1], number=1)
-    b.order = a.order[0], a.order[1], 2
-    model.scheduler.add(a)
-    model.scheduler.add(between)
-    model.step()
-    assert between.status is Status.RUNNING and b.status is c.status is Status.WAITING and not b.block_table
-    model.scheduler.finish(a, "abort")
-    assert b in model.scheduler.waiting and c not in model.scheduler.waiting
-    for seq in (b, c, between):
-        model.scheduler.finish(seq, "abort")
-    assert model.engine.is_idle
-    model.scheduler.block_manager.check_idle()
 
 
 @pytest.mark.parametrize("shortage", [
@@ -552,13 +465,6 @@ def recorded_batches(llm, choose):
     return batches
 
 
-def as_rows(text, start):
-    """The lines of a table in a docstring, from the one that begins with `start` to the next empty one. Each line is
-    split by columns."""
-    lines = text[text.index(start):].split("\n\n")[0].splitlines()
-    return [re.split(r" {2,}", line.strip()) for line in lines]
-
-
 def test_the_worked_decode_of_the_models_text():
     heading, *rows = as_rows(model.__doc__, "step      tokens in")
     assert heading == ["step", "tokens in", "positions", "in KV cache before", "K, V written of", "sampled"]
@@ -597,52 +503,6 @@ def test_the_flat_batch_of_the_models_text():
     assert batch.logits_indices.tolist() == list(map(int, drawn["last_rows"][:3]))
 
 
-def test_the_rows_of_the_last_layer():
-    """The drawing in last_layer.py: the MLP of the last layer computes the rows that need logits, the others all."""
-    rows = {name: cells for name, *cells in as_rows(last_layer.__doc__, "token  ")}
-    llm = load("qwen3", device="cpu", max_num_batched_tokens=8, enable_prefix_caching=False)
-    decoder, batches, num_rows = llm.runner.model, [], []
-    decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
-    for layer in decoder.layers:
-        layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
-    for prompt in ([1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]):
-        llm.add_request(prompt, GREEDY)
-        if prompt[0] == 1:
-            llm.step()
-    num_rows.clear()
-    llm.step()
-    names = [name[0] for name in rows["token"]]
-    assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
-    needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
-    drawing = "logits_indices {} {} (rows), sampling_indices {} {} (A, B)"
-    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].hints["sampling_indices"])
-    assert batches[1].logits_indices.tolist() == needed
-    assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
-
-
-def test_the_last_layer_attends_only_for_what_samples():
-    llm, rows = load("qwen3", device="cpu", max_num_batched_tokens=32, enable_prefix_caching=False), []
-    kernels, layers = llm.runner.kernels, llm.config.num_layers
-
-    def attention(q, *args, **kwargs):
-        rows.append(len(q))
-        return kernels.attention(q, *args, **kwargs)
-
-    llm.runner.kernels = kernels._replace(attention=attention)
-    for prompt_logprobs, expected in (
-            (None, [32] * (layers - 1) + [8] * (layers - 1) + [1] + [1] * layers),
-            # With logits for all: what samples is computed by itself all the same, so that its bits are.
-            (0, [32] * layers + [8] * (layers - 1) + [1, 8] + [1] * layers)):
-        rows.clear()
-        llm.generate(list(range(40)), SamplingParams(max_tokens=2, prompt_logprobs=prompt_logprobs, ignore_eos=True))
-        assert rows == expected
-    rows.clear()
-    for prompt in ([5], [6], [7, 8]):  # nor does it depend on how many others there are
-        llm.add_request(prompt, SamplingParams(max_tokens=1))
-    llm.step()
-    assert rows == [4] * (layers - 1) + [3]
-
-
 # --------------------------------------------------------------------------------------------------
 # Equality of outputs: how the work is cut never shows in the text
 # --------------------------------------------------------------------------------------------------
@@ -661,7 +521,7 @@ def test_the_last_layer_attends_only_for_what_samples():
 def test_outputs_do_not_depend_on_how_the_work_is_cut(variant, options):
     llm = load(variant, **options)  # a lookahead comes with CUDA graphs; here without them, too
     if "attention" in options:
-        assert llm.runner.kernels is (kernel.TORCH if options["enforce_eager"] else rectangles.KERNELS)
+        assert (llm.runner.kernels is kernel.TORCH) >= options["enforce_eager"]
     assert_golden(llm, variant, times=3)
     manager = llm.scheduler.block_manager
     manager.check_idle()
@@ -681,188 +541,3 @@ def test_outputs_are_the_same_from_the_cache():
         llm.generate([[i + 10] * 60], SamplingParams(max_tokens=1))
     output = llm.generate(text, GREEDY)[0]
     assert output.num_cached_tokens == 0 and tokens_of([output]) == expected
-
-
-# --------------------------------------------------------------------------------------------------
-# What a paged pool makes possible, with real models
-# --------------------------------------------------------------------------------------------------
-
-@lru_cache
-def samples_alone():
-    params = [SamplingParams(temperature=0.9, seed=7 + j, max_tokens=20) for j in range(6)]
-    return [shared("qwen3").generate(PROMPT, p)[0].outputs[0].token_ids for p in params]
-
-
-@pytest.mark.parametrize("options", [
-    {}, dict(enable_prefix_caching=False), dict(max_num_seqs=3), dict(num_blocks=20, block_size=4)], ids=str)
-def test_sample_j_equals_a_request_of_its_own_with_seed_s_plus_j(options):
-    output = load("qwen3", **options).generate(PROMPT, SamplingParams(n=6, temperature=0.9, seed=7, max_tokens=20))[0]
-    assert [sample.token_ids for sample in output.outputs] == samples_alone()
-    assert [sample.index for sample in output.outputs] == list(range(6)) and len(set(map(tuple, samples_alone()))) == 6
-
-
-def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
-    """The model is the bundled one, and the text a piece of tinyshakespeare's last tenth, which is no part of the
-    training text."""
-    held_out = shared().get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
-    prompts, losses = [held_out[start:start + 400] for start in range(0, 2400, 400)], []
-    for dtype in ("auto", "fp8"):
-        llm = load(kv_cache_dtype=dtype)
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-        tokens = [list(entry.values())[0].logprob for output in outputs for entry in output.prompt_logprobs[1:]]
-        losses.append(-sum(tokens) / len(tokens))
-    assert 2.6 < losses[0] < 3.3  # nats per token; training.json says 3.20 of the whole tenth
-    assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
-    assert llm.runner.pool.block_bytes * 4 == shared().runner.pool.block_bytes  # float32 here; half of bfloat16
-    assert all(k_scale > 0 and v_scale > 0 for _, _, k_scale, v_scale in llm.runner.kv_cache)
-
-
-def test_a_window_lets_a_text_be_longer_than_the_pool():
-    """The mistral golden's window is 8 tokens. The reference is a pool with room for every token."""
-    prompt = [i * 7 % 200 for i in range(60)]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    expected = tokens_of(load("mistral").generate(prompt, params))
-    for options in (
-            dict(num_blocks=5, block_size=4), dict(num_blocks=12, block_size=1), dict(num_blocks=3, block_size=16)):
-        llm = load("mistral", **options)
-        assert llm.max_model_len > options["num_blocks"] * options["block_size"]
-        assert tokens_of(llm.generate([prompt, prompt], params)) == expected * 2
-
-
-BEAM_CASES = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
-BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_size=4, max_num_seqs=2),
-                  dict(enable_prefix_caching=False, max_num_batched_tokens=5)]
-
-
-@pytest.mark.parametrize("model, options", [
-    *((model, {}) for model in sorted({case["model"] for case in BEAM_CASES})),
-    *itertools.product(["mistral", "qwen3"], BEAM_SHORTAGES), ("shakespeare", BEAM_SHORTAGES[0])], ids=str)
-def test_beam_search_equals_transformers(model, options):
-    cases = [case for case in BEAM_CASES if case["model"] == model][::3 if options else 1]
-    if "num_blocks" in options:
-        longest = max(len(case["prompt_token_ids"]) + case["max_tokens"] for case in cases)
-        options = options | dict(num_blocks=cdiv(longest, 4) + 2)
-    llm = load(model, graphs=not options and model == "shakespeare", **options)
-    for case in cases:
-        llm.eos_token_ids = frozenset(case["eos_token_ids"])
-        names = ("beam_width", "max_tokens", "length_penalty", "early_stopping")
-        params = BeamSearchParams(**{name: case[name] for name in names})
-        outputs = llm.beam_search([case["prompt_token_ids"]] * 2, params)
-        for output in outputs:
-            assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
-            for beam, expected in zip(output.outputs, case["expected"]):
-                assert beam.score == pytest.approx(expected["score"], abs=1e-4)
-                assert beam.cumulative_logprob == pytest.approx(expected["cumulative_logprob"], abs=1e-4)
-                assert beam.finish_reason == expected["finish_reason"]
-    llm.scheduler.block_manager.check_idle()
-
-
-def test_beams_share_what_they_have_in_common():
-    llm = load(block_size=4, num_blocks=200)
-    llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
-    # The prompt's 20 blocks once. Apart from it each beam has at most 24 tokens of its own.
-    assert llm.counts.most_blocks_held < 20 + 4 * 7
-
-
-# --------------------------------------------------------------------------------------------------
-# Settings of a request, through the whole engine
-# --------------------------------------------------------------------------------------------------
-
-def forbid_repeating(token_ids, logits):
-    last = torch.tensor(token_ids[-1:], dtype=torch.long, device=logits.device)
-    return logits.index_fill(0, last, -1e9)
-
-
-MANY_SETTINGS = [
-    dict(), dict(temperature=0), dict(repetition_penalty=1.5),
-    dict(frequency_penalty=1.0, presence_penalty=0.5, temperature=0), dict(logit_bias={5: 4.0, 7: -50.0}),
-    dict(allowed_token_ids=[1, 2, 3, 9]), dict(min_tokens=10, stop_token_ids=list(range(0, 900))),
-    dict(bad_words=[" the", "and", "I am"]), dict(top_k=5), dict(top_p=0.8, repetition_penalty=1.2), dict(min_p=0.2),
-    dict(logits_processors=[forbid_repeating]),
-    dict(logprobs=3), dict(temperature=0, logprobs=0), dict(stop=["e", "th"])]
-
-
-@lru_cache
-def each_alone():
-    """One request with each of these settings, and what each request gives alone."""
-    params = [SamplingParams(**dict(max_tokens=12, seed=i, ignore_eos=True) | settings)
-              for i, settings in enumerate(MANY_SETTINGS)]
-    return params, [shared().generate(PROMPT, p)[0].outputs[0] for p in params]
-
-
-@pytest.mark.parametrize("options", [
-    dict(graphs=True), dict(lookahead=0), dict(num_blocks=16, block_size=4),
-    dict(max_num_batched_tokens=7, enable_prefix_caching=False)], ids=str)
-def test_settings_mean_the_same_in_any_batch(options):
-    """All the requests together, with preemptions and lookahead, give what each request gives alone."""
-    params, alone = each_alone()
-    llm = load(**dict(lookahead=1) | options)
-    together = [output.outputs[0] for output in llm.generate([PROMPT] * len(params), params)]
-    for one, other in zip(together, alone):
-        for name in ("token_ids", "text", "finish_reason", "stop_reason"):
-            assert getattr(one, name) == getattr(other, name)
-        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
-
-
-def test_settings_do_what_they_say():
-    llm = load()
-
-    def run(**settings):
-        params = SamplingParams(**dict(max_tokens=24, seed=1, ignore_eos=True) | settings)
-        return llm.generate(PROMPT, params)[0].outputs[0]
-
-    assert set(run(allowed_token_ids=[3, 4]).token_ids) <= {3, 4}
-    assert run(logit_bias={7: 100.0}, temperature=0).token_ids == [7] * 24
-    assert len(set(run(presence_penalty=2.0, temperature=0).token_ids)) > len(set(run(temperature=0).token_ids))
-    plain = run()
-    assert len(run(stop_token_ids=list(range(1000)), min_tokens=9).token_ids) == 10
-    assert run(stop_token_ids=list(range(1000))).token_ids == plain.token_ids[:1]
-    word = plain.text[10:14]
-    stopped = run(stop=[word])
-    assert stopped.text == plain.text[:plain.text.index(word)]
-    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
-    assert run(stop=word, include_stop_str_in_output=True).text == plain.text[:plain.text.index(word) + len(word)]
-    words = {token: [llm.get_tokenizer().decode([token])] for token in plain.token_ids}
-    token = next(token for token in words if [token] in encode_bad_words(words[token], llm.get_tokenizer()))
-    assert token not in run(bad_words=words[token]).token_ids
-    short = load(max_model_len=40).generate(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0]
-    assert short.finish_reason == "length" and len(short.token_ids) == 40 - len(PROMPT)
-
-
-def test_log_probabilities_equal_a_plain_log_softmax():
-    """The log probabilities of the prompt and of the generated tokens, in chunks too, equal those of one forward pass
-    over the whole text."""
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
-    for options in (dict(), dict(max_num_batched_tokens=4), dict(num_blocks=8, block_size=8)):
-        llm = load(**options)
-        output = llm.generate([PROMPT, PROMPT], params)[1]
-        generated = output.outputs[0]
-        text = PROMPT + generated.token_ids
-        logprobs = torch.log_softmax(prompt_logits(shared(enable_prefix_caching=False), text).float(), -1)
-        assert output.prompt_logprobs[0] is None
-        entries = list(enumerate(output.prompt_logprobs))[1:]
-        entries += enumerate(generated.logprobs, len(PROMPT))
-        for position, entry in entries:
-            row, token = logprobs[position - 1], text[position]
-            best = row.topk(3 if position >= len(PROMPT) else 2).indices.tolist()
-            assert list(entry) == [token] + [i for i in best if i != token]
-            for i, logprob in entry.items():
-                assert logprob.logprob == pytest.approx(row[i].item(), abs=1e-3)
-                assert logprob.rank == (row >= row[i]).sum()
-                assert logprob.decoded_token == llm.get_tokenizer().decode([i], skip_special_tokens=False)
-        total = sum(entry[token].logprob for entry, token in zip(generated.logprobs, generated.token_ids))
-        assert generated.cumulative_logprob == pytest.approx(total)
-
-
-# --------------------------------------------------------------------------------------------------
-# The kernels, compiled for GPUs that this machine may not have
-# --------------------------------------------------------------------------------------------------
-
-@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-def test_the_kernels_compile_and_fit_the_devices_shared_memory():
-    """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and
-    `python -m nanopaged.tests.compile_kernels` compiles all of them."""
-    command = [sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", "90", "75"]
-    run = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert run.returncode == 0, run.stdout
-    assert "sm_90 decode" in run.stdout and "sm_75 prefill" in run.stdout

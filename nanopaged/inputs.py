@@ -1,4 +1,4 @@
-"""Checks of user input: options, numbers, choices, prompts and JSON files. Each error is one sentence that names the
+"""Checks of user input: numbers, choices, prompts and JSON files. Each error is one sentence that names the
 given value and the expected one."""
 import difflib
 import json
@@ -9,7 +9,7 @@ from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Callable, Mapping, NamedTuple, TypedDict, dataclass_transform
+from typing import IO, Any, Callable, TypedDict, dataclass_transform
 
 
 class TextPrompt(TypedDict):
@@ -26,20 +26,7 @@ class TokensPrompt(TypedDict, total=False):
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
 
-MOST_GPUS = 64  # of one engine
-MOST_SEQS = 2**20  # of a step; each has a row in tensors on the device
 MOST_TOKENS = 2**31 - 1  # of a step, a text or a block, and blocks of a pool: the device has int32
-# Options of vLLM's LLM that are accepted without effect: with any value, or with a value that asks for nothing.
-VLLM_OPTIONS = (
-    "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "compilation_config", "served_model_name",
-    "async_scheduling", "distributed_executor_backend", "max_seq_len_to_capture")
-VLLM_NEUTRAL: dict[str, tuple[Any, ...]] = dict(
-    pipeline_parallel_size=(1,), enable_lora=(False, None), cpu_offload_gb=(0,),
-    tokenizer_mode=("auto",), runner=("auto", "generate"), task=("auto", "generate"), kv_transfer_config=(None,),
-    limit_mm_per_prompt=({}, None), mm_processor_kwargs=({}, None), logprobs_mode=("raw_logprobs",),
-    enable_chunked_prefill=(True, None))
-
-
 Kind = type | tuple[type, ...]
 
 
@@ -52,82 +39,6 @@ def between(kind: type, low: float, high: float) -> tuple[type, Callable[[Any], 
     """`check_number`'s arguments for a number of this range."""
     noun = "a number" if kind is Real else "an integer"
     return kind, lambda x: low <= x <= high, f"{noun} from {low} to {high}"
-
-
-class Option(NamedTuple):
-    """An option of LLM and of the command line. Without `expected`, whoever uses the value checks it."""
-    default: Any  # None may be given only where it is the default
-    kind: type  # that the command line reads
-    in_range: Callable[[Any], object] = always
-    expected: str = ""  # in the sentence that refuses a value
-
-
-def _choice(*choices: str) -> Option:
-    return Option(choices[0], str, lambda x: x in choices, " or ".join(map(repr, choices)))
-
-
-def _may_be_path(path: str | Path) -> bool:
-    """Whether a file system can have this path."""
-    return ("\0" not in str(path) and len(str(path)) < 2048
-            and all(len(part.encode(errors="replace")) < 256 for part in Path(path).parts))
-
-
-FLAG = Option(False, bool, always, "True or False")
-COUNT = Option(None, *between(int, 1, MOST_TOKENS))
-ACCEPTED: dict[type, Kind] = {float: (int, float), str: (str, Path)}  # by LLM
-# LLM's docstring says what they are for, and the signature of LLM.__init__ repeats the defaults.
-OPTIONS = dict(
-    model=Option("shakespeare", str, always, "a directory or a name on the Hub"),
-    revision=Option(None, str),
-    tokenizer=Option(None, str, always, "a directory or a name on the Hub"),
-    tokenizer_revision=Option(None, str),
-    skip_tokenizer_init=FLAG,
-    hf_token=Option(None, str, lambda x: isinstance(x, str) and x.isascii() and x.isprintable(),
-                    "a token of the Hugging Face Hub, or None for the stored one"),
-    download_dir=Option(None, str, _may_be_path, "a directory that can be made"),
-    hf_overrides=Option(None, dict, always, "a dict of entries of config.json"),
-    generation_config=_choice("auto", "vllm"),
-    override_generation_config=Option(None, dict, always, "a dict of entries of generation_config.json"),
-    warm_up=FLAG,
-    max_logprobs=Option(20, int, lambda x: x >= -1, "an integer of at least 0, or -1 for any number"),
-    load_format=_choice("auto", "dummy"),
-    dtype=Option("auto", str),
-    device=Option("auto", str),
-    attention=Option("auto", str),
-    kv_cache_dtype=_choice("auto", "fp8", "fp8_e4m3"),
-    quantization=Option(None, str, lambda x: x == "fp8", "'fp8', or None for weights as they are stored"),
-    block_size=COUNT,
-    num_blocks=COUNT,
-    num_gpu_blocks_override=COUNT,
-    gpu_memory_utilization=Option(0.9, float, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
-    swap_space=Option(0, float, lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none"),
-    enable_prefix_caching=FLAG._replace(default=True),
-    disable_cascade_attn=FLAG._replace(default=None, expected="None, True or False"),
-    max_model_len=COUNT,
-    max_num_seqs=Option(256, *between(int, 1, MOST_SEQS)),
-    max_num_batched_tokens=Option(8192, *between(int, 1, MOST_TOKENS)),
-    scheduling_policy=_choice("fcfs", "priority"),
-    data_parallel_size=Option(1, *between(int, 1, MOST_GPUS)),
-    tensor_parallel_size=Option(1, *between(int, 1, MOST_GPUS)),
-    speculative_config=Option(None, dict),
-    enforce_eager=FLAG,
-    seed=Option(0, int, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits"))
-
-
-def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unusable value, an unknown option, and one of vLLM that asks for a missing feature.
-    options: those of OPTIONS, and maybe other names"""
-    others = [name for name, value in vllm_options.items() if not is_one_of(value, VLLM_NEUTRAL.get(name, ()))]
-    refuse_unknown("LLM has no option", others, [*OPTIONS, *VLLM_OPTIONS], "help(nanopaged.LLM) lists its options")
-    for name, option in OPTIONS.items():
-        if option.expected and (options[name] is not None or option.default is not None):
-            check_number(name, options[name], ACCEPTED.get(option.kind, option.kind), option.in_range, option.expected)
-    if options["num_blocks"] is not None and options["num_gpu_blocks_override"] is not None:
-        raise ValueError("num_blocks and num_gpu_blocks_override are two names of one option; give one of them")
-    data_parallel, tensor_parallel = options["data_parallel_size"], options["tensor_parallel_size"]
-    if data_parallel > 1 < tensor_parallel:
-        raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
-                         "together; use one of them")
 
 
 def refuse_unknown(what: str, names: Iterable[Any], known: Collection[str], otherwise: str = "") -> None:
@@ -257,6 +168,14 @@ def read_cache_salt(prompt: Any) -> str | None:
     """The cache_salt of a prompt given as a dict: only prompts with the same one share blocks of the prefix cache."""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     return check_number("cache_salt", salt, (str, NoneType), bool, "a string that is not empty")
+
+
+def open_file(option: str, path: str, mode: str) -> IO:
+    """The open file. ValueError in one sentence, which names the command line's option, if that fails."""
+    try:
+        return open(path, mode)
+    except OSError as error:
+        raise ValueError(f"{option} {path!r} cannot be opened: {error.strerror or error}") from None
 
 
 def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:

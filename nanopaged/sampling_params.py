@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
+# The factors of two hashes: SplitMix64's (Steele et al. 2014), and lowbias32's (Wellons 2018).
+HASH = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x7FEB352D, 0x846CA68B
 LARGEST_BIAS = 100.0
 MOST_SEQUENCES = 16_384  # of one request, as in vLLM: all of them are created when the request arrives
 # What several settings must be: the type, the range of a value of this type, and the words for both
@@ -295,7 +297,9 @@ class SequenceSampling(NamedTuple):
     """The sampling settings of a sequence, for the runner; the scheduler does not read them."""
     params: SamplingParams
     seed: int = 0  # sample j of a request with seed s has seed s + j
-    bad_words: list[list[int]] = []  # as token ids
     num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
     num_prompt_logprobs: int | None = None  # the same for each prompt token
-    grammar: Any = None  # a nanopaged.features.grammar.Grammar
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.num_logprobs is not None or self.num_prompt_logprobs is not None

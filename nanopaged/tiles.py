@@ -6,6 +6,7 @@ multiprocessors, 227 KiB of shared memory for a program, Triton 3.6) with head_d
 tiles that fit their shared memory; `python -m nanopaged.tests.compile_kernels` checks that without having the device.
 """
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -34,6 +35,11 @@ MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_ti
 # Columns of a tile of queries that attend to common blocks: (sequence, query head) pairs.
 MIN_PREFIX_COLUMNS, MAX_PREFIX_COLUMNS = 16, 64
 PREFIX_STAGES = {16: 3, 32: 2, 64: 2}  # by columns (H200); with more, 64 columns leave room for one program
+# The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
+# at most an eighth of a recorded step is padding.
+DECODE_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
+MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
+MOST_ENTRIES = 64  # of a cascade in a step: what a recorded step has room for
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 
@@ -211,3 +217,9 @@ def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile
     tiles = [(seq, tile) for seq, n in enumerate(query_lens) if n > 1 for tile in range(cdiv(n, tokens_per_tile))]
     tiles.sort(key=lambda entry: query_lens[entry[0]] - seq_lens[entry[0]] - entry[1] * tokens_per_tile)
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
+
+
+def widest_window(config: Any) -> int:
+    """The tokens that one token attends to, itself included, at most. 0: some layer has no sliding window."""
+    windows = config.sliding_windows
+    return max(windows) if windows and all(windows) else 0

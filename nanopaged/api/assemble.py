@@ -1,16 +1,22 @@
-"""What LLM's options ask for: a checkpoint, a runner for each pool, and an engine for each runner."""
-from collections.abc import Callable
+"""What LLM's options ask for: a checkpoint, a runner for each pool, and an engine for each runner.
+
+The parts are put together here, and an option replaces a part by one of nanopaged/features.
+"""
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nanopaged import engine, kernel, model
-from nanopaged.device.choices import pick_devices, pick_fp8, pick_kernels, widest_window
+from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
-from nanopaged.features import last_layer
-from nanopaged.features.fp8 import read_weights
-from nanopaged.weights.build import as_checkpoint
-from nanopaged.weights.checkpoint import find_on_disk
+from nanopaged.options import default_feature, feature
+from nanopaged.tiles import widest_window
+from nanopaged.weights.build import as_checkpoint, random_tensors
+from nanopaged.weights.checkpoint import find_on_disk, read_ordinary
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None, check: Callable[[Path], object] | None = None,
@@ -24,82 +30,104 @@ def find_checkpoint(model: str | Path, revision: str | None = None, check: Calla
     """
     path = find_on_disk(model, revision)
     if path is None:
-        from nanopaged.features.hub import download
-        path = download(str(model), revision, check, without_weights, token, cache)
+        hub = feature("hub", f"model {str(model)!r}, which is no directory here,")
+        path = hub.download(str(model), revision, check, without_weights, token, cache)
     return path
 
 
-def make_runners(options: Any, config: model.ModelConfig, path: Path, drafting: Any) -> tuple[list[Runner], list[int]]:
-    """A runner for each pool, and the pools' numbers of blocks. The runner is the plain one, or on CUDA the one with
-    recorded steps. (Attention in torch asks the device for lengths, which cannot be recorded.) With data_parallel_size
-    there is one on each of the first GPUs, with the weights of the first; with tensor_parallel_size that of the first
-    GPU, with a worker process for each other one."""
-    runners: list[Runner] = []
-    num_ranks, is_eager = options.tensor_parallel_size, options.enforce_eager
+def make_runners(options: Any, config: model.ModelConfig, path: Path,
+                 num_more_rows: int) -> tuple[list[Runner], list[int]]:
+    """A runner for each pool, and the pools' numbers of blocks. With data_parallel_size there is one on each of the
+    first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
+    for each other one."""
+    num_ranks, fp8 = options.tensor_parallel_size, False
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
-    more = {name: vars(options)[name] for name in (
-        "dtype", "seed", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "warm_up",
-        "disable_cascade_attn")}
-    more["fp8"] = fp8 = pick_fp8(options.quantization, options.dtype, config, devices, num_ranks)
-    more["max_model_len"] = options.max_model_len or config.max_position_embeddings
-    more["max_num_drafts"] = drafting.most_in_step(options.max_num_seqs) if drafting else 0
-    tensors = None if options.load_format == "dummy" else read_weights(path, config.fp8, fp8, devices[0])
-    pool = options.num_gpu_blocks_override or options.num_blocks, options.gpu_memory_utilization
-    for device in devices:
-        runner_class, kernels = pick_runner(options.attention, device, is_eager)
-        more |= dict(device=device, kernels=kernels)
+    if options.quantization or config.fp8:
+        fp8 = feature("fp8", "a checkpoint in FP8").keeps_8_bits(options.quantization, options.dtype, config, devices,
+                                                                 num_ranks)
+    runners: list[Runner] = []
+    for device in devices[:1] if num_ranks > 1 else devices:
+        kind, kernels, modules = pick_runner(options, device)
+        if fp8:
+            modules = feature("fused", "quantization").with_fp8(modules)
+        parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
         if num_ranks > 1:
-            from nanopaged.features.tensor_parallel.workers import make_driver
-            runners = [make_driver(runner_class, num_ranks, config, tensors, path, pool, options.swap_space, **more)]
-            break
-        if not (is_eager or runner_class.fused):
-            more["modules"] = last_layer.MODULES
-        if runners:
-            tensors = as_checkpoint(runners[0].model.named_parameters(), config)
-        runners.append(runner_class(config, tensors, **more))
-    return runners, [allocate_pool(runner, *pool) for runner in runners]
-
-
-def pick_runner(attention: str, device: Any, enforce_eager: bool) -> tuple[type[Runner], kernel.Kernels]:
-    kernels, runner = pick_kernels(attention, device), Runner
-    if kernels is kernel.TORCH and not enforce_eager:
-        from nanopaged.features.rectangles import KERNELS as kernels
-    if device.type == "cuda" and not enforce_eager and kernels is kernel.TRITON:
-        from nanopaged.features.graphs import GraphRunner as runner
-    return runner, kernels
-
-
-def pick_window(config: model.ModelConfig, num_blocks: int, block_size: int,
-                max_model_len: int | None) -> tuple[int, int]:
-    """The sliding window, or 0, and the most tokens of a text."""
-    limit, size = config.max_position_embeddings, num_blocks * block_size
-    # Blocks that leave the window are freed only if the pool holds more than a window and a block; else texts must fit.
-    window = widest_window(config.sliding_windows)
-    window = window if window < size - block_size else 0
-    if max_model_len is not None and size < max_model_len and not window:
-        raise ValueError(f"max_model_len {max_model_len} needs {engine.cdiv(max_model_len, block_size)} blocks of "
-                         f"{block_size} tokens, and the pool has {num_blocks}; lower it or give the pool more memory")
-    return window, max_model_len or (limit if window else min(limit, size))
-
-
-def make_engines(options: Any, runners: list[Runner], pools: list[int], window: int) -> list[engine.Engine]:
-    """An engine for each runner. pools: their numbers of blocks"""
-    engines, make_scheduler = [], engine.Scheduler
-    if options.speculative_config is not None:
-        from nanopaged.features.drafts import DraftingScheduler as make_scheduler
-        from nanopaged.features.drafts import DraftInput
-        for runner in runners:
-            runner.step_input = DraftInput
-    for runner, num_blocks in zip(runners, pools):
-        given = num_blocks, runner.block_size, options.enable_prefix_caching
-        most_tokens = options.max_num_batched_tokens
-        if window or options.swap_space:
-            from nanopaged.features.swapping import Swapping, swap
-            manager: Any = Swapping(*given, window, swap(runner, options.swap_space), most_tokens)
-            most_tokens = manager.most_tokens
+            runner = feature("tensor_parallel.workers", option).make_driver(kind, path, *parts)
         else:
-            manager = engine.BlockManager(*given)
+            runner = kind(*parts)
+        if runners:
+            load(runner, options, as_checkpoint(runners[0].model.named_parameters(), config))
+        else:
+            load(runner, options, read(options, config, path, runner))
+        runners.append(runner)
+    return runners, [allocate_pool(runner, options.num_gpu_blocks_override or options.num_blocks,
+                                   options.gpu_memory_utilization) for runner in runners]
+
+
+def pick_runner(options: Any, device: torch.device) -> tuple[type[Runner], kernel.Kernels, model.Modules]:
+    """The plain runner, kernels and modules, or faster ones. (Attention in torch asks the device for lengths, which
+    cannot be recorded.)"""
+    runner, kernels, modules = Runner, pick_kernels(options.attention, device), model.PLAIN
+    if options.enforce_eager:
+        return runner, kernels, modules
+    if last_layer := default_feature("last_layer", "the last layer, which computes all rows,"):
+        modules = last_layer.MODULES
+    if kernels is kernel.TORCH:
+        if rectangles := default_feature("rectangles", "attention of many sequences, which is slower,"):
+            kernels = rectangles.KERNELS
+    elif device.type == "cuda":
+        if fused := default_feature("fused", "a step without small kernels, which is slower,"):
+            modules = fused.MODULES
+        if graphs := default_feature("graphs", "a step launched kernel by kernel, which is slower,"):
+            runner = graphs.GraphRunner
+    return runner, kernels, modules
+
+
+def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of the checkpoint, or random ones."""
+    if options.load_format == "dummy":
+        tensors: Iterable = random_tensors(config, runner.dtype, runner.device, options.seed)
+    elif config.fp8:
+        tensors = feature("fp8", "a checkpoint in FP8").read_weights(path, config.fp8, runner.fp8, runner.device)
+    else:
+        tensors = read_ordinary(path)
+    return feature("fp8", "quantization").in_fp8(tensors, runner.device) if runner.fp8 else tensors
+
+
+def load(runner: Runner, options: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Build the runner's model. Triton's kernels are compiled meanwhile."""
+    if runner.kernels is kernel.TRITON:
+        if cascade := default_feature("cascade", "decode of a common beginning, which is slower,"):
+            runner.cascade = cascade.pick(runner, options.disable_cascade_attn)
+        if runner.device.type == "cuda" and (warmup := default_feature("warmup", "a first request, which compiles,")):
+            warmup.start(runner)
+    runner.load(tensors)
+
+
+def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple[list[engine.Engine], int]:
+    """An engine for each runner, and the most tokens of a text. pools: their numbers of blocks"""
+    engines, make_scheduler, make_manager, window = [], engine.Scheduler, None, 0
+    config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
+    limit, size = config.max_position_embeddings, min(pools) * block_size
+    if options.swap_space or widest_window(config):
+        if swapping := default_feature("swapping", "a text that keeps the blocks behind a sliding window,"):
+            window, make_manager = swapping.pick_window(runners[0], size), swapping.make_manager
+    if given is not None and size < given and not window:
+        raise ValueError(f"max_model_len {given} needs {engine.cdiv(given, block_size)} blocks of {block_size} tokens, "
+                         f"and the pool has {min(pools)}; lower it or give the pool more memory")
+    if options.speculative_config is not None:
+        parts = feature("drafts", "speculative_config")
+        make_scheduler = parts.DraftingScheduler
+        for runner in runners:
+            runner.step_input = parts.DraftInput
+    for runner, num_blocks in zip(runners, pools):
+        most_tokens = options.max_num_batched_tokens
+        if make_manager and (window or options.swap_space):
+            manager = make_manager(options, runner, num_blocks, window)
+            most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
+        else:
+            manager = engine.BlockManager(num_blocks, block_size, options.enable_prefix_caching)
         scheduler = make_scheduler(manager, options.max_num_seqs, most_tokens)
         engines.append(engine.Engine(scheduler, runner, runner.lookahead))
-    return engines
+    return engines, given or (limit if window else min(limit, size))

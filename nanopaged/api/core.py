@@ -18,21 +18,30 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanopaged import engine
-from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners, pick_window
+from nanopaged.api.assemble import find_checkpoint, make_engines, make_runners
 from nanopaged.api.lock import StepLock
 from nanopaged.api.request import Counts, Request
 from nanopaged.inputs import as_python, check_kind, check_number, read_cache_salt, read_prompt
+from nanopaged.options import default_feature, feature
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, read_override, wrap_int64
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
 from nanopaged.weights.families import read_model_config, untie
 
-PROMPT_LOGPROBS_CHUNK = 512  # at most this many tokens of a prompt with prompt_logprobs in a step
+# What a request may ask for: features, and what asks for each. A feature has a subclass of Sequence, SEQUENCE, and a
+# function start(core, params, sequences), which prepares the samples of a request.
+REQUESTS: dict[str, Callable[["Core", SamplingParams], object]] = {
+    "samples": lambda core, p: p.n > 1,
+    "drafts": lambda core, p: core.drafting and core.drafting.suits(p),
+    "grammar": lambda core, p: p.structured_outputs,
+    "edits": lambda core, p: p.edits_logits or p.logits_processors,
+    "logprobs": lambda core, p: p.logprobs is not None or p.prompt_logprobs is not None}
 
 
 class Core:
     """Reads requests, adds and aborts them, and computes steps."""
-    prompt_logprobs_values = 2**23  # and at most this many log probabilities
+    prompt_logprobs_values = 2**23  # log probabilities that a step computes at most for a prompt
+    metrics_of: Callable[[list], Any] = staticmethod(lambda sequences: None)  # a request's RequestOutput.metrics
 
     def __init__(self, options: SimpleNamespace) -> None:
         """options: those of LLM, checked"""
@@ -40,16 +49,14 @@ class Core:
         self._read_checkpoint(options)
         is_default = options.generation_config != "vllm"
         self.default_params = (read_generation_config(self.path) if is_default else {}) | override
-        self.drafting: Any = None  # no drafts
+        self.drafting, self.num_more_rows = None, 0  # of logits in a step, besides one for each sequence
         if options.speculative_config is not None:
-            from nanopaged.features.drafts import Drafting
-            self.drafting = Drafting(options.speculative_config, self.config.vocab_size)
+            feature("drafts", "speculative_config").start_engine(self, options)
         self.lock = StepLock()  # held while a step is computed, and by callers that change what the step looks at
         self.requests: dict[str, Any] = {}  # those under way: Request or BeamSearch
         self.unreported: dict[str, Request] = {}  # those that LLM.step is to tell of
         self.num_steps, self.counts = 0, Counts()
         self.shortages: dict[Any, Any] = {}  # engines that have run out of memory (features/recovery.py)
-        self.grammars: Any = None  # a GrammarCompiler, from the first request with a grammar on
         self.arrivals, self.seeds = itertools.count(), random.Random(options.seed)
         self._make_engines(options)
 
@@ -57,23 +64,21 @@ class Core:
         given, limit = options.max_model_len, self.config.max_position_embeddings
         if given is not None and given > limit:
             raise ValueError(f"max_model_len {given} is more than the {limit} positions that the model was made for")
-        self.runners, pools = make_runners(options, self.config, self.path, self.drafting)  # one for each pool
+        self.runners, pools = make_runners(options, self.config, self.path, self.num_more_rows)  # one for each pool
         self.runner = self.runners[0]
-        window, self.max_model_len = pick_window(self.config, min(pools), self.runner.block_size, given)
+        self.engines, self.max_model_len = make_engines(options, self.runners, pools)
         self.limited_by = "option" if given else "model" if self.max_model_len == limit else "pool"
         # With several processes a step that stops half-way would leave the others waiting.
         if options.tensor_parallel_size == 1:
             for runner in self.runners:
                 runner.interruptible = self.lock.interrupts.let_through
-        self.engines = make_engines(options, self.runners, pools, window)
         self.engine: Any = self.engines[0]  # the step loop of all pools
         self.scheduler: Any = self.engine.scheduler  # of all pools
         self.scheduler_of: Callable[[engine.Sequence], Any] = lambda seq, one=self.scheduler: one  # of its pool
         if len(self.engines) > 1:
-            from nanopaged.features.recovery import recover
-            from nanopaged.features.router import Router
-            self.engine = self.scheduler = Router(self.engines, partial(recover, shortages=self.shortages),
-                                                  self.lock.interrupts.let_through)
+            router = feature("router", "data_parallel_size")
+            self.engine = self.scheduler = router.Router(self.engines, partial(_recover, shortages=self.shortages),
+                                                         self.lock.interrupts.let_through)
             self.scheduler_of = self.engine.of
 
     def _read_checkpoint(self, options: SimpleNamespace) -> None:
@@ -117,64 +122,32 @@ class Core:
         text, token_ids = self.read_prompt(prompt)
         params.check_vocabulary(self.config.vocab_size)
         params.check_logprobs(self.options.max_logprobs)
-        bad_words = []
-        if params.bad_words:
-            from nanopaged.features.edits import encode_bad_words
-            bad_words = encode_bad_words(params.bad_words, self.require_tokenizer())
         if params.stop:
             self.require_tokenizer()  # without one there is no text to find them in
-        structured = params.structured_outputs
-        with self.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
-            grammar = self.grammar_compiler().compile(structured) if structured else None
-        sequences = self._make_sequences(token_ids, priority, params, bad_words, grammar, read_cache_salt(prompt))
-        return Request(text, sequences, self.scheduler, self.tokenizer, self.counts, self.drafting)
+        sequences = self._make_sequences(token_ids, priority, params, read_cache_salt(prompt))
+        return Request(text, sequences, self.scheduler, self.tokenizer, self.counts, self.metrics_of)
 
     def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self.require_tokenizer, self.config.vocab_size, self.max_model_len)
 
-    def _make_sequences(self, token_ids: list[int], priority: int, params: SamplingParams, bad_words: list[list[int]],
-                        grammar: Any, cache_salt: str | None) -> list[engine.Sequence]:
+    def _make_sequences(self, token_ids: list[int], priority: int, params: SamplingParams,
+                        cache_salt: str | None) -> list[engine.Sequence]:
         """A sequence for each sample of a request."""
         arrival, seed = next(self.arrivals), self.seeds.getrandbits(63) if params.seed is None else params.seed
-        ends = not params.ignore_eos or grammar is not None
+        ends = not params.ignore_eos or params.structured_outputs is not None
         stop = frozenset(params.stop_token_ids or ()) | (self.eos_token_ids if ends else frozenset())
         max_len = min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        sequences = []
+        features = [feature(name, f"a request that asks for {name}") for name, asks in REQUESTS.items()
+                    if asks(self, params)]
+        make, sequences = sequence_class(*(one.SEQUENCE for one in features)), []
         for j in range(params.n):
-            kinds = self._kinds(params, j)
-            sampling = SequenceSampling(params, wrap_int64(seed + j), bad_words, params.logprobs,
-                                        None if j else params.prompt_logprobs, grammar and grammar.copy())
-            seq = sequence_class(*kinds)(list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), sampling,
-                                         root=cache_salt or engine.ROOT)
-            for attributes in kinds.values():
-                vars(seq).update(attributes)
-            sequences.append(seq)
-        if params.n > 1:
-            from nanopaged.features.samples import Samples
-            Samples(sequences, self.scheduler_of)  # sets `samples` of each
+            sampling = SequenceSampling(params, wrap_int64(seed + j), params.logprobs,
+                                        None if j else params.prompt_logprobs)
+            sequences.append(make(list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), sampling,
+                                  root=cache_salt or engine.ROOT))
+        for one in features:
+            one.start(self, params, sequences)
         return sequences
-
-    def _kinds(self, params: SamplingParams, j: int) -> dict[type, dict[str, Any]]:
-        """What sample j of a request asks for: subclasses of Sequence, and the attributes of each."""
-        kinds: dict[type, dict[str, Any]] = {}
-        if params.n > 1:
-            from nanopaged.features.samples import SampleSequence
-            kinds[SampleSequence] = {}
-        if self.drafting and (drafter := self.drafting.drafter(params)):
-            from nanopaged.features.drafts import DraftSequence
-            kinds[DraftSequence] = dict(drafter=drafter)
-        if params.structured_outputs:
-            from nanopaged.features.grammar import GrammarSequence
-            kinds[GrammarSequence] = {}
-        if params.logits_processors:
-            from nanopaged.features.edits import ProcessedSequence
-            kinds[ProcessedSequence] = {}
-        if (count := params.prompt_logprobs) is not None and j == 0:
-            from nanopaged.features.logprobs import PromptSequence
-            num_values = max(1, count) if count >= 0 else self.config.vocab_size
-            most = max(1, self.prompt_logprobs_values // num_values)
-            kinds[PromptSequence] = dict(max_chunk=min(PROMPT_LOGPROBS_CHUNK, most))
-        return kinds
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
         """The settings of a request without any: those of the checkpoint's generation_config.json, unless the LLM was
@@ -187,14 +160,6 @@ class Core:
             raise self.tokenizer_error or ValueError("with skip_tokenizer_init there is no tokenizer; give prompts as "
                                                      "token ids")
         return self.tokenizer
-
-    def grammar_compiler(self) -> Any:
-        if self.tokenizer is None:
-            raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
-        if self.grammars is None:
-            from nanopaged.features.grammar import GrammarCompiler
-            self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.config.vocab_size)
-        return self.grammars
 
     def run_until(self, is_done: Callable[[], bool]) -> AbstractContextManager[None]:
         """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
@@ -226,13 +191,11 @@ class Core:
                     request.give_way()
             self.num_steps += 1
             if self.shortages:
-                from nanopaged.features.recovery import regrow
-                regrow(self.shortages)
+                feature("recovery", "a shortage of memory").regrow(self.shortages)
         except BaseException as error:
             if self.engine is not self.engines[0]:  # the router has called `recover` for the engine that failed
                 raise
-            from nanopaged.features.recovery import recover
-            recover(self.engine, error, self.shortages)
+            _recover(self.engine, error, self.shortages)
         finally:
             while self.engine.updates:
                 self._take(*self.engine.updates.popleft())
@@ -262,6 +225,14 @@ class Core:
         """With nothing under way the books must balance."""
         if self.engine.is_idle:
             self.scheduler.block_manager.check_idle()
+
+
+def _recover(one: engine.Engine, error: BaseException, shortages: dict[Any, Any]) -> None:
+    """Raise the error of an engine's step, unless a smaller one may succeed."""
+    recovery = default_feature("recovery", "a step that failed, whose requests end,")
+    if recovery is None:
+        raise error
+    recovery.recover(one, error, shortages)
 
 
 @cache

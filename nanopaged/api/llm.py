@@ -10,7 +10,8 @@ import torch
 from nanopaged import engine
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
-from nanopaged.inputs import OPTIONS, as_list, as_python, check_choice, check_kind, check_options
+from nanopaged.inputs import as_list, as_python, check_choice, check_kind
+from nanopaged.options import OPTIONS, check_options, describe, feature
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams
@@ -19,43 +20,9 @@ from nanopaged.sampling_params import BeamSearchParams, SamplingParams
 class LLM(Core):
     """A model and its engine. Names and defaults are vLLM's.
 
-    model: "shakespeare" (bundled), a checkpoint directory in Hugging Face layout, or a name on the Hub, "org/name"
-    revision: branch, tag or commit of a model on the Hub (default: main, or what the cache has of it)
-    dtype: "auto" (the checkpoint's on CUDA, float16 for bfloat16 on cards before Ampere; float32 on a CPU), "float32",
-        "float16" ("half") or "bfloat16"
-    device: "auto", "cuda", "cuda:1", "cpu"; attention: "auto", "triton" (kernel.py's kernel) or "torch"
-    quantization: "fp8": matrices in 8 bits, of an ordinary checkpoint, too (nanopaged/features/fp8.py); None: if they
-        are stored so, and not in blocks
-    load_format: "auto", or "dummy": random weights from config.json alone; a tokenizer is read where there is one
-    block_size: token slots per block (default: 64 on CUDA, 16 on a CPU)
-    num_blocks (or num_gpu_blocks_override): size of the pool (default: what fits in gpu_memory_utilization of the card;
-        on a CPU 1 GiB or max_num_seqs full sequences, whichever is less)
-    max_model_len: longest sequence, prompt included (default: the model's limit, or the pool's if that is less)
-    max_num_seqs, max_num_batched_tokens: sequences, and tokens, that one step computes at most
-    enable_prefix_caching: let sequences share the blocks of a common beginning
-    disable_cascade_attn: whether decode reads shared blocks for each sequence by itself. None: only where a text's bits
-        would depend on its batch (fp8 cache, float32, head_dim above 128); False: not there either, if it is possible
-    kv_cache_dtype: "auto" (as dtype), or "fp8" ("fp8_e4m3"): a byte per number, so twice the tokens of 16 bits
-    swap_space: GiB of host memory for the blocks of preempted sequences; 0: these are computed again
-    generation_config: "auto": requests without settings follow the checkpoint's generation_config.json; "vllm": not
-    max_logprobs: the most log probabilities of a token that a request may ask for; -1: any number. All
-        tokens (logprobs=-1) are always possible
-    override_generation_config: a dict of what goes before entries of that file, {"temperature": 0.6} for example
-    hf_overrides: a dict of what replaces entries of config.json, {"sliding_window": 24} for example
-    tokenizer, tokenizer_revision, skip_tokenizer_init: the directory or name of another tokenizer; its revision on the
-        Hub; none at all
-    hf_token, download_dir: the token for the Hub, and the cache for its files (default: those of Hugging Face's tools)
-    scheduling_policy: "fcfs", or "priority": add_request's priority goes before arrival, smaller is sooner
-    data_parallel_size: GPUs, each with the weights and a pool; num_blocks, max_num_seqs, max_num_batched_tokens and
-        swap_space are per GPU (nanopaged/features/router.py)
-    tensor_parallel_size: GPUs that share one model: each has a part of the weights and of the pool
-        (nanopaged/features/tensor_parallel/parallel.py)
-    speculative_config: drafts, {"num_speculative_tokens": 5} for example; None: none (nanopaged/features/drafts.py)
-    enforce_eager: the plain path, one step after the other: no CUDA graphs, no small kernels, no lookahead; in torch
-        attention computes one sequence after the other
-    warm_up: record every step size before the first request, not when a step first needs it (features/graphs.py)
-    seed: of the model's dummy weights and of the requests that bring none of their own
-    vllm_options: other options of vLLM, ignored where they have no meaning here (inputs.VLLM_OPTIONS) or ask for
+    The options stand in nanopaged/options.py, with what each is for; they are listed at the end of this text.
+
+    vllm_options: other options of vLLM, ignored where they have no meaning here (options.VLLM_OPTIONS) or ask for
         nothing; one that asks for a missing feature raises ValueError
     scheduler.waiting, scheduler.running, scheduler.block_manager.num_free_blocks and .num_blocks tell what is under way
 
@@ -113,8 +80,8 @@ class LLM(Core):
         """The checkpoint's tokenizer, for scripts: `encode`, `decode`, `apply_chat_template` and the special tokens, as
         in transformers (ScriptTokenizer in features/chat_template.py). ValueError if there is none that can be read."""
         if self.script_tokenizer is None:
-            from nanopaged.features.chat_template import ScriptTokenizer
-            self.script_tokenizer = ScriptTokenizer(self.require_tokenizer(), self.tokenizer_path)
+            kind = feature("chat_template", "get_tokenizer").ScriptTokenizer
+            self.script_tokenizer = kind(self.require_tokenizer(), self.tokenizer_path)
         return self.script_tokenizer
 
     # ---- requests, step by step
@@ -248,12 +215,12 @@ class LLM(Core):
         check_choice("chat_template_content_format", chat_template_content_format, ("auto",))
         check_kind("chat_template", chat_template, (str, NoneType), "a Jinja template")
         check_kind("chat_template_kwargs", chat_template_kwargs, (dict, NoneType), "a dict of the template's variables")
-        from nanopaged.features.chat_template import NO_CHAT_TEMPLATE, load_chat_template
+        templates = feature("chat_template", "a chat")
         if chat_template not in self.chat_templates:
-            self.chat_templates[chat_template] = load_chat_template(self.tokenizer_path, chat_template)
+            self.chat_templates[chat_template] = templates.load_chat_template(self.tokenizer_path, chat_template)
         template = self.chat_templates[chat_template]
         if template is None:
-            raise ValueError(NO_CHAT_TEMPLATE)
+            raise ValueError(templates.NO_CHAT_TEMPLATE)
         text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -295,15 +262,11 @@ class LLM(Core):
         use_tqdm: as for generate
         concurrency_limit: taken for vLLM's sake, without effect
         """
-        from nanopaged.features.beam import BeamGroup, BeamSearch
+        search = feature("beam", "beam search")
         _refuse_lora(lora_request)
         check_kind("params", params, BeamSearchParams, "BeamSearchParams")
-        params, searches = replace(params), []  # as in read_request
-        for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]:
-            max_tokens = min(params.max_tokens, self.max_model_len - len(token_ids))
-            group = BeamGroup(params, self.eos_token_ids, max_tokens)
-            searches.append(BeamSearch(text, token_ids, group, next(self.arrivals), self.scheduler_of,
-                                       self.tokenizer))
+        searches = [search.start(self, text, token_ids, replace(params))  # as in read_request
+                    for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]]
         return self._finish(searches, use_tqdm)
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
@@ -312,6 +275,9 @@ class LLM(Core):
                          "yet; it has generate, chat and beam_search")
 
     embed = classify = score = reward = encode
+
+
+LLM.__doc__ = f"{LLM.__doc__}\n    Options:\n{describe(as_flags=False)}"
 
 
 def _refuse_lora(lora_request: Any) -> None:

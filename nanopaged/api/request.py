@@ -3,12 +3,13 @@
 Tokens are decoded to text as late as possible: when a caller asks for the text, or at every step if the request has
 stop strings, which are searched for in the text.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nanopaged import engine
+from nanopaged.options import feature
 from nanopaged.outputs import CompletionOutput, Logprob, RequestOutput, token_logprobs
-from nanopaged.text.stop import StopChecker
 
 
 @dataclass
@@ -25,9 +26,9 @@ class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, sequences: list[engine.Sequence], scheduler: Any, tokenizer: Any,
-                 counts: Counts, drafting: Any) -> None:
+                 counts: Counts, metrics_of: Callable[[list], Any]) -> None:
         self.prompt, self.sequences, self.scheduler, first = prompt, sequences, scheduler, sequences[0]
-        self.counts, self.drafting = counts, drafting
+        self.counts, self.metrics_of = counts, metrics_of
         self.request_id, self.params = first.request_id, first.sampling.params
         self.prompt_token_ids = [*first.token_ids]
         self.is_reported = False  # LLM.step returns outputs of this request
@@ -84,7 +85,7 @@ class Request:
         self.new_prompt_logprobs.clear()
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
                              self.sequences[0].num_cached_tokens or 0, self.prompt_logprobs and [*self.prompt_logprobs],
-                             metrics=self.drafting and self.drafting.metrics_of(self.sequences))
+                             metrics=self.metrics_of(self.sequences))
 
 
 class _Sample:
@@ -101,7 +102,10 @@ class _Sample:
         self.detokenizer: Any = None  # or there is no more to decode
         if tokenizer and params.detokenize:
             self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens, [*seq.token_ids])
-        self.stop = StopChecker(params.stop_strings, params.include_stop_str_in_output)
+        self.stop: Any = None
+        if params.stop:
+            checker = feature("stop", "a request with stop strings").StopChecker
+            self.stop = checker(params.stop_strings, params.include_stop_str_in_output)
         self.new_logprobs: list[tuple] = []  # in the runner's form, not converted yet
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -149,20 +153,31 @@ class _Sample:
         """Decode the sequence's new tokens."""
         if self.detokenizer is None:
             return
-        seq, stop = self.seq, self.stop
+        seq, params = self.seq, self.params
         token_ids = seq.token_ids[seq.num_prompt_tokens + self.num_read:]
-        if seq.finish_reason == "stop" and token_ids and not isinstance(seq.stop_reason, str) and not stop.include:
+        if seq.finish_reason == "stop" and token_ids and not (
+                isinstance(seq.stop_reason, str) or params.include_stop_str_in_output):
             token_ids.pop()  # the text does not contain the token that ended it
         try:
-            for part in [[token] for token in token_ids] if self.params.stop else [token_ids]:
-                self.num_read += len(part)
-                self.text += stop.add(self.detokenizer.add(part), may_stop=self.num_read > self.params.min_tokens)
-                if stop.matched is not None:
-                    self.detokenizer, self.end = None, ("stop", stop.matched)
-                    del seq.token_ids[seq.num_prompt_tokens + self.num_read:]  # a grammar may have forced several
-                    return
+            if self.stop is None:
+                self.num_read += len(token_ids)
+                self.text += self.detokenizer.add(token_ids)
+            elif self._find_stop(token_ids):
+                return
             if seq.finish_reason:
                 rest, self.detokenizer = self.detokenizer.finish(), None
-                self.text += stop.add(rest) + stop.finish()
+                self.text += self.stop.add(rest) + self.stop.finish() if self.stop else rest
         except BaseException as error:
             self.fail(error)
+
+    def _find_stop(self, token_ids: list[int]) -> bool:
+        """Decode these tokens, one after the other, up to a stop string. True: it has ended the text."""
+        for token in token_ids:
+            self.num_read += 1
+            self.text += self.stop.add(self.detokenizer.add([token]), may_stop=self.num_read > self.params.min_tokens)
+            if self.stop.matched is not None:
+                self.detokenizer, self.end = None, ("stop", self.stop.matched)
+                # A grammar may have forced several tokens.
+                del self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read:]
+                return True
+        return False

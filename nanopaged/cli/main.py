@@ -18,7 +18,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,9 +26,8 @@ from typing import Any
 
 from nanopaged import __version__
 from nanopaged.cli.status import Progress, fold, say
-from nanopaged.features.batch import PromptFile, open_file
-from nanopaged.features.server.tools import FORMATS, THINKERS, find_parser
-from nanopaged.inputs import OPTIONS, refuse_unknown
+from nanopaged.inputs import check_choice, open_file, refuse_unknown
+from nanopaged.options import OPTIONS, describe, feature
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
@@ -66,26 +64,14 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --json-schema FILE, --regex R, --choice TEXT   the text must fit; --choice A --choice B: A or B
   --generation-config vllm, --override-generation-config JSON   leave it aside [auto]; go before it
   --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
-ENGINE
-  -m NAME, --model NAME        bundled, a directory, or org/name on the Hub [shakespeare]
-  --revision R, --hf-token T, --download-dir DIR          [main]; for the Hub [as its tools have it]
-  --tokenizer T, --tokenizer-revision R, --skip-tokenizer-init   of another model [its own]; none
-  --hf-overrides JSON          what replaces entries of config.json: {"sliding_window": 24}
-  --dtype D, --device D, --quantization fp8   float32, float16, bfloat16; cpu, cuda, cuda:N [auto]
-  --kv-cache-dtype D, --attention A, --load-format F      fp8; triton, torch; dummy [auto]
-  --block-size N, --num-blocks N, --num-gpu-blocks-override N    slots per block; blocks [what fits]
-  --gpu-memory-utilization X, --swap-space GIB   of the card [0.9]; host memory for preempted [0]
-  --max-model-len N            longest sequence, prompt included [the model's limit]
-  --max-num-seqs N, --max-num-batched-tokens N   of one step at most [256, 8192]
-  --max-logprobs N             best tokens of --logprobs, or of the API's, at most [20]
-  --no-enable-prefix-caching, --disable-cascade-attn   compute, read common beginnings every time
-  --scheduling-policy P        priority: by "priority" in FILE.jsonl, smaller is sooner [fcfs]
-  --data-parallel-size N, --tensor-parallel-size N    GPUs with a model each [1]; that share one [1]
-  --speculate N, --speculative-config JSON       guess N tokens, and compute them along [0]
-  --enforce-eager, --warm-up   no graphs, no small kernels; record all step sizes first [--serve]
+  --speculate N                guess N tokens, and compute them along: --speculative-config in short
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
+
+
+def help_text() -> str:
+    return f"{HELP}ENGINE; -m is --model\n{describe(as_flags=True)}\n"
 
 
 def main(argv: list[str] | None = None, llm_class=None) -> int:
@@ -108,37 +94,37 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 def _run(args, llm_class) -> int:
     # What can be refused is refused before the model is loaded.
-    params, beams, prompt_file, listener, page = _sampling_params(args), None, None, None, None
+    params, search, prompt_file, listener, page = _sampling_params(args), None, None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
-        beams = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
+        search = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
+    for name, choices in PARSERS.items():
+        if (given := vars(args)[name]) is not None:
+            check_choice(_option(name), given, tuple(vars(feature("server.tools", _option(name)))[choices]))
     if args.serve:
-        from nanopaged.features.server.app import bind  # starlette and uvicorn, or a sentence
-        listener = bind(args.host, args.port)
+        listener = feature("server.app", "--serve").bind(args.host, args.port)
     if args.prompts is not None:
         settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", args.chat_template,
                     args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
-        prompt_file = PromptFile(args.prompts, args.output, repr(settings))
-    if args.trace:
-        if not args.trace.lower().endswith((".html", ".json")):
+        prompt_file = feature("batch", "--prompts").PromptFile(args.prompts, args.output, repr(settings))
+    if file := args.trace:
+        if not file.lower().endswith((".html", ".json")):
             raise ValueError("--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not "
-                             f"{args.trace!r}")
-        open_file("--trace", args.trace, "ab").close()
+                             f"{file!r}")
+        open_file("--trace", file, "ab").close()
     llm = _load(args, llm_class)
-    if args.trace == "":
-        from nanopaged.features.trace import Trace
-        Trace(llm)
-    elif args.trace:
-        from nanopaged.features.page import Page
-        page = Page(llm)
+    if file == "":
+        feature("trace", "--trace").Trace(llm)
+    elif file:
+        page = feature("page", "--trace").Page(llm)
     try:
-        return _generate(llm, args, beams, prompt_file, listener)
+        return _generate(llm, args, search, prompt_file, listener)
     finally:
         if page:
-            say(page.save(args.trace, "python engine.py " + shlex.join(args.words)))
+            say(page.save(file, "python engine.py " + shlex.join(args.words)))
 
 
-def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile | None, listener: Any) -> int:
+def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
     params, is_printed = _sampling_params(args, llm), args.trace == ""
 
     def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
@@ -148,39 +134,32 @@ def _generate(llm, args, beams: BeamSearchParams | None, prompt_file: PromptFile
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    if args.serve:
-        from nanopaged.features.server.app import serve
+    if listener or prompt_file:
+        make_reader = feature("server.openai", "OpenAI's format").make_reader
+    if listener:
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
-        return serve(_serving(llm, args, render), args.host, listener, key, (args.allowed_hosts or "").split(","))
+        return feature("server.app", "--serve").serve(make_reader(llm, args, render), args.host, listener, key,
+                                                      (args.allowed_hosts or "").split(","))
     if prompt_file:
-        return prompt_file.run(llm, params, _serving(llm, args, render), show_progress=not is_printed)
+        return prompt_file.run(llm, params, make_reader(llm, args, render), show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
-        from nanopaged.features.conversation import converse
+        converse = feature("conversation", "--chat").converse
         return converse(system, render, partial(_stream, llm, params), llm.max_model_len)
     prompts = args.prompt
     if args.chat:
         prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
-    if len(prompts) == params.n == 1 and not beams and not is_printed:  # a stream would run into the trace
+    if len(prompts) == params.n == 1 and not search and not is_printed:  # a stream would run into the trace
         return _stream(llm, params, prompts[0], [], echo="" if args.chat else args.prompt[0])
     progress = Progress(llm, ProgressBar(len(prompts), not is_printed))
-    if beams:
-        outputs = llm.beam_search(prompts, beams, use_tqdm=not is_printed)
+    if search:
+        outputs = llm.beam_search(prompts, search, use_tqdm=not is_printed)
         for output in outputs:
             progress.note_end(output)
     else:
         outputs = [output for _, output in sorted(progress.run((i, prompt, params, 0)
                                                                for i, prompt in enumerate(prompts)))]
     return _print_all(args.prompt, outputs, progress)
-
-
-def _serving(llm, args, render: Callable[..., dict]) -> Any:
-    """What reads requests in OpenAI's format."""
-    from nanopaged.features.chat_template import load_chat_template
-    from nanopaged.features.server.openai import Serving
-    found = load_chat_template(llm.tokenizer_path, args.chat_template)
-    tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
-    return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
@@ -328,7 +307,7 @@ def _object(text: str) -> dict:
 
 
 # Name -> what reads its value; list: it may be given several times; True, False: a flag that makes it so; None: a value
-# may follow; a tuple: one of these. What is not given is None, and the default is that of SamplingParams and LLM, or
+# may follow; What is not given is None, and the default is that of SamplingParams and LLM, or
 # the one in _run.
 SAMPLING = dict(
     max_tokens=int, min_tokens=int, temperature=float, top_k=int, top_p=float, min_p=float, n=int, seed=int,
@@ -341,8 +320,8 @@ STRUCTURED = dict(json_schema=_file, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=_file, chat_template_kwargs=_object,
     beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str, port=int,
-    api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=tuple(FORMATS),
-    reasoning_parser=THINKERS)
+    api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
+PARSERS = dict(tool_call_parser="FORMATS", reasoning_parser="THINKERS")  # in features/server/tools.py
 KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
@@ -365,7 +344,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; " + ('write a prompt as --prompt "TEXT"' if unknown else advice))
 
     def format_help(self):
-        return HELP
+        return help_text()
 
 
 def _given(args, names) -> dict:
@@ -381,8 +360,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"nanopaged {__version__}")
     for name, kind in KINDS.items():
         ways: dict[type, dict[str, Any]] = {
-            bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const=""),
-            tuple: dict(choices=kind)}
+            bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const="")}
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
         parser.add_argument(*SHORT.get(name, ()), _option(name).replace("--no-", "--"), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)

@@ -35,7 +35,7 @@ class Progress:
         self.first: float | None = None  # the time of the first output
         self.before = self._counts()
         llm.counts.most_blocks_held = self.pool.num_blocks - self.pool.num_free_blocks
-        self.drafts = llm.drafting and RequestMetrics()
+        self.metrics = llm.drafting and RequestMetrics()
 
     def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
             ) -> Generator[tuple[Any, RequestOutput], None, None]:
@@ -84,7 +84,7 @@ class Progress:
             self.num_cut += (sample.finish_reason == "length" and
                              len(output.prompt_token_ids) + len(sample.token_ids) == self.llm.max_model_len)
         if output.metrics:
-            self.drafts += output.metrics
+            self.metrics += output.metrics
 
     def _counts(self) -> tuple[int, int, int]:
         counts = self.llm.counts
@@ -101,7 +101,7 @@ class Progress:
         parts = [start, f"{counted(num_prompt, 'token' if start else 'prompt token')} ({num_cached} cached)",
                  f"first token {self.first - self.started:.2f} s" if self.first else "",
                  f"{self.num_new} new at {rate:.0f}/s",
-                 f"{self.drafts.mean_acceptance_length:.2f} tokens per step with drafts" if self.drafts else "",
+                 f"{self.metrics.mean_acceptance_length:.2f} tokens per step with drafts" if self.metrics else "",
                  f"{most}/{self.pool.num_blocks} blocks" if (most := self.llm.counts.most_blocks_held) else "",
                  end]
         return fold(", ".join(filter(None, parts))) + (f"\n{fold(self._limit())}" if self.num_cut else "")

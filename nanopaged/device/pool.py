@@ -14,6 +14,7 @@ from nanopaged.device import transfer
 from nanopaged.weights.build import host_memory
 
 GIB = 2**30
+FP8 = torch.float8_e4m3fn  # of an fp8 cache
 
 
 class Pool:

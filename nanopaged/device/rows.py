@@ -30,9 +30,9 @@ class Rows:
         self.device = device
         self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
-    def send(self, seqs: list[engine.Sequence]) -> list[engine.Sequence]:
+    def send(self, seqs: list[engine.Sequence]) -> None:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row. Returns these sequences."""
+        settings of sequences that are new in their row."""
         width = self.block_tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
@@ -51,7 +51,6 @@ class Rows:
                 seq.num_sent_blocks = len(seq.block_table)
         self.sent = cells, blocks
         self.write(cells, blocks, new)
-        return new
 
     def write(self, cells: list[int], blocks: list[int], new: list[engine.Sequence] = []) -> None:
         """cells: where in block_tables.view(-1) entries are new; blocks: these entries"""

@@ -23,16 +23,17 @@ replace it (those with a * unless enforce_eager is given):
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
-The pool (pool.py) takes the memory that weights and the largest step leave (trial.py). choices.py decides types and
-kernels, and warmup.py compiles ahead. Rare features: logits.py (edited logits), logprobs.py, masks.py (grammars).
+The pool (pool.py) takes the memory that weights and the largest step leave (trial.py). What a request asks for beyond
+plain sampling is in features/edits.py (edited logits), grammar.py and logprobs.py.
 """
 import gc
 import weakref
 from collections import namedtuple
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import cached_property, partial
-from typing import Callable, ContextManager, Iterable
+from functools import partial
+from typing import Any, ContextManager
 
 import torch
 from torch import Tensor
@@ -41,15 +42,10 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
-from nanopaged.device.sampler import SamplingNeeds, pick, sample
+from nanopaged.device.sampler import LogitsStep, SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import LaunchedStep, on_its_device
-from nanopaged.features import warmup
-from nanopaged.features.edits import LogitsEditor
-from nanopaged.features.fp8 import in_fp8
-from nanopaged.features.fused import with_fp8
-from nanopaged.features.masks import Masker
-from nanopaged.weights.build import build_model, random_tensors
+from nanopaged.weights.build import build_model
 
 # StepInput.lists on the device, int32
 StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows "
@@ -57,66 +53,60 @@ StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_
 
 
 class Runner:
-    """A model on a device, with its KV pool. Raises ValueError for impossible options."""
+    """A model on a device, with its KV pool. It is made in steps (api/assemble.py): the constructor checks the options,
+    `load` builds the model, `trial.allocate_pool` makes the pool. Raises ValueError for impossible options.
+
+    options: those of LLM; fp8: matrices are in 8 bits; num_more_rows: of logits, besides one for each sequence
+    """
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
-    fused = False  # with the small kernels at the end of kernel.py
-    modules = model.PLAIN
-    step_input = StepInput
     num_ranks = 1  # GPUs that share the model
+    step_input = StepInput
     pick = staticmethod(pick)
+    cascade: Any = None  # finds what decoding sequences have in common (features/cascade.py)
+    model: model.Transformer
+    kv_cache: list[model.LayerCache] = []  # of each layer
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
-    def __init__(self, config: model.ModelConfig, tensors: Iterable | None, *, dtype: str, device: torch.device,
-                 kernels: kernel.Kernels, seed: int, block_size: int | None, max_model_len: int, max_num_seqs: int,
-                 max_num_batched_tokens: int, kv_cache_dtype: str, warm_up: bool = False, max_num_drafts: int = 0,
-                 modules: model.Modules | None = None, whole: model.ModelConfig | None = None, fp8: bool = False,
-                 disable_cascade_attn: bool | None = None):
-        self.config, self.device, self.kernels, self.max_model_len = config, device, kernels, max_model_len
-        self.modules, self.fp8 = with_fp8(modules or self.modules, fp8), fp8  # fp8: as `choices.pick_fp8` says
-        self.warm_up = warm_up  # record all steps before the first request (graphs.py)
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # Rows of logits in a step: one for each sequence, and one for each draft of the step.
-        self.max_num_samples = min(max_num_seqs + max_num_drafts, max(max_num_seqs, max_num_batched_tokens))
-        # A plain function: the logits editor keeps it, and a bound method would keep this runner and its memory alive.
-        self.send = partial(transfer.send, device)
+    def __init__(self, config: model.ModelConfig, options: Any, device: torch.device, kernels: kernel.Kernels,
+                 modules: model.Modules, fp8: bool = False, num_more_rows: int = 0):
+        self.config, self.device, self.kernels, self.modules, self.fp8 = config, device, kernels, modules, fp8
+        self.max_model_len = options.max_model_len or config.max_position_embeddings
+        self.max_num_seqs, self.max_num_batched_tokens = options.max_num_seqs, options.max_num_batched_tokens
+        self.warm_up = options.warm_up  # record all steps before the first request (features/graphs.py)
+        self.max_num_samples = min(self.max_num_seqs + num_more_rows,  # rows of logits in a step (more: of drafts)
+                                   max(self.max_num_seqs, self.max_num_batched_tokens))
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
-        self.block_size = block_size or (64 if device.type == "cuda" else 16)
-        self.dtype = choices.pick_dtype(dtype, config.torch_dtype, device)
-        self.kv_dtype = choices.pick_kv_dtype(kv_cache_dtype, self.dtype, device, kernels)
+        self.block_size = options.block_size or (64 if device.type == "cuda" else 16)
+        self.dtype = choices.pick_dtype(options.dtype, config.torch_dtype, device)
+        self.kv_dtype = choices.pick_kv_dtype(options.kv_cache_dtype, self.dtype, device, kernels)
         if device.type == "cuda":
             gc.collect()  # an engine that is not used any more may hold most of the card until then
             torch.cuda.empty_cache()
         block_shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, block_shape, self.kv_dtype, device)
-        self.kv_cache: list[model.LayerCache] = []  # of each layer; `trial.allocate_pool` fills it
         self.rows = self._make_rows()
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
-        self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device,
-                                             disable_cascade_attn)
-        # Triton's kernels are compiled while the weights are loaded.
-        compiles = device.type == "cuda" and kernels is kernel.TRITON
-        self.compiled = self.start_compiling() if compiles else []
-        tensors = random_tensors(whole or config, self.dtype, device, seed) if tensors is None else tensors
-        self.model = self._build_model(in_fp8(tensors, fp8, device))
-        self.editor = LogitsEditor(max_num_seqs + 1, config.vocab_size, device, self.send)
-        # The last step, if it has grammars and is not sampled yet; held weakly: a step refers to the runner.
+        self.send = partial(transfer.send, device)
+        self.logits_steps: dict[type[LogitsStep], LogitsStep] = {}
+        self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
+        # The last step, if it is sampled late and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _make_rows(self) -> Rows:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
 
-    def _build_model(self, tensors: Iterable) -> model.Transformer:
-        return build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Build the model of a checkpoint's tensors."""
+        self.model = build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
-    def start_compiling(self) -> list[Future]:
-        forms = [*warmup.attention_forms(self.config, self.dtype, self.pool.one_block(), self.rows.block_tables,
-                                         self.max_num_samples, self.max_model_len, bool(self.cascade), self.warm_up)]
-        if self.fused:
-            forms += warmup.small_forms(self.config, self.dtype, self.device, self.num_ranks, self.fp8)
-        return warmup.start(forms, self.device)
+    def use(self, kind: type[LogitsStep]) -> Any:
+        """The logits step of this class, made when a request first asks for it. Any thread may call this."""
+        if kind not in self.logits_steps:
+            self.logits_steps.setdefault(kind, kind(self))
+        return self.logits_steps[kind]
 
-    # ---- for parallel.py and graphs.py, which have more to do here
+    # ---- for features/tensor_parallel and graphs.py, which have more to do here
 
     def starting(self) -> ContextManager:
         """Around `trial.allocate_pool`."""
@@ -137,20 +127,15 @@ class Runner:
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)
-        if new := self.rows.send(step.seqs):
-            self.editor.start(new)
+        self.rows.send(step.seqs)
         batch = self.step_input.of(step, self.block_size, self.cascade)
-        launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
+        launched = LaunchedStep(self, step, batch)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
 
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
             event.synchronize()
-
-    @cached_property
-    def masker(self) -> Masker:
-        return Masker(self.config.vocab_size, self.max_num_samples, self.device)
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
@@ -190,18 +175,15 @@ class Runner:
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
         token of its sequence. positions: the lengths so far."""
-        editor = self.editor if needs.edits or needs.processors else None
-        if editor is not None:
-            logits = editor(logits, rows, positions, needs.processors)
-        if needs.grammars:
-            logits = self.masker.apply(logits, needs.grammars)
+        for step, plan in needs.plans:
+            logits = step(logits, plan, rows, positions)
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
         # With drafts a sequence is in `rows` several times, so any of its tokens may be written last. No step reads
         # that entry: the host reads this step first, and sends the token's id (features/drafts.py).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
-        if editor is not None:  # the last thing that can fail: a step whose sampling failed may draw again
-            editor.add(rows, usable)
+        for step, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
+            step.drew(usable, plan, rows)
         return tokens
 
     def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:

@@ -6,40 +6,58 @@ preemption. A filter sets the logits of dropped tokens to -inf and leaves the no
 """
 import math
 import struct
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Callable, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel
-from nanopaged.sampling_params import SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
+from nanopaged import engine
+from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE, SamplingParams, wrap_int64
 
-if TYPE_CHECKING:
-    from nanopaged.features.edits import LogitsEditor
+
+class LogitsStep:
+    """Changes logits before tokens are drawn from them: features/edits.py and features/grammar.py have one each. A
+    runner has none until the first request asks."""
+    is_late = False  # True: it needs the token before on the host, so the step is sampled when that is known
+
+    def plan(self, seqs: list[engine.Sequence], positions: list[int]) -> Any | None:
+        """What to change in a step, when it is launched; None: nothing. positions: of the tokens that seqs sample"""
+        raise NotImplementedError
+
+    def __call__(self, logits: Tensor, plan: Any, rows: Tensor, positions: Tensor) -> Tensor:
+        """The changed logits, of any float type: logits [R, vocab_size], which stay as they are. rows [R]: the batch
+        rows of the sequences"""
+        raise NotImplementedError
+
+    def drew(self, tokens: Tensor, plan: Any, rows: Tensor) -> None:
+        """These tokens [R] have been drawn."""
+
+    def redraw(self, runner: Any, batch: Any, indices: list[int], tokens: Tensor, plan: Any) -> Tensor:
+        """Of a late step: the tokens that a recorded step has drawn from the unchanged logits, drawn anew where the
+        plan changes these (features/graphs.py). indices: the rows that sample, among those of the batch"""
+        raise NotImplementedError
 
 
 class SamplingNeeds(NamedTuple):
     """The sampling features that at least one sequence of a batch needs."""
     greedy: bool = False  # every sequence is greedy, so nothing is drawn
     filters: bool = False  # top_k, top_p or min_p
-    edits: bool = False  # penalties, biases, bans: nanopaged/features/edits.py
-    processors: list[tuple] = []  # see LogitsEditor.__call__
-    grammars: list[tuple] = []  # (index, sequence, position) of those that have one: nanopaged/features/masks.py
-    num_logprobs: int | None = None  # the largest number of log probabilities wanted; -1: of all tokens
+    logprobs: bool = False  # the logits are read once more
+    is_late: bool = False  # one of the plans is that of a late step
+    plans: list[tuple[LogitsStep, Any]] = []
 
     @classmethod
-    def of(cls, seqs: list[engine.Sequence], positions: list[int], editor: "LogitsEditor") -> "SamplingNeeds":
-        """positions: of the sampled tokens; editor: the runner's"""
+    def of(cls, seqs: list[engine.Sequence], positions: list[int], steps: Iterable[LogitsStep],
+           logprobs: bool) -> "SamplingNeeds":
+        """positions: of the sampled tokens; steps: the runner's"""
         params = [seq.sampling.params for seq in seqs]
-        processors = [(i, params[i].logits_processors, seq.token_ids[seq.num_prompt_tokens:],
-                       partial(setattr, seq, "stop_reason"))
-                      for i, seq in enumerate(seqs) if params[i].logits_processors]
-        wanted = [seq.sampling.num_logprobs for seq in seqs if seq.sampling.num_logprobs is not None]
-        return cls(greedy=all(p.is_greedy for p in params), filters=any(p.has_filter for p in params),
-                   edits=editor.edits(seq.row for seq in seqs), processors=processors,
-                   grammars=[(i, seq, positions[i]) for i, seq in enumerate(seqs) if seq.sampling.grammar],
-                   num_logprobs=-1 if -1 in wanted else max(wanted, default=None))
+        plans = [(step, plan) for step in sorted(steps, key=attrgetter("is_late"))
+                 if (plan := step.plan(seqs, positions)) is not None]
+        return cls(all(p.is_greedy for p in params), any(p.has_filter for p in params), logprobs,
+                   any(step.is_late for step, _ in plans), plans)
 
 
 def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
@@ -92,7 +110,7 @@ def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     SplitMix64's finalizer makes 64 bits of (seed, position). Hashed with the token they give v = 1 - u. Large noise
     comes from u near 1, where float32 cannot tell u from 1, but v is near 0 and exact: log(u) is log1p(-v).
     """
-    golden, *mix, low_1, low_2 = kernel.HASH
+    golden, *mix, low_1, low_2 = HASH
     x = seed + position * golden
     x = (x ^ _shift(x, 30)) * mix[0]
     x = (x ^ _shift(x, 27)) * mix[1]
@@ -131,8 +149,8 @@ def mix(x: int) -> int:
     """SplitMix64's finalizer (Steele et al. 2014): a 64-bit integer whose bits each depend on all bits of x. The host
     mixes each seed once, so that the draws of seeds 1, 2, 3 are independent."""
     x %= 2**64
-    x = (x ^ x >> 30) * kernel.HASH[1] % 2**64
-    x = (x ^ x >> 27) * kernel.HASH[2] % 2**64
+    x = (x ^ x >> 30) * HASH[1] % 2**64
+    x = (x ^ x >> 27) * HASH[2] % 2**64
     return wrap_int64(x ^ x >> 31)
 
 

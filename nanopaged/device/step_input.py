@@ -1,8 +1,8 @@
 """A step as the runner reads it: flat lists of integers."""
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanopaged import engine
-from nanopaged.features.cascade import Cascade
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class StepInput:
                 self.num_common_tokens, self.cascade]
 
     @classmethod
-    def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Cascade | None = None) -> "StepInput":
+    def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Any = None) -> "StepInput":
         batch, decodes, prompts = cls([], []), list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             (decodes if cls.has_rows(seq, num_tokens) else prompts).append((seq, num_tokens))

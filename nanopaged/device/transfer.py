@@ -1,5 +1,4 @@
 """Between the host and the device: `send` takes integers over, and a `LaunchedStep` brings a step's tokens back."""
-import weakref
 from array import array
 from contextlib import nullcontext
 from functools import wraps
@@ -11,8 +10,6 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.features import logprobs
-from nanopaged.features.edits import LogitsEditor
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -42,7 +39,12 @@ def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on the device. The host does not wait for a copy from pinned memory. For a copy from ordinary
     memory it would wait until the step under way ends."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in memory from which a copy to this device does not make the host wait."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class LaunchedStep:
@@ -50,28 +52,26 @@ class LaunchedStep:
     would return at once. Steps are called in the order of their launches.
 
     `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. (A step with grammars is sampled by the next launch, `is_done` or the call, see masks.py.) The call restores
-    the scheduler's order.
+    host. (A step that is sampled late is sampled by the next launch, `is_done` or the call: features/grammar.py.) The
+    call restores the scheduler's order.
 
     indices: batch places of the sequences that sample
     seqs: these sequences, in batch order
-    more_rows: flat rows whose logits give log probabilities of prompt tokens
+    more_rows: flat rows whose logits are wanted, too
     needs: the sampling features that seqs use
-
-    device, send, editor: the runner's; unsampled: its steps with grammars that wait to be sampled; wait(event)
     """
 
-    def __init__(self, step: engine.SchedulerOutput, batch: StepInput, device: torch.device,
-                 send: Callable[..., list[Tensor]], editor: LogitsEditor, unsampled: "weakref.WeakSet[LaunchedStep]",
-                 wait: Callable[[torch.cuda.Event], None]):
-        self.device, self.send, self.unsampled, self.wait, self.sampled = device, send, unsampled, wait, step.sampled
-        sampled = set(step.sampled)
+    def __init__(self, runner: Any, step: engine.SchedulerOutput, batch: StepInput):
+        self.runner, self.sampled, self.device, sampled = runner, step.sampled, runner.device, set(step.sampled)
         self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
         self.seqs = [batch.seqs[i] for i in self.indices]
-        positions = [batch.seq_lens[i] for i in self.indices]
-        self.needs = SamplingNeeds.of(self.seqs, positions, editor) if self.seqs else SamplingNeeds()
-        self.parts = logprobs.prompt_parts(batch)
-        self.more_rows = [row for part in self.parts for row in part.rows]
+        self.logprobs: Any = None
+        if any(seq.sampling.wants_logprobs for seq in batch.seqs):
+            from nanopaged.features.logprobs import StepLogprobs
+            self.logprobs = StepLogprobs(batch, self.seqs)
+        self.more_rows: list[int] = self.logprobs.more_rows if self.logprobs else []
+        self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[i] for i in self.indices],
+                                      runner.logits_steps.values(), bool(self.logprobs))
         self.computed: tuple[Callable[[], Tensor], Tensor] | None = None
         self.on_host: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
@@ -79,8 +79,8 @@ class LaunchedStep:
     def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
         """The forward pass is launched. sample() launches sampling and returns the tokens; logits: of these rows."""
         self.computed = sample, logits
-        if self.needs.grammars:
-            self.unsampled.add(self)
+        if self.needs.is_late:
+            self.runner.unsampled.add(self)
         else:
             self.sample()
 
@@ -94,8 +94,8 @@ class LaunchedStep:
         sample, logits = self.computed
         tensors = [tokens := sample()]
         self.computed = lambda: tokens, logits  # if a line below fails, a retry must not draw again
-        if self.parts or self.needs.num_logprobs is not None:
-            tensors += logprobs.logprob_tensors(self.send, self.seqs, self.parts, tokens, logits, self.needs)
+        if self.logprobs:
+            tensors += self.logprobs.tensors(self.runner.send, tokens, logits)
         self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()
@@ -109,10 +109,10 @@ class LaunchedStep:
     def __call__(self) -> engine.Sampled:
         self.sample()
         if self.done is not None:
-            self.wait(self.done)
+            self.runner.wait(self.done)
         place = {seq: i for i, seq in enumerate(self.sampled)}
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
         tokens, *more = self.on_host
         ids = tokens[order].tolist()
-        return logprobs.add_logprobs(ids, more, self.seqs, order, self.parts) if more else engine.Sampled(ids)
+        return self.logprobs.sampled(ids, more, order) if self.logprobs else engine.Sampled(ids)

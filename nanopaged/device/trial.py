@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nanopaged import engine, model, tiles
 from nanopaged.device import transfer
-from nanopaged.device.choices import FP8
-from nanopaged.device.pool import GIB
+from nanopaged.device.pool import FP8, GIB
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.transfer import as_current
@@ -28,8 +27,8 @@ CALIBRATION_TOKENS = 512
 def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization: float) -> int:
     """Make the runner's pool and return its number of blocks. ValueError if the memory does not suffice."""
     with as_current(runner.device), runner.starting():
-        while runner.compiled:
-            runner.compiled.pop().result()
+        while runner.compiling:
+            runner.compiling.pop().result()
         if not num_blocks:
             num_blocks = int(runner.agree([choose_num_blocks(runner, gpu_memory_utilization)], largest=False)[0])
         pool = runner.pool.allocate(num_blocks)
@@ -70,7 +69,7 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     block = runner.pool.one_block()
     runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
-    needed *= 2 if runner.fused else 1  # CUDA graphs have memory of their own, as much as the largest step
+    needed *= 2 if runner.lookahead else 1  # CUDA graphs have memory of their own, as much as the largest step
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)
     left = int(total * gpu_memory_utilization) - (total - free) - needed

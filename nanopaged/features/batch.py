@@ -27,19 +27,12 @@ from typing import IO, Any
 
 from nanopaged.cli.status import Progress, say
 from nanopaged.features.server.answers import ApiError, Call, batch_result
-from nanopaged.features.server.openai import FIELDS, Serving
+from nanopaged.features.server.openai import FIELDS
+from nanopaged.inputs import open_file
 from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams
 
 PROMPTS = "prompt", "prompt_token_ids", "messages", "body"
-
-
-def open_file(option: str, path: str, mode: str) -> IO:
-    """The open file. ValueError in one sentence, which names the command line's option, if that fails."""
-    try:
-        return open(path, mode)
-    except OSError as error:
-        raise ValueError(f"{option} {path!r} cannot be opened: {error.strerror or error}") from None
 
 
 @dataclass
@@ -52,8 +45,8 @@ class Line:
     call: Call | None = None  # of a line in OpenAI's format, whose key is "body"
 
 
-def read_line(raw: bytes, is_json: bool, params: SamplingParams, serving: Serving, labels: dict) -> Line:
-    """A line, whose settings take precedence over `params`. serving: renders messages, reads OpenAI's format"""
+def read_line(raw: bytes, is_json: bool, params: SamplingParams, reader: Any, labels: dict) -> Line:
+    """A line, whose settings take precedence over `params`. reader: renders messages, reads OpenAI's format"""
     line = Line(labels)
     try:
         entries = _parse(raw, is_json)
@@ -63,12 +56,12 @@ def read_line(raw: bytes, is_json: bool, params: SamplingParams, serving: Servin
         if name == "body":
             if entries not in [{"method": "POST", "url": url} for url in FIELDS]:
                 raise ApiError(f'"body" needs "method" "POST" and "url" {" or ".join(FIELDS)}, not {entries!r:.80}')
-            call = line.call = serving.read(entries["url"], prompt[name])
+            call = line.call = reader.read(entries["url"], prompt[name])
             line.requests = [(prompt, call.params, call.priority) for prompt in call.prompts]
         else:
             priority = entries.pop("priority", 0)
             if name == "messages":
-                prompt = serving.render(prompt[name], entries.pop("tools", None))
+                prompt = reader.render(prompt[name], entries.pop("tools", None))
             if unknown := entries.keys() - vars(params):
                 raise ValueError(f'a line with "{name}" has no setting {min(unknown)!r}; leave it out')
             line.requests = [(prompt, replace(params, **entries), priority)]
@@ -162,21 +155,21 @@ class PromptFile:
         self.hashes = {} if target is None else read_hashes(self.results)
         self.num_done = self.num_bad = self.num_before = 0
 
-    def run(self, llm: Any, params: SamplingParams, serving: Serving, show_progress: bool = True) -> int:
+    def run(self, llm: Any, params: SamplingParams, reader: Any, show_progress: bool = True) -> int:
         """Run the lines without a result; the exit code, 1 if there are bad lines."""
         progress = self.progress = Progress(llm, ProgressBar(None, show_progress, "line"), lambda: (self.num_done, ""))
-        run_lines(self._unfinished(params, serving), progress, self._append)
+        run_lines(self._unfinished(params, reader), progress, self._append)
         say(progress.report(f"{counted(self.num_done, 'line')}, {self.num_bad} bad, {self.num_before} done before"))
         return int(self.num_bad > 0)
 
-    def _unfinished(self, params: SamplingParams, serving: Serving) -> Iterator[Line]:
+    def _unfinished(self, params: SamplingParams, reader: Any) -> Iterator[Line]:
         for number, raw in enumerate(self.lines, 1):
             raw = raw.rstrip(b"\r\n")
             digest = blake2b(self.settings + raw, digest_size=8).hexdigest()
             if self.hashes.get(number) == digest:
                 self.num_before += 1
             elif raw.strip():
-                yield read_line(raw, self.is_json, params, serving, {"line": number, "hash": digest})
+                yield read_line(raw, self.is_json, params, reader, {"line": number, "hash": digest})
 
     def _append(self, line: Line) -> None:
         result = result_of(line)

@@ -43,6 +43,7 @@ from typing import Any
 
 from nanopaged import engine
 from nanopaged.features.samples import fork
+from nanopaged.options import feature
 from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
 
@@ -142,6 +143,13 @@ class BeamSequence(engine.Sequence):
 
     def extend(self, token: int) -> None:
         super().append(token)
+
+
+def start(core: Any, text: str | None, token_ids: list[int], params: BeamSearchParams) -> "BeamSearch":
+    """A search that is not queued yet."""
+    feature("logprobs", "beam search")  # candidates are log probabilities
+    group = BeamGroup(params, core.eos_token_ids, min(params.max_tokens, core.max_model_len - len(token_ids)))
+    return BeamSearch(text, token_ids, group, next(core.arrivals), core.scheduler_of, core.tokenizer)
 
 
 class BeamSearch:

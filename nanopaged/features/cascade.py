@@ -28,14 +28,15 @@ another split length, and at the latest after as many steps as a tile has tokens
 """
 import operator
 import os
+from typing import Any
 
-from nanopaged import engine, tiles
+from nanopaged import engine, kernel, tiles
+from nanopaged.tiles import widest_window
 
 # An entry must spare attention so many tokens (more, if a step would have too many entries). Another launch and the
 # merge take a few microseconds, in which an H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of
 # 128).
 LEAST_TOKENS = 4096
-MOST_ENTRIES = 64  # of a step: what a recorded step has room for (graphs.py)
 
 Batch = list[tuple[engine.Sequence, int]]  # (sequence, number of its new tokens: in decode 1 plus its drafts)
 
@@ -77,8 +78,8 @@ class Cascade:
         # Search again when a split length may change: a sequence of n rows grows by up to n tokens in a step.
         self.num_steps = min(self.tile_n, *(1 + (tiles.longest_with(self.splits[seq][0]) - seq.num_computed_tokens)
                                             // num_rows for seq, num_rows in decoding))
-        least, entries = self.least_tokens, [0] * (4 * MOST_ENTRIES + 1)
-        while len(entries) > 4 * MOST_ENTRIES:
+        least, entries = self.least_tokens, [0] * (4 * tiles.MOST_ENTRIES + 1)
+        while len(entries) > 4 * tiles.MOST_ENTRIES:
             order: Batch = []
             entries, num_common = [], list[int]()
             self._share(decoding, 0, 0, least, order, entries, num_common)
@@ -122,3 +123,16 @@ class Cascade:
                 own = [(row + i, min(self.most_rows, num_rows - i), covered, end)
                        for i in range(0, num_rows, self.most_rows)]
                 entries[at:at] = [number for entry in own for number in entry]
+
+
+def pick(runner: Any, disable: bool | None) -> Cascade | None:
+    """Finds the blocks that decode reads once for several sequences. disable: None: where a text would get other bits;
+    False: also there, if its tiles fit. None is returned, too, if attention is torch's or all layers have a window."""
+    config, dtype, kv_dtype, device = runner.config, runner.dtype, runner.kv_dtype, runner.device
+    group = config.num_heads // config.num_kv_heads
+    tile_n = tiles.decode_config(1, 2, group, config.head_dim, dtype, kv_dtype, device)["TILE_N"]
+    fits = config.head_dim <= 128 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
+    is_wanted = not disable and (disable is False and fits or tiles.has_same_bits(tile_n, dtype, kv_dtype, device))
+    is_able = (runner.kernels is kernel.TRITON and 2 * group <= tiles.MAX_PREFIX_COLUMNS
+               and not widest_window(config))
+    return Cascade(runner.block_size, tile_n, group) if is_able and is_wanted else None

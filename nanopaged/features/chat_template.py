@@ -25,6 +25,7 @@ from types import NoneType
 from typing import Any
 
 from nanopaged.inputs import as_python, check_kind, check_number, read_json
+from nanopaged.options import feature
 from nanopaged.text.byte_level import Tokenizer
 from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 
@@ -224,10 +225,9 @@ def _sandbox() -> Any:
     """The file that needs jinja2, if a safe version is installed."""
     try:
         found = version("jinja2")
-        if tuple(map(int, re.findall(r"\d+", found)[:3])) < (3, 1, 6):
-            raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {found} has known escapes; "
-                             "`pip install --upgrade jinja2` gets 3.1.6 or newer")
-        from nanopaged.features import sandbox
-        return sandbox
-    except ImportError:
+    except ImportError:  # PackageNotFoundError is one
         raise ValueError("chat templates need the package jinja2, which is missing; `pip install jinja2`") from None
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < (3, 1, 6):
+        raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {found} has known escapes; "
+                         "`pip install --upgrade jinja2` gets 3.1.6 or newer")
+    return feature("sandbox", "a chat")

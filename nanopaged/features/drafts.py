@@ -154,6 +154,20 @@ class DraftSequence(engine.Sequence):
             self.drafts = ()
 
 
+SEQUENCE = DraftSequence
+
+
+def start_engine(core: Any, options: Any) -> None:
+    core.drafting = Drafting(options.speculative_config, core.config.vocab_size)
+    core.metrics_of, core.num_more_rows = core.drafting.metrics_of, core.drafting.most_in_step(options.max_num_seqs)
+
+
+def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
+    """Prepare the samples of a request."""
+    for seq in sequences:
+        seq.drafter = Drafter(core.drafting)
+
+
 def drafts_of(seq: engine.Sequence) -> Sequence[int]:
     return seq.drafts if isinstance(seq, DraftSequence) else ()
 
@@ -178,8 +192,8 @@ class DraftingScheduler(engine.Scheduler):
         end, drafts = len(seq.token_ids), seq.drafter.propose(seq.token_ids, len(self.running))
         follow = step.num_tokens[index] == 1 and seq.num_computed_tokens == end  # one token, which is known
         drafts = drafts[:min(step.budget, seq.max_len - end - 1)] if follow else []
-        if drafts and seq.sampling.grammar:
-            drafts = drafts[:seq.sampling.grammar.num_fitting(drafts)]
+        if drafts and seq.sampling.params.structured_outputs:
+            drafts = drafts[:seq.grammar.num_fitting(drafts)]
         # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
         while drafts and not engine.BlockManager.allocate(self.block_manager, seq, end + len(drafts)):
             drafts.pop()
@@ -243,10 +257,10 @@ class Drafting:
         """The number of drafts that a step may compute."""
         return min(max_num_seqs, self.most_drafting) * self.num_tokens
 
-    def drafter(self, params: SamplingParams) -> Drafter | None:
-        """None: penalties, bans and logits processors look at the tokens before each token, and drafts are not among
-        these yet."""
-        return None if params.edits_logits or params.logits_processors else Drafter(self)
+    def suits(self, params: SamplingParams) -> bool:
+        """Penalties, bans and logits processors look at the tokens before each token, and drafts are not among these
+        yet."""
+        return not (params.edits_logits or params.logits_processors)
 
     @staticmethod
     def metrics_of(sequences: Iterable[engine.Sequence]) -> RequestMetrics | None:

@@ -5,11 +5,12 @@ A checkpoint stores beside a matrix the scale by which it was divided, named lik
 weights are FP8, so config.json's lists of layers are not read. Nor are the scales of activations (input_scale,
 activation_scale): activations have the engine's type, or 8 bits with a scale for each token.
 
-On a card with 8-bit products (`choices.pick_fp8`) matrices keep their 8 bits, and the tensor `scale` [out, 1] has a row
+On a card with 8-bit products (`keeps_8_bits`) matrices keep their 8 bits, and the tensor `scale` [out, 1] has a row
 for each row of the weight: both are merged, and split over GPUs, by the same rows. Elsewhere, in embeddings and
 lm_head, and where blocks of 128 x 128 have scales, each weight is multiplied by its scale while it is read.
 """
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,10 +20,13 @@ import torch
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.device.choices import pick_dtype
+from nanopaged.device.pool import FP8
+from nanopaged.optional_triton import triton
 from nanopaged.tiles import cdiv
 from nanopaged.weights.checkpoint import read_tensors
 
-FP8 = torch.float8_e4m3fn
+ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
 IN_A_LAYER = re.compile(rf"{model.PREFIXES}layers\.\d+\..*\.weight$")  # of the decoder: a vision tower has layers, too
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
@@ -50,6 +54,46 @@ def read_form(quantization: Any) -> str:
                          "float16 or bfloat16 weights, or with FP8 weights (e4m3, a scale for each tensor, channel or "
                          "block of 128 x 128; quant_method 'fp8', or 'compressed-tensors' with 'float-quantized')")
     return "block" if "block" in strategies else "channel"
+
+
+def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig, devices: list[torch.device],
+                 num_ranks: int) -> bool:
+    """Whether matrices are kept in FP8, with a scale for each channel, and not in the engine's type, which a warning
+    or a line on stderr explains. ValueError: the GPUs of one model cannot share matrices in FP8."""
+    if config.fp8 == "block" and not quantization:
+        kind, size = pick_dtype(dtype, config.torch_dtype, devices[0]), matrices_size(config) / 2**30
+        print(f"weights in FP8 blocks of 128 x 128 are converted to {str(kind).removeprefix('torch.')}: "
+              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (quantization='fp8' cuts them to 8 bits again, "
+              "with a scale for each channel)", file=sys.stderr)
+        return False
+    c, is_able = config, all(map(has_fp8_products, devices))
+    if num_ranks > 1:
+        from nanopaged.features.tensor_parallel.split import split_config
+        c = split_config(config, num_ranks)
+    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % ALIGNMENT]
+    if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
+        return True
+    if is_able and wrong and num_ranks > 1:
+        raise ValueError(f"tensor_parallel_size {num_ranks} cuts matrices in FP8 into parts of {wrong[0]} columns, and "
+                         f"parts must be multiples of {ALIGNMENT}; use data_parallel_size, or one GPU")
+    warnings.warn(("FP8 weights are turned into the engine's type while they load, which takes 2 or 4 times the memory"
+                   if config.fp8 else "quantization 'fp8' has no effect, and weights keep the engine's type") + (
+        ": the model has matrices that 8-bit products cannot have" if is_able else
+        ": products of 8 bits need Triton and a GPU of Nvidia of compute capability 8.9 or more"))
+    return False
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """From Ada on. AMD's device type is "cuda", too, but torch.version.cuda is None there."""
+    return (device.type == "cuda" and bool(torch.version.cuda) and triton is not None
+            and torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def matrices_size(config: model.ModelConfig) -> int:
+    """How many numbers the layers' matrices have."""
+    with torch.device("meta"):
+        layers = model.Transformer(config).layers
+    return sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() == 2)
 
 
 def read_weights(path: Path, form: str | None, keep: bool = False,
@@ -121,10 +165,10 @@ def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tens
     return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
 
 
-def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: bool, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors; with `keep` ordinary matrices are cut to 8 bits on the device."""
+def in_fp8(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; ordinary matrices are cut to 8 bits on the device."""
     for name, tensor in tensors:
-        if keep and is_ordinary(name, tensor):
+        if is_ordinary(name, tensor):
             yield from as_tensors(name, *quantize(tensor.to(device)))
         else:
             yield name, tensor

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from nanopaged import engine, kernel, tiles
-from nanopaged.device.choices import widest_window
 from nanopaged.features.beam import BeamSearch, BeamSequence
+from nanopaged.tiles import widest_window
 
 VERSION = 2  # of the frames in a file
 NULL = -1  # in a block table: a block that left the sliding window (swapping.py)
@@ -194,7 +194,7 @@ class Frames:
         for pool, scheduler in enumerate(self.schedulers):
             host_tables = vars(scheduler.block_manager).get("host_tables", {})
             for seq in scheduler.running + scheduler.waiting:
-                grammar = seq.sampling.grammar if seq.block_table else None
+                grammar = vars(seq).get("grammar") if seq.block_table else None
                 picture[seq] = Seen(pool, list(seq.block_table), list(host_tables.get(seq, ())), len(seq.token_ids),
                                     list(vars(seq).get("drafts", ())), grammar and grammar.num_allowed())
         for seq in self.llm.scheduler.waiting:  # with a router, those that have no pool yet
@@ -373,7 +373,7 @@ class Frames:
         runner, whole = self.llm.runners[frame.pool], (1, 0, False)
         batch = runner.step_input.of(step, self.managers[0].block_size, runner.cascade)
         size, longest = batch.num_tokens.count(1), max(batch.seq_lens)
-        shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.fused else None
+        shape = runner.graph_shape(batch.num_tokens, batch.seq_lens) if runner.lookahead else None
         if shape:  # a CUDA graph is recorded for sequences of any length
             size, longest = shape.num_seqs, runner.max_model_len
         for seq, count in zip(step.seqs, step.num_tokens):
@@ -473,7 +473,7 @@ def splits_of(llm: Any, seq_len: int) -> tuple[int, int]:
     tile = tiles.tile_config("decode", config.num_heads // config.num_kv_heads, config.head_dim, runner.dtype.itemsize,
                              tiles.shared_memory(runner.device), runner.kv_dtype.itemsize)["TILE_N"]
     length = tiles.split_length(seq_len, tile)
-    window = widest_window(config.sliding_windows)
+    window = widest_window(config)
     num_outside = max(seq_len - window, 0) // length if window else 0  # splits that the window hides
     return engine.cdiv(seq_len, length) - num_outside, length
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import kernel, model
-from nanopaged.features.fp8 import FP8
+from nanopaged.device.pool import FP8
 from nanopaged.features.last_layer import ShortLastLayer, select_rows
 
 # Limits in bfloat16 on an H200. More rows or columns have enough tiles without a split.
@@ -121,11 +121,10 @@ MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedN
                         compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 
-def with_fp8(modules: model.Modules, fp8: bool) -> model.Modules:
-    """The modules with matrices in FP8, if fp8 says so, also with enforce_eager."""
+def with_fp8(modules: model.Modules) -> model.Modules:
+    """The modules with matrices in FP8, also with enforce_eager."""
     residual = SplitLinear if modules.residual_linear is SplitLinear else FusedLinear
-    return modules if not fp8 else modules._replace(
-        linear=partial(FusedLinear, fp8=True), residual_linear=partial(residual, fp8=True))
+    return modules._replace(linear=partial(FusedLinear, fp8=True), residual_linear=partial(residual, fp8=True))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,21 +10,32 @@ with tokens of one letter:
     sampled     't'                       the mask allows 's' and 't'
     forced      end of sequence           the text is complete
 
-The runner applies the mask last, after penalties, filters and logits processors (nanopaged/features/masks.py).
+**Sampled late.** The mask comes last, after edits of the logits. It depends on the token before, which the host knows
+once it has read the step before; with a lookahead that is after this launch. So a step with a grammar is sampled when
+the next one is launched, or at the latest when it is read:
+
+    launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 """
 import asyncio
 import ctypes
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.sampling_params import StructuredOutputsParams
+from nanopaged.device.sampler import LogitsStep, SamplingNeeds
+from nanopaged.device.step_input import StepInput
+from nanopaged.device.transfer import integers, pinned
+from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
@@ -165,6 +176,7 @@ class _Vocabulary:
 
 class GrammarSequence(engine.Sequence):
     """A text that a grammar follows."""
+    grammar: "Grammar"
     drafts: Sequence[int] = ()  # with drafts, those that are not decided yet
 
     def append(self, token: int) -> None:
@@ -174,7 +186,7 @@ class GrammarSequence(engine.Sequence):
         # The log probability of a forced token, and penalties that count it, need its logits or the sampler.
         may_force = params.logprobs is None and not (params.edits_logits or params.logits_processors)
         try:
-            new = self.sampling.grammar.on_token(self, token, may_force)
+            new = self.grammar.on_token(self, token, may_force)
         except BaseException as error:  # other sequences of the step have their tokens still to come
             self.stop_reason, new = f"the grammar failed: {error!r}", [-1]
         for token in new:
@@ -182,6 +194,32 @@ class GrammarSequence(engine.Sequence):
                 super().append(token)
         if len(new) > 1:
             self.num_computed_tokens, self.num_pending_tokens = min(self.num_computed_tokens, end), 0
+
+
+SEQUENCE = GrammarSequence
+
+
+def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
+    """Prepare the samples of a request. ValueError: its grammar cannot be compiled."""
+    assert params.structured_outputs is not None
+    with core.lock.interrupts:  # llguidance calls the tokenizer, and would panic at a KeyboardInterrupt
+        grammar = compiler_of(core).compile(params.structured_outputs)
+        for seq in sequences:
+            seq.grammar = grammar.copy()
+    for runner in core.runners:
+        runner.use(Masks)
+
+
+COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
+
+
+def compiler_of(core: Any) -> GrammarCompiler:
+    """The engine's compiler, which is made when a request first asks for it."""
+    if core.tokenizer is None:
+        raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
+    if core not in COMPILERS:
+        COMPILERS[core] = GrammarCompiler(core.tokenizer, core.eos_token_ids, core.config.vocab_size)
+    return COMPILERS[core]
 
 
 class Grammar:
@@ -245,3 +283,97 @@ class Grammar:
         for token in self.eos_token_ids if not self.matcher.is_error() else ():  # the text is complete
             mask[token // 8] |= 1 << token % 8
         return size
+
+
+# --------------------------------------------------------------------------------------------------
+# On the device
+# --------------------------------------------------------------------------------------------------
+
+class Masks(LogitsStep):
+    """Sends masks to the device as bits: 19 KB a row for 152,000 tokens. (The model may have more tokens than the
+    grammars' tokenizer.)"""
+    is_late = True
+
+    def __init__(self, runner: Any):
+        device, max_rows = runner.device, runner.max_num_samples
+        self.num_bytes = 4 * engine.cdiv(runner.config.vocab_size, 32)
+        # Written again only after a step that read it was read itself: sampling waits for the tokens before.
+        self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.masks = torch.empty_like(self.host, device=device)
+        # Recorded sampling with masks, by number of rows: graph, rows of the step, tokens
+        self.recorded: dict[int, Any] = {}
+        self.recorded_input = torch.zeros(3 * max_rows, dtype=torch.int32, device=device)
+
+    def plan(self, seqs: list[engine.Sequence], positions: list[int]) -> dict[int, tuple[Any, int]] | None:
+        """(sequence, position of its next token) of each row of logits that has a grammar."""
+        return {row: (seq, position) for row, (seq, position) in enumerate(zip(seqs, positions))
+                if isinstance(seq, GrammarSequence)} or None
+
+    @staticmethod
+    def masked(plan: dict[int, tuple[Any, int]]) -> dict[int, Any]:
+        """The rows that are sampled with a mask: a token that the grammar has forced by now is not sampled."""
+        return {row: seq for row, (seq, position) in plan.items() if seq.is_pending(position)}
+
+    def __call__(self, logits: Tensor, plan: dict[int, tuple[Any, int]], rows: Tensor, positions: Tensor) -> Tensor:
+        seqs = self.masked(plan)
+        return self.mask(logits, self.send([seqs.get(row) for row in range(len(logits))]))
+
+    def send(self, seqs: list[Any]) -> Tensor:
+        """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
+        sequence with drafts has several: that of its next token, then those after one draft, two .."""
+        start, num_rows = self.host.data_ptr(), Counter[Any]()
+        for row, seq in enumerate(seqs):
+            address = start + self.num_bytes * row
+            if seq is None:
+                ctypes.memset(address, 0xFF, self.num_bytes)
+            else:
+                try:
+                    size = seq.grammar.fill_mask(address, seq.drafts[:num_rows[seq]])
+                except BaseException as error:  # a panic of Rust: nothing is allowed, which ends this sequence
+                    size, seq.stop_reason = 0, f"the grammar failed: {error!r}"
+                ctypes.memset(address + size, 0, self.num_bytes - size)  # ids that the tokenizer lacks
+            num_rows[seq] += 1
+        return self.masks[:len(seqs)].copy_(self.host[:len(seqs)], non_blocking=True)
+
+    @staticmethod
+    def mask(logits: Tensor, masks: Tensor) -> Tensor:
+        """Set the logits of tokens that may not come next to -inf: logits [R, vocab_size]; masks [R, num_bytes] uint8,
+        a bit for each token, and unused bits at the end."""
+        bits = masks[:, :, None] & (1 << torch.arange(8, dtype=torch.uint8, device=masks.device))
+        return logits.masked_fill(bits.flatten(1)[:, :logits.shape[1]] == 0, -torch.inf)
+
+    # ---- recorded steps
+
+    def redraw(self, runner: Any, batch: StepInput, indices: list[int], tokens: Tensor,
+               plan: dict[int, tuple[Any, int]]) -> Tensor:
+        if masked := {indices[row]: seq for row, seq in self.masked(plan).items()}:
+            at, drawn = self._replay(runner, batch, masked)
+            tokens.index_copy_(0, at, drawn)
+        if len(indices) == len(batch.seqs):
+            return tokens[:len(batch.seqs)]
+        at, rows = runner.send([indices, [batch.rows[i] for i in indices]])
+        tokens = tokens.index_select(0, at)
+        # Of the rows of a sequence with drafts only those that sample set its last token.
+        runner.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
+        return tokens
+
+    def _replay(self, runner: Any, batch: StepInput, masked: dict[int, Any]) -> tuple[Tensor, Tensor]:
+        """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
+        at = list(masked)
+        self.send(list(masked.values()))
+        size = min(1 << (len(at) - 1).bit_length(), len(self.host))
+        padding = size - len(at)
+        message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [runner.max_num_seqs] * padding,
+                            [batch.seq_lens[i] for i in at] + [0] * padding])
+        self.recorded_input[:len(message)].copy_(pinned(message, self.masks.device), non_blocking=True)
+        if size not in self.recorded:
+            self.recorded[size] = runner._record(partial(self._static_step, runner), size)
+        graph, rows, tokens = self.recorded[size]
+        graph.replay()
+        return rows[:len(at)], tokens[:len(at)]
+
+    def _static_step(self, runner: Any, size: int) -> tuple[Tensor, Tensor]:
+        """Sampling with masks, of so many rows: (rows of the step, tokens)."""
+        at, rows, lens = self.recorded_input[:3 * size].view(3, size)
+        logits = self.mask(runner.graph_logits.index_select(0, at), self.masks[:size])
+        return at.long(), runner.sample(logits, rows, lens, SamplingNeeds())

@@ -17,16 +17,12 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel
+from nanopaged import kernel
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers
-from nanopaged.features.cascade import MOST_ENTRIES
-from nanopaged.features.fused import MODULES
-from nanopaged.features.masks import mask_logits
-from nanopaged.features.warmup import DECODE_SIZES, MAX_DECODE_SIZE
-from nanopaged.tiles import MANY_CONTEXTS, MAX_PREFIX_COLUMNS
+from nanopaged.device.transfer import integers, pinned
+from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE, MAX_PREFIX_COLUMNS, MOST_ENTRIES
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
 ROOMS = 8, MOST_ENTRIES  # entries of a cascade in recorded steps; their other sizes are recorded at their first use
@@ -56,22 +52,18 @@ class Shape(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """A Runner on CUDA with the fused modules, recorded steps and a lookahead of one step."""
+    """A Runner on CUDA with recorded steps and a lookahead of one step."""
     lookahead = 1
-    fused = True
-    modules = MODULES
     pick = staticmethod(kernel.pick)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # The recorded steps: graph, logits, tokens. None: not recorded yet; False: that failed.
         self.graphs: dict[Shape, Any] = {}
-        # Sampling with masks, by number of rows: graph, rows of the step, tokens.
-        self.masked: dict[int, Any] = {}
         super().__init__(*args, **options)
 
     def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        if needs.grammars and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
+        if needs.is_late and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
             split, last_rows = one_token_rows(batch, sampling_indices)
             if len(split.seqs) <= self.max_num_samples:
                 batch, sampling_indices = split, last_rows
@@ -120,7 +112,6 @@ class GraphRunner(Runner):
         most_seqs = max(shape.num_seqs for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
-        self.masked_input = torch.zeros(3 * self.max_num_samples, dtype=torch.int32, device=self.device)
         self.graph_memory: Any = None  # of all recordings
         # The default stream cannot record. One stream of this device serves all recordings.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -193,65 +184,26 @@ class GraphRunner(Runner):
         fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
-        if self.device.type == "cuda":
-            message = message.pin_memory()
-        self.graph_input[:len(message)].copy_(message, non_blocking=True)
+        self.graph_input[:len(message)].copy_(pinned(message, self.device), non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         self._run(graph)
         *_, lens, rows, _, _, _ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_indices:
             return partial(tokens.narrow, 0, 0, 0), logits[:0]
-        draws_again = needs.filters or needs.edits or needs.processors  # the graph drew from the plain logits
-        if needs.grammars and not draws_again and needs.num_logprobs is None:
-            return partial(self._sample_masked, batch, sampling_indices, tokens, needs.grammars), logits
+        if needs.is_late and len(needs.plans) == 1 and not (needs.filters or needs.logprobs):
+            step, plan = needs.plans[0]
+            return partial(step.redraw, self, batch, sampling_indices, tokens, plan), logits
         if len(sampling_indices) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
             at = self.send([sampling_indices])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
-        if needs.grammars or draws_again:
+        if needs.filters or needs.plans:  # the graph drew from the plain logits
             return partial(self.sample, logits, rows, lens, needs), logits
         return lambda: tokens, logits
 
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
-
-    def _sample_masked(self, batch: StepInput, sampling_indices: list[int], tokens: Tensor,
-                       grammars: list[tuple[int, engine.Sequence, int]]) -> Tensor:
-        """The tokens of a replayed step, sampled again in the rows of sequences with a grammar."""
-        masked = {sampling_indices[i]: seq for i, seq, position in grammars if seq.is_pending(position)}
-        if masked:
-            at, drawn = self._replay_masked(batch, masked)
-            tokens.index_copy_(0, at, drawn)
-        if len(sampling_indices) == len(batch.seqs):
-            return tokens[:len(batch.seqs)]
-        indices, rows = self.send([sampling_indices, [batch.rows[i] for i in sampling_indices]])
-        tokens = tokens.index_select(0, indices)
-        # Of the rows of a sequence with drafts only those that sample set its last token.
-        self.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
-        return tokens
-
-    def _replay_masked(self, batch: StepInput, masked: dict[int, engine.Sequence]) -> tuple[Tensor, Tensor]:
-        """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
-        at = list(masked)
-        self.masker.send(list(masked.values()))
-        size = min(1 << (len(at) - 1).bit_length(), self.max_num_samples)
-        padding = size - len(at)
-        message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [self.max_num_seqs] * padding,
-                            [batch.seq_lens[i] for i in at] + [0] * padding])
-        if self.device.type == "cuda":
-            message = message.pin_memory()
-        self.masked_input[:len(message)].copy_(message, non_blocking=True)
-        if size not in self.masked:
-            self.masked[size] = self._record(self._masked_step, size)
-        graph, indices, tokens = self.masked[size]
-        graph.replay()
-        return indices[:len(at)], tokens[:len(at)]
-
-    def _masked_step(self, size: int) -> tuple[Tensor, Tensor]:
-        at, rows, lens = self.masked_input[:3 * size].view(3, size)
-        logits = mask_logits(self.graph_logits.index_select(0, at), self.masker.masks[:size])
-        return at.long(), self.sample(logits, rows, lens, SamplingNeeds())
 
 
 def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepInput, list[int]]:

@@ -9,10 +9,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from nanopaged.text.byte_level import Detokenizer, Tokenizer, check_text, rust_errors
-
-ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-               "special": False}  # default flags
+from nanopaged.text.byte_level import ADDED_TOKEN, Detokenizer, Tokenizer, check_text, rust_errors
 
 
 class HuggingFaceTokenizer(Tokenizer):

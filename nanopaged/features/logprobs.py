@@ -1,26 +1,38 @@
 """The log probabilities of a step, which few requests want: of sampled tokens, and of tokens of a prompt."""
+import sys
 from itertools import islice
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
+from nanopaged.sampling_params import SamplingParams
 
+PROMPT_CHUNK = 512  # at most this many tokens of a prompt with prompt_logprobs in a step
 LOGPROBS_AT_ONCE = 2**23  # logits that top_logprobs converts at once: 32 MiB of float32
 
 
 class PromptSequence(engine.Sequence):
     """A text whose prompt's log probabilities are wanted. They come from logits, which a block of the prefix cache does
     not have, and take memory: a step computes at most max_chunk tokens of the prompt."""
-    finds_prefix = False
-    max_chunk: int
+    max_chunk = sys.maxsize
 
     @property
     def num_new_tokens(self) -> int:
         return min(super().num_new_tokens, self.max_chunk)
+
+
+SEQUENCE = PromptSequence
+
+
+def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
+    """Prepare a request whose first sample computes the log probabilities of the prompt."""
+    first, count = sequences[0], params.prompt_logprobs or 0
+    num_values = max(1, count) if count >= 0 else core.config.vocab_size
+    first.finds_prefix = False
+    first.max_chunk = min(PROMPT_CHUNK, max(1, core.prompt_logprobs_values // num_values))
 
 
 class PromptPart(NamedTuple):
@@ -42,21 +54,40 @@ def prompt_parts(batch: StepInput) -> list[PromptPart]:
     return parts
 
 
-def logprob_tensors(send: Callable, seqs: list[engine.Sequence], parts: list[PromptPart], tokens: Tensor,
-                    logits: Tensor, needs: SamplingNeeds) -> list[Tensor]:
-    """What `top_logprobs` returns for the sampled tokens of the sequences that want it, and then for prompt parts.
-    logits: those of the sampled tokens, then those of the parts."""
-    wanting = [i for i, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
-    tensors: list[Tensor] = []
-    if needs.num_logprobs is not None:
-        at = send([wanting])[0]
-        chosen = tokens.index_select(0, at).clamp(min=0)
-        tensors += top_logprobs(logits.index_select(0, at), chosen, needs.num_logprobs)
-    if parts:
-        ids = [token for part in parts for token in part.seq.token_ids[part.first:part.first + len(part.rows)]]
-        wanted = [part.seq.sampling.num_prompt_logprobs for part in parts]
-        tensors += top_logprobs(logits[len(seqs):], send([ids])[0], -1 if -1 in wanted else max(wanted))
-    return tensors
+class StepLogprobs:
+    """The log probabilities of one step. more_rows: flat rows whose logits give those of prompt tokens
+
+    seqs: the sequences that sample, in batch order
+    """
+
+    def __init__(self, batch: StepInput, seqs: list[engine.Sequence]):
+        self.parts, self.num_seqs = prompt_parts(batch), len(seqs)
+        self.more_rows = [row for part in self.parts for row in part.rows]
+        self.wanted = {row: count for row, seq in enumerate(seqs)
+                       if (count := seq.sampling.num_logprobs) is not None}  # row of logits -> number of best tokens
+
+    def tensors(self, send: Callable, tokens: Tensor, logits: Tensor) -> list[Tensor]:
+        """What `top_logprobs` returns for the sampled tokens whose sequences want it, and then for prompt parts.
+        logits: those of the sampled tokens, then those of more_rows"""
+        tensors: list[Tensor] = []
+        if self.wanted:
+            at = send([[*self.wanted]])[0]
+            chosen, counts = tokens.index_select(0, at).clamp(min=0), self.wanted.values()
+            tensors += top_logprobs(logits.index_select(0, at), chosen, -1 if -1 in counts else max(counts))
+        if self.parts:
+            ids = [token for part in self.parts for token in part.seq.token_ids[part.first:part.first + len(part.rows)]]
+            wanted = [part.seq.sampling.num_prompt_logprobs for part in self.parts]
+            tensors += top_logprobs(logits[self.num_seqs:], send([ids])[0], -1 if -1 in wanted else max(wanted))
+        return tensors
+
+    def sampled(self, tokens: list[int], tensors: list[Tensor], order: list[int]) -> engine.Sampled:
+        """The step's tokens and their log probabilities, from the `tensors`: (own, rank, ids of the best tokens,
+        theirs) for each token. The i-th token belongs to row order[i] of the logits."""
+        logprobs = dict(zip(self.wanted, as_lists(tensors[:4], [*self.wanted.values()])))
+        counts = [part.seq.sampling.num_prompt_logprobs for part in self.parts for _ in part.rows]
+        of_prompts = iter(as_lists(tensors[-4:], counts))
+        prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.rows)))) for part in self.parts]
+        return engine.Sampled(tokens, [logprobs.get(row) for row in order] if logprobs else None, prompts)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int,
@@ -89,18 +120,6 @@ def best_tokens(logprobs: Tensor, k: int) -> Tensor:
     order = (bits ^ ((bits >> 31) & (2**31 - 1))).long()
     keys = order * 2**32 - torch.arange(logprobs.shape[1], device=logprobs.device)
     return -keys.topk(k).values % 2**32
-
-
-def add_logprobs(tokens: list[int], tensors: list[Tensor], seqs: list[engine.Sequence], order: list[int],
-                 parts: list[PromptPart]) -> engine.Sampled:
-    """The step's tokens and their log probabilities, from the tensors of `logprob_tensors`: (own, rank, ids of the best
-    tokens, theirs) for each token. The tensors' order is that of `seqs`, and the i-th token belongs to row order[i]."""
-    wanting = [row for row, seq in enumerate(seqs) if seq.sampling.num_logprobs is not None]
-    logprobs = dict(zip(wanting, as_lists(tensors[:4], [seqs[row].sampling.num_logprobs for row in wanting])))
-    counts = [part.seq.sampling.num_prompt_logprobs for part in parts for _ in part.rows]
-    of_prompts = iter(as_lists(tensors[-4:], counts))
-    prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.rows)))) for part in parts]
-    return engine.Sampled(tokens, [logprobs.get(row) for row in order] if wanting else None, prompts)
 
 
 def as_lists(tensors: list[Tensor], counts: list[int]) -> list[tuple]:

@@ -50,6 +50,11 @@ class Samples:
             seq.samples = self
 
 
+def start(core: Any, params: Any, sequences: list[Any]) -> None:
+    """Prepare the samples of a request."""
+    Samples(sequences, core.scheduler_of)
+
+
 class SampleSequence(engine.Sequence):
     """A sample of a prompt that has several."""
     samples: Samples
@@ -76,3 +81,6 @@ class SampleSequence(engine.Sequence):
             if samples.unstarted and not samples.num_started:
                 samples.num_started += 1
                 samples.scheduler_of(self).add(samples.unstarted.popleft())
+
+
+SEQUENCE = SampleSequence

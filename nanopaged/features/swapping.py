@@ -29,6 +29,7 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.pool import GIB, Pool
 from nanopaged.device.transfer import as_current, send
+from nanopaged.tiles import widest_window
 from nanopaged.weights.build import memory_for
 
 NULL = -1  # in a block table: a block that left the window and was freed
@@ -142,6 +143,18 @@ class Swapping(engine.BlockManager):
 def num_null_blocks(table: list[int]) -> int:
     """Leading entries of a block table that are NULL."""
     return bisect_left(table, True, key=lambda block: block != NULL)
+
+
+def pick_window(runner: Any, size: int) -> int:
+    """The sliding window, in tokens, whose blocks are freed; 0 if some layer has none. A pool of `size` tokens must
+    hold more than a window and a block; else texts must fit into it."""
+    window = widest_window(runner.config)
+    return window if window < size - runner.block_size else 0
+
+
+def make_manager(options: Any, runner: Any, num_blocks: int, window: int) -> Swapping:
+    return Swapping(num_blocks, runner.block_size, options.enable_prefix_caching, window,
+                    swap(runner, options.swap_space), options.max_num_batched_tokens)
 
 
 def swap(runner: Any, swap_space: float) -> int:

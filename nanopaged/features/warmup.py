@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, model, tiles
+from nanopaged.device.pool import FP8
 from nanopaged.device.transfer import as_current
-from nanopaged.features.fp8 import FP8
-from nanopaged.features.fused import residual_products
+from nanopaged.tiles import DECODE_SIZES, MAX_DECODE_SIZE
 
-# The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
-# at most an eighth of a recorded step is padding.
-DECODE_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
-MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
 MOST_THREADS = 8
 
 
-def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Future]:
+def start(runner: Any) -> None:
+    """Start compiling what the runner will launch; `runner.compiling` has the tasks."""
+    r = runner
+    forms = [*attention_forms(r.config, r.dtype, r.pool.one_block(), r.rows.block_tables, r.max_num_samples,
+                              r.max_model_len, bool(r.cascade), r.warm_up)]
+    if r.modules.norm is not model.PLAIN.norm:  # features/fused.py
+        forms += small_forms(r.config, r.dtype, r.device, r.num_ranks, r.fp8)
+    runner.compiling = start_tasks(forms, runner.device)
+
+
+def start_tasks(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Future]:
     """Start compiling, several forms at a time. `result()` of each raises what failed."""
     def compile_one(task: Callable[[], Any]) -> None:
         with as_current(device):
@@ -83,7 +89,8 @@ def _one_by_one(tasks: Iterable[Callable[[], Any]]) -> None:
 
 def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int,
                 fp8: bool = False) -> Iterator[Callable[[], Any]]:
-    """The kernels between the products, and those of sampling. fp8: as `choices.pick_fp8` says"""
+    """The kernels between the products, and those of sampling. fp8: the layers' matrices are in 8 bits"""
+    from nanopaged.features.fused import residual_products
     make = partial(torch.empty, dtype=dtype, device=device)
 
     def products(size: int, bias: bool, fp8: bool, count: int, *act: Any) -> Iterator[Callable[[], Any]]:

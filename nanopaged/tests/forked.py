@@ -14,11 +14,14 @@ from unittest.mock import Mock
 
 import torch
 
+import kernel
+from nanopaged.api import assemble
 from nanopaged.device import trial
 from nanopaged.features import fused, graphs
+from nanopaged.features.grammar import Masks
 from nanopaged.features.tensor_parallel import parallel, workers
-from nanopaged.tests.helpers import blank_input, plain_kernels
-from nanopaged.tests.test_graphs import PretendedGraph
+from nanopaged.tests.pretended import plain_kernels
+from nanopaged.tests.test_graphs import PretendedGraph, pretend_to_record
 
 FAULT = ""  # the function below that workers call which start from now on
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -55,23 +58,12 @@ def lack_memory():
 
 def pretended():
     """Graphs and the small kernels on a CPU: (object, name, what to put there)."""
-    def recorded(name):
-        method = getattr(graphs.GraphRunner, name)
-
-        def record(self, shape):
-            graph = PretendedGraph.recording
-            if graph and isinstance(shape, graphs.Shape):
-                blank_input(self, shape)
-            outputs = method(self, shape)
-            if graph:
-                graph.steps.append((lambda: method(self, shape), outputs))
-            return outputs
-        return record
-
-    return [*((graphs.GraphRunner, name, recorded(name)) for name in ("_static_step", "_masked_step")),
+    return [*((kind, "_static_step", pretend_to_record(kind._static_step)) for kind in (graphs.GraphRunner, Masks)),
             *plain_kernels(), (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "stream", nullcontext),
             (graphs, "TOKEN_SIZES", [4, 16, 32]), (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8),
-            (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2)]
+            (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2),
+            *((module, "pick_runner", lambda *_: (graphs.GraphRunner, kernel.TORCH, fused.MODULES))
+              for module in (assemble, workers))]
 
 
 def pretend_graphs():

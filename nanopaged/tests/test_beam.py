@@ -1,11 +1,15 @@
-"""Beam search without an engine: BeamGroup is driven by candidates that are made by hand or drawn. test_paged.py holds
-whole searches to the results of Hugging Face transformers (nanopaged/golden/beam/)."""
+"""Beam search: BeamGroup is driven by candidates that are made by hand or drawn, and whole searches are held to the
+results of Hugging Face transformers (nanopaged/golden/beam/)."""
+import itertools
+import json
 import random
 
 import pytest
 
+from engine import cdiv
 from nanopaged.features.beam import BeamGroup
 from nanopaged.sampling_params import BeamSearchParams
+from nanopaged.tests.helpers import GOLDEN, load
 
 
 def test_beams_fork_and_die():
@@ -67,3 +71,42 @@ def test_every_step_equals_the_reference(seed):
             assert [(beam.token_ids, beam.cumulative_logprob) for beam in beams.live] == expected.live
             assert [(beam.score, beam.token_ids, beam.cumulative_logprob, beam.finish_reason)
                     for beam in beams.ended] == expected.ended
+
+
+# ---- Whole searches
+
+BEAM_CASES = json.loads((GOLDEN / "beam" / "expected.json").read_text())["cases"]
+
+
+BEAM_SHORTAGES = [dict(num_blocks=14, block_size=4), dict(num_blocks=14, block_size=4, max_num_seqs=2),
+                  dict(enable_prefix_caching=False, max_num_batched_tokens=5)]
+
+
+@pytest.mark.parametrize("model, options", [
+    *((model, {}) for model in sorted({case["model"] for case in BEAM_CASES})),
+    *itertools.product(["mistral", "qwen3"], BEAM_SHORTAGES), ("shakespeare", BEAM_SHORTAGES[0])], ids=str)
+def test_beam_search_equals_transformers(model, options):
+    cases = [case for case in BEAM_CASES if case["model"] == model][::3 if options else 1]
+    if "num_blocks" in options:
+        longest = max(len(case["prompt_token_ids"]) + case["max_tokens"] for case in cases)
+        options = options | dict(num_blocks=cdiv(longest, 4) + 2)
+    llm = load(model, graphs=not options and model == "shakespeare", **options)
+    for case in cases:
+        llm.eos_token_ids = frozenset(case["eos_token_ids"])
+        names = ("beam_width", "max_tokens", "length_penalty", "early_stopping")
+        params = BeamSearchParams(**{name: case[name] for name in names})
+        outputs = llm.beam_search([case["prompt_token_ids"]] * 2, params)
+        for output in outputs:
+            assert [beam.token_ids for beam in output.outputs] == [beam["token_ids"] for beam in case["expected"]]
+            for beam, expected in zip(output.outputs, case["expected"]):
+                assert beam.score == pytest.approx(expected["score"], abs=1e-4)
+                assert beam.cumulative_logprob == pytest.approx(expected["cumulative_logprob"], abs=1e-4)
+                assert beam.finish_reason == expected["finish_reason"]
+    llm.scheduler.block_manager.check_idle()
+
+
+def test_beams_share_what_they_have_in_common():
+    llm = load(block_size=4, num_blocks=200)
+    llm.beam_search([list(range(100, 180))], BeamSearchParams(beam_width=4, max_tokens=24))
+    # The prompt's 20 blocks once. Apart from it each beam has at most 24 tokens of its own.
+    assert llm.counts.most_blocks_held < 20 + 4 * 7

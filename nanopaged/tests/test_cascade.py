@@ -8,9 +8,9 @@ import torch
 import kernel
 from engine import BlockManager, Sampled, Scheduler, Sequence, Status
 from nanopaged import SamplingParams, tiles
+from nanopaged.device.pool import FP8
 from nanopaged.features import cascade
-from nanopaged.features.cascade import MOST_ENTRIES, Cascade
-from nanopaged.features.fp8 import FP8
+from nanopaged.features.cascade import Cascade
 from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
 
@@ -33,7 +33,7 @@ def found(finder, batch):
     assert sorted(map(id, (seq for seq, _ in order))) == sorted(map(id, (seq for seq, _ in batch)))
     rows = [(seq, seq.num_computed_tokens - count + 1 + i) for seq, count in order for i in range(count)]
     entries = [numbers[i:i + 4] for i in range(0, len(numbers), 4)]
-    assert len(entries) <= MOST_ENTRIES and bool(entries) == bool(num_common)
+    assert len(entries) <= tiles.MOST_ENTRIES and bool(entries) == bool(num_common)
     covered = [0] * len(rows)
     for first, count, start, end in sorted(entries, key=lambda entry: entry[2]):
         members = rows[first:first + count]

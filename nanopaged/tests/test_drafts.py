@@ -12,9 +12,19 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.drafts import Drafting, Ngram
-from nanopaged.features.grammar import GrammarCompiler
-from nanopaged.tests.helpers import DEVICE, GOLDEN, GREEDY, PROMPT, complaint, expectations, load, run, tokens_of
-from nanopaged.tests.test_families import assert_golden
+from nanopaged.features.grammar import COMPILERS, GrammarCompiler
+from nanopaged.tests.helpers import (
+    DEVICE,
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    assert_golden,
+    complaint,
+    expectations,
+    load,
+    run,
+    tokens_of,
+)
 from nanopaged.tests.test_graphs import record_graphs
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -157,7 +167,7 @@ def test_a_draft_that_the_grammars_tokenizer_lacks():
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=dict(regex="[a-z ]{40}"))
     texts = []
     for llm in (load(device="cpu"), drafting("shakespeare", proposing(lambda _, k: [1010] * k))):
-        llm.grammars = GrammarCompiler(llm.tokenizer, [10], 1000)  # the model has 1,024 tokens
+        COMPILERS[llm] = GrammarCompiler(llm.tokenizer, [10], 1000)  # the model has 1,024 tokens
         texts.append(samples(run(llm, ["A"], [params])))
     assert texts[0] == texts[1] and texts[0][0][0][1] == "length"
 

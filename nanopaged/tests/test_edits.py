@@ -1,12 +1,12 @@
 """Edited logits and log probabilities: every row as the plain loops below compute it, whatever else is in the batch.
 
-The editor is seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
+The edits are seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
 knows one sequence, as Python lists.
 """
-import itertools
 import math
 import random
 from copy import copy
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Sequence
 from nanopaged.device.sampler import SamplingNeeds
-from nanopaged.features import edits as logits_module
-from nanopaged.features.edits import LogitsEditor, encode_bad_words
+from nanopaged.features.edits import EditedSequence, Edits, encode_bad_words
 from nanopaged.features.logprobs import top_logprobs
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
 from nanopaged.tests.helpers import GOLDEN
@@ -32,21 +31,16 @@ def device(request):
     return torch.device(request.param)
 
 
-def editor_for(device, num_rows=16, vocab_size=VOCAB) -> LogitsEditor:
-    def send(parts):
-        values = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
-        if device.type == "cuda":
-            values = values.pin_memory().to(device, non_blocking=True)
-        return list(values.split([len(part) for part in parts]))
-    return LogitsEditor(num_rows, vocab_size, device, send)
+def edits_for(device, num_rows=16, vocab_size=VOCAB, params=None) -> Edits:
+    """With the tables of every kind, or of these settings."""
+    edits = Edits(SimpleNamespace(max_num_seqs=num_rows, config=SimpleNamespace(vocab_size=vocab_size),
+                                  device=torch.device(device)))
+    edits.make_tables(params or SamplingParams(logit_bias={1: 1.0}, presence_penalty=1))
+    return edits
 
 
 def normal(*shape, seed=0, scale=3.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def num_entries(editor: LogitsEditor) -> int:
-    return sum(t.numel() for t in vars(editor).values() if torch.is_tensor(t))
 
 
 def bits(tensor: torch.Tensor) -> list:
@@ -54,9 +48,10 @@ def bits(tensor: torch.Tensor) -> list:
 
 
 def sequence(row: int, params=SamplingParams(), prompt_ids=(1,), output_ids=(), stop_ids=(), bad_words=()) -> Sequence:
-    """By default a row that runs without the editor's knowledge, or has run."""
-    seq = Sequence(list(prompt_ids), (), 0, frozenset(stop_ids), sampling=SequenceSampling(params, 0, list(bad_words)))
-    seq.row, seq.token_ids = row, [*prompt_ids, *output_ids]
+    """Which starts in this row; by default a plain one."""
+    kind = EditedSequence if params.edits_logits or params.logits_processors else Sequence
+    seq = kind(list(prompt_ids), (), 0, frozenset(stop_ids), sampling=SequenceSampling(params))
+    seq.row, seq.token_ids, seq.bad_words = row, [*prompt_ids, *output_ids], list(bad_words)
     return seq
 
 
@@ -74,7 +69,7 @@ def edit(logits: list[float], seq: Sequence) -> list[float]:
             result[token] = -INF
         if len(output) < p.min_tokens and token in seq.stop_token_ids:
             result[token] = -INF
-        for word in seq.sampling.bad_words:
+        for word in seq.bad_words:
             before = word[:-1]
             if word[-1] == token and len(output) >= len(before) and output[len(output) - len(before):] == before:
                 result[token] = -INF
@@ -137,34 +132,32 @@ def random_sequence(row: int, rng: random.Random, processors: bool = False, num_
 
 
 class Engine:
-    """A runner's way to use an editor, with random tokens, and a list of each sequence beside it."""
+    """A runner's way to use the edits, with random tokens, and a list of each sequence beside it."""
 
     def __init__(self, device, num_rows, seed, processors=False):
-        self.device, self.num_rows, self.processors = device, num_rows, processors
-        self.rng, self.editor = random.Random(seed), editor_for(device, num_rows)
+        self.device, self.processors = device, processors
+        self.rng, self.edits = random.Random(seed), edits_for(device, num_rows)
         self.sequences = {row: sequence(row) for row in range(num_rows)}
 
     def start(self, rows, **settings):
-        seqs = [random_sequence(row, self.rng, self.processors, **settings) for row in rows]
-        self.sequences |= {seq.row: seq for seq in seqs}
-        self.editor.start(seqs)
+        self.sequences |= {row: random_sequence(row, self.rng, self.processors, **settings) for row in rows}
 
     def sample(self, rows, logits) -> torch.Tensor:
-        on_device = torch.tensor(rows, device=self.device)
         seqs = [self.sequences[row] for row in rows]
-        lengths = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-        hooks = [(i, functions, output_of(seq), pytest.fail) for i, seq in enumerate(seqs)
-                 if (functions := seq.sampling.params.logits_processors)]
-        return self.editor(logits.to(self.device), on_device, lengths.to(self.device), hooks)
+        self.rows = torch.tensor(rows, device=self.device)
+        self.plan = self.edits.plan(seqs, [seq.num_tokens for seq in seqs])
+        assert (self.plan is None) == all(type(seq) is Sequence for seq in seqs)
+        return self.edits(logits.to(self.device), self.plan, self.rows, None) if self.plan else logits.float()
 
     def note(self, rows):
-        """Tokens that end some bad word more often than chance would."""
+        """Draw tokens that end some bad word more often than chance would, in the rows that sampled."""
         tokens = []
         for row in rows:
-            words = self.sequences[row].sampling.bad_words
+            words = self.sequences[row].bad_words
             tokens.append(self.rng.choice(self.rng.choice(words)) % VOCAB if words else self.rng.randrange(VOCAB))
             self.sequences[row].token_ids.append(tokens[-1])
-        self.editor.add(torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device))
+        if self.plan:
+            self.edits.drew(torch.tensor(tokens, device=self.device), self.plan, self.rows)
 
     def some_rows(self):
         return self.rng.sample(sorted(self.sequences), self.rng.randint(1, len(self.sequences)))
@@ -173,9 +166,8 @@ class Engine:
 @pytest.mark.parametrize("processors", [False, True], ids=["", "processors"])
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_batches_equal_the_reference(device, seed, processors):
-    """Rows end, start and start over, with tokens generated already or without, and sample in any order beside rows
-    that run without the editor's knowledge; its tables grow and shrink meanwhile. Logits of half precision are edited
-    as their float32 values."""
+    """Rows end, start and start over, with tokens generated already or without, and sample in any order beside plain
+    rows. Logits of half precision are edited as their float32 values."""
     engine, num_edited = Engine(device, 17, seed, processors), 0
     for step in range(50):
         free = engine.rng.sample(range(17), engine.rng.choice([0, 0, 0, 0, 1, 1, 3, 17]))
@@ -189,29 +181,26 @@ def test_mixed_batches_equal_the_reference(device, seed, processors):
         assert edited.dtype == torch.float32 and torch.equal(logits, before)
         for row, given, result in zip(rows, logits.tolist(), edited.tolist()):
             assert result == pytest.approx(edit(given, engine.sequences[row]), rel=1e-5, abs=1e-5)
-            assert engine.editor.edits([row]) == engine.sequences[row].sampling.params.edits_logits
             num_edited += result != given
         engine.note(rows)
     assert num_edited > 90
 
 
 def test_a_row_in_a_batch_equals_the_row_alone(device):
-    """The logits are equal bit for bit in a batch whose other rows use every setting, and in an editor that has never
-    seen another row."""
+    """The logits are equal bit for bit in a batch whose other rows use every setting, and in tables that have never
+    had another row."""
     engine = Engine(device, 12, seed=7, processors=True)
     engine.start(range(12))
     for step in range(8):
         rows = engine.some_rows()
         logits = normal(len(rows), VOCAB, seed=step)
         together = engine.sample(rows, logits)
+        engine.note(rows)
         for i, row in enumerate(rows):
-            assert bits(engine.sample([row], logits[i:i + 1])[0]) == bits(together[i])
             other = Engine(device, 1, seed=0)
             other.sequences[0] = alone = copy(engine.sequences[row])
-            alone.row = 0
-            other.editor.start([alone])
-            assert bits(other.sample([0], logits[i:i + 1])[0]) == bits(together[i])
-        engine.note(rows)
+            alone.row, alone.token_ids = 0, alone.token_ids[:-1]
+            assert bits(other.sample([0], logits[i:i + 1])[0].cpu()) == bits(together[i].cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -219,7 +208,7 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
     engine = Engine(device, 20, seed=3)
     engine.start(range(20))
     plain = [row for row in range(20) if not engine.sequences[row].sampling.params.edits_logits]
-    assert 3 <= len(plain) <= 10 and not engine.editor.edits(plain) and engine.editor.edits(range(20))
+    assert 3 <= len(plain) <= 10
     for step in range(6):
         logits = normal(20, VOCAB, seed=step).to(dtype)
         logits[:, :6] = torch.tensor([0.0, -0.0, INF, -INF, 1e-40, -1e-40])  # the last two are subnormal
@@ -228,79 +217,51 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
         engine.note(range(20))
 
 
-def test_plain_requests_need_no_tables():
-    editor = editor_for("cpu", num_rows=4, vocab_size=100)
-    editor.send = None
-    editor.start([plain := sequence(0, SamplingParams(temperature=0))])
-    assert SamplingNeeds.of([plain], [1], editor) == SamplingNeeds(greedy=True)
+def test_plain_requests_need_no_tables_and_others_those_that_they_ask_for():
+    edits = edits_for("cpu", 4, 100, SamplingParams(min_tokens=2))
+    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], [edits], False) == SamplingNeeds(True)
+    assert not edits.tables
+    edits.make_tables(SamplingParams(allowed_token_ids=[3]))
+    assert [*edits.tables] == ["bias"] and edits.tables["bias"].shape == (4, 100)
 
 
-def test_tables_hold_the_rows_that_need_them(device):
-    """The tables have room for twice as many rows at most, and never for more rows than the engine has."""
-    editor = editor_for(device, num_rows=10, vocab_size=1000)
-    seqs = [sequence(row, SamplingParams(logit_bias={1: 1.0})) for row in range(10)]
-    for seq in seqs * 2:  # starting over needs no more
-        editor.start([seq])
-        num_rows = len(editor.slot_of_row)
-        assert (num_rows + 1) * 1000 <= num_entries(editor) <= min(2 * num_rows, 11) * 1000 + 100
-    editor.start([seq := sequence(4, SamplingParams(presence_penalty=1.0))])
-    assert 22_000 <= num_entries(editor) <= 22_100
+def test_a_request_whose_tables_do_not_fit_gets_a_sentence(monkeypatch):
+    edits = edits_for("cpu", 4, 100, SamplingParams(min_tokens=2))
+    monkeypatch.setattr(torch, "full", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(ValueError, match="^cpu has no memory for a table of 0.00 GiB, .* lower max_num_seqs$"):
+        edits.make_tables(SamplingParams(presence_penalty=1))
 
 
-def test_tables_shrink_when_a_row_that_needed_them_has_ended(device):
-    """Bans become as few and as short as those of the rows that are left, and tables that no row needs go. Rows that
-    edit nothing need none."""
-    editor, words = editor_for(device, 10), [[token % VOCAB] * 5 for token in range(1000)]
-    others = [sequence(0, SamplingParams(min_tokens=9), stop_ids=[2, 3]),
-              sequence(1, SamplingParams(bad_words=["x"]), output_ids=[5, 6], bad_words=[[5, 6, 7], [8]])]
-    editor.start([sequence(row) for row in range(10)])
-    assert num_entries(editor) < 20 and not editor.edits(range(10))
-    everything = SamplingParams(bad_words=["x"], presence_penalty=1, logit_bias={1: 1.0})
-    ending = [sequence(row, everything, bad_words=words) for row in (2, 3)]
-    editor.start([*others, *ending])
-    assert num_entries(editor) > 2 * 1000 * 6
-    ending.pop()  # it is gone, and the other one has left its row
-    ending[0].row = -1
-    editor.start([sequence(4)])
-    assert num_entries(editor) < 200 and not editor.edits([2, 3, 4])
-    others.clear()
-    editor.start([sequence(5)])
-    assert num_entries(editor) < 20 and not editor.edits(range(10))
-
-
-def test_after_a_step_that_failed_the_device_is_told_what_it_missed(device):
-    """The row of a sequence that ended has no slot any more, though the step that was to tell the device so failed."""
-    engine, biased = Engine(device, 3, seed=0), SamplingParams(logit_bias={1: 5.0})
+def test_a_start_that_fails_is_made_up_for(device, monkeypatch):
+    """A row that was half written is written again, and other rows stay as they are."""
+    engine, biased = Engine(device, 2, seed=0), SamplingParams(logit_bias={1: 5.0})
     engine.sequences = {row: sequence(row, biased) for row in range(2)}
-    engine.editor.start(list(engine.sequences.values()))
-    engine.sequences[0] = sequence(0)
-    send, engine.editor.send = engine.editor.send, lambda parts: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.editor.start([sequence(2, biased)])
-    engine.editor.send = send
-    engine.editor.start([engine.sequences[0]])
-    assert engine.sample([0, 1], torch.zeros(2, VOCAB))[:, 1].tolist() == [0, 5]
+    engine.sample([0], torch.zeros(1, VOCAB))
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(Edits, "_put", Mock(side_effect=torch.OutOfMemoryError))
+        engine.sample([1], torch.zeros(1, VOCAB))
+    assert engine.sample([0, 1], torch.zeros(2, VOCAB))[:, 1].tolist() == [5, 5]
 
 
 def test_many_generated_tokens_are_counted_exactly(device):
     """A model that is rewarded for repeating a token does so more often than 16 bits count."""
-    seq, editor = sequence(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000), editor_for(device, 1)
-    editor.start([seq])
-    result = editor(torch.zeros(1, VOCAB, device=device), torch.zeros(1, dtype=torch.int64, device=device),
-                    torch.tensor([70_001], device=device))
-    assert result[0, 0] == -35_000
+    engine = Engine(device, 1, seed=0)
+    engine.sequences[0] = sequence(0, SamplingParams(frequency_penalty=0.5), [0], [0] * 70_000)
+    assert engine.sample([0], torch.zeros(1, VOCAB))[0, 0] == -35_000
 
 
 # ---- Logits processors
 
 @pytest.mark.parametrize("result, given", [(None, "None"), (torch.zeros(3), "one of shape [3]"), (0.5, "0.5")], ids=str)
 def test_a_processor_that_returns_no_logits_spoils_its_row_alone(device, result, given):
-    editor, rows, failures = editor_for(device), torch.arange(2, device=device), []
+    engine = Engine(device, 2, seed=0)
     functions = [lambda token_ids, logits: logits.fill_(7), lambda token_ids, logits: result]
+    engine.sequences[1] = broken = sequence(1, SamplingParams(logits_processors=functions))
     given_logits = torch.zeros(2, VOCAB, device=device)
-    logits = editor(given_logits, rows, rows, [(1, functions, [], failures.append)])
+    logits = engine.sample([0, 1], given_logits)
     assert given_logits.eq(0).all() and logits[0].eq(0).all() and logits[1].isnan().all()
-    assert failures == [f"a logits processor failed: ValueError('it must return a tensor of shape [40], not {given}')"]
+    assert broken.stop_reason == ("a logits processor failed: ValueError('it must return a tensor of shape [40], not "
+                                  f"{given}')")
 
 
 # ---- On a GPU's path
@@ -314,32 +275,34 @@ class CountOperations(TorchDispatchMode):
 
 
 def test_the_work_does_not_depend_on_the_number_of_rows(device):
-    """The operations are the same for 2 rows and for 50, and for one sequence that starts and for 20: no Python runs
-    for each row."""
+    """The operations of a step are the same for 2 rows and for 50, once all have started: no Python runs for each."""
     engine = Engine(device, 50, seed=6)
     engine.start(range(50))
-    editing = [seq for seq in engine.sequences.values() if seq.sampling.params.edits_logits]
+    engine.sample(range(50), normal(50, VOCAB))
 
-    def count_operations(rows, num_starts):
-        tensor, logits = torch.tensor(rows, device=device), normal(len(rows), VOCAB).to(device)
+    def count_operations(rows):
+        logits = normal(len(rows), VOCAB).to(device)
         with CountOperations() as counter:
-            engine.editor.start(editing[:num_starts])
-            engine.editor(logits, tensor, tensor + 30)
-            engine.editor.add(tensor, tensor % VOCAB)
+            engine.sample(rows, logits)
+            engine.edits.drew(engine.rows, engine.plan, engine.rows)
         return counter.count
 
-    assert count_operations([3, 11], num_starts=2) == count_operations(list(range(50)), num_starts=20) < 160
+    few = next([a, b] for a in range(50) for b in range(50) if engine.sample([a, b], normal(2, VOCAB)) is not None
+               and engine.plan and engine.plan.has_bias and engine.plan.has_penalty)
+    assert abs(count_operations(few) - count_operations(list(range(50)))) <= 2 and count_operations(few) < 60
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_host_does_not_wait_for_the_device():
     engine = Engine(torch.device("cuda"), 10, seed=1)
     rows, logits = torch.arange(10, device="cuda"), normal(10, VOCAB).cuda()
+    engine.start(range(10))
+    seqs = list(engine.sequences.values())
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.start(range(10))
-        engine.editor(logits, rows, rows + 30)
-        engine.editor.add(rows, rows)
+        plan = engine.edits.plan(seqs, [seq.num_tokens for seq in seqs])
+        engine.edits(logits, plan, rows, rows + 30)
+        engine.edits.drew(rows, plan, rows)
         top_logprobs(logits, rows, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -395,30 +358,3 @@ def test_bad_words_are_banned_with_and_without_a_space_before(name, words, token
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
         encode_bad_words(["bad", " "], load_tokenizer(GOLDEN / "tokenizers" / "gpt2"))
-
-
-@pytest.mark.parametrize("fails_at", range(1, 6))
-def test_a_start_that_fails_leaves_the_tables_of_other_rows(device, monkeypatch, fails_at):
-    """A runs, and no memory is left for a table of B. Then A samples, and C takes B's row."""
-    editor = editor_for(device)
-    a, b, c = (sequence(row, SamplingParams(bad_words=words), bad_words=bans) for row, words, bans in (
-        (0, ["x"], [[4, 5, 6]]), (1, ["y"], [[4, 5, 6, 7, 8]]), (1, None, [])))
-    editor.start([a])
-    logits, rows, positions = normal(1, VOCAB).to(device), *torch.tensor([[0], [1]], device=device)
-    expected, resize, calls = editor(logits, rows, positions), logits_module._resize, itertools.count(1)
-
-    def fail(*args, **options):
-        if next(calls) == fails_at:
-            raise torch.OutOfMemoryError
-        return resize(*args, **options)
-
-    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-        patched.setattr(logits_module, "_resize", fail)
-        editor.start([b])
-    assert torch.equal(editor(logits, rows, positions), expected)
-    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-        patched.setattr(torch.Tensor, "index_fill_", Mock(side_effect=torch.OutOfMemoryError))
-        editor.start([b])
-    b.row = -1
-    editor.start([c])
-    assert editor.slots.tolist()[:2] == [1, 0]

@@ -12,26 +12,18 @@ from nanopaged.tests.helpers import (
     GOLDEN,
     GREEDY,
     PROMPT,
+    assert_golden,
     expectations,
     load,
-    plain_kernels,
     prompt_logits,
     relative_error,
     rewritten,
     tokens_of,
     use_modules,
 )
+from nanopaged.tests.pretended import plain_kernels
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
-
-
-def assert_golden(llm, variant, prompts=slice(None), times=1, num_tokens=24):
-    """The engine generates what transformers did from these prompts of the golden checkpoint."""
-    texts, continuations, _ = expectations(variant)
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    outputs = llm.generate([text.tolist() for text in texts[prompts]] * times, params)
-    assert tokens_of(outputs) == [text.tolist()[:num_tokens] for text in continuations[prompts]] * times
-
 
 SECOND = slice(1, 2)  # of the prompts, where one is enough
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.features.grammar import GrammarSequence
+from nanopaged.features.grammar import GrammarSequence, Masks
 from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
 from nanopaged.sampling_params import StructuredOutputsParams
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
@@ -120,7 +120,8 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
     seq = llm.requests[ids[0]].sequences[0]
     seq.__class__ = GrammarSequence
-    seq.sampling = seq.sampling._replace(grammar=SimpleNamespace(**grammar))
+    llm.runner.use(Masks)
+    seq.grammar = SimpleNamespace(**grammar)
     results = finished(llm)
     assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
     assert tokens_of(shared().generate("ROMEO:", GREEDY)) == [results[ids[1]].token_ids]

@@ -12,7 +12,7 @@ import torch
 
 from nanopaged import SamplingParams, kernel, model
 from nanopaged.device import choices
-from nanopaged.features import fused
+from nanopaged.features import fp8, fused
 from nanopaged.features.fp8 import in_fp8, multiply, quantize, read_weights
 from nanopaged.features.tensor_parallel import workers
 from nanopaged.tests import forked
@@ -23,16 +23,15 @@ from nanopaged.tests.helpers import (
     GREEDY,
     PROMPT,
     complaint,
-    fp8_weight,
     load,
     needs_gpu,
     needs_kernel,
-    plain_kernels,
     prompt_logits,
     relative_error,
     tokens_of,
     use_modules,
 )
+from nanopaged.tests.pretended import fp8_weight, plain_kernels
 from nanopaged.tests.test_checkpoint import write_index, write_safetensors
 from nanopaged.weights import build
 from nanopaged.weights.build import random_tensors
@@ -303,7 +302,7 @@ WHOLE = LLAMA | dict(hidden_size=256, head_dim=64, intermediate_size=512, num_ke
 @pytest.fixture
 def pretends(monkeypatch):
     """A CPU as a card with 8-bit products, also beside a GPU, for engines with device "cpu"."""
-    monkeypatch.setattr(choices, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(fp8, "has_fp8_products", lambda device: True)
     for patch in plain_kernels():
         monkeypatch.setattr(*patch)
     monkeypatch.setattr(forked, "FAULT", "pretend_kernels")
@@ -314,7 +313,7 @@ def keeps(request):
     """DEVICE is a card with 8-bit products, or pretends to be one."""
     if not CUDA:
         request.getfixturevalue("pretends")
-    elif not choices.has_fp8_products(choices.pick_device(DEVICE)):
+    elif not fp8.has_fp8_products(choices.pick_device(DEVICE)):
         pytest.skip("this card has no 8-bit products")
 
 
@@ -371,11 +370,11 @@ def test_the_size_of_weights_in_8_bits(monkeypatch, capsys):
                  intermediate_size=2**12, num_hidden_layers=32, dtype="bfloat16")
     config = read_model_config(LLAMA | sizes)
     monkeypatch.setattr(build, "host_memory", lambda: 2**30)
-    message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN, True))
+    message = complaint(build.build_model, config, [], torch.bfloat16, "cpu", 16, fused.with_fp8(model.PLAIN))
     assert message.startswith("the weights take 4.0 GiB, and cpu has less free memory")
     for dtype, size in (("bfloat16", "7.0"), ("float32", "14.0")):
         blocks = read_model_config(LLAMA | sizes | dict(quantization_config=QWEN3))
-        assert not choices.pick_fp8(None, dtype, blocks, [torch.device("cpu")], 1)
+        assert not fp8.keeps_8_bits(None, dtype, blocks, [torch.device("cpu")], 1)
         assert capsys.readouterr().err == (
             f"weights in FP8 blocks of 128 x 128 are converted to {dtype}: {size} GiB instead of 3.5 "
             "(quantization='fp8' cuts them to 8 bits again, with a scale for each channel)\n")
@@ -399,9 +398,9 @@ def test_one_tensor_is_cut_at_a_time():
     their absolute values or quotients in float32, and 8 bits; a GPU still has the matrix before, and rounds sizes."""
     config = WHOLE | dict(hidden_size=512, num_hidden_layers=8)
     tensors = tensors_of(config).items()
-    device, modules = torch.device(DEVICE), fused.with_fp8(model.PLAIN, True)
+    device, modules = torch.device(DEVICE), fused.with_fp8(model.PLAIN)
     built, peak = peak_memory(device, lambda: build.build_model(
-        read_model_config(config), in_fp8(tensors, True, device), torch.float32, device, 16, modules))
+        read_model_config(config), in_fp8(tensors, device), torch.float32, device, 16, modules))
     weights = sum(parameter.nbytes for parameter in built.parameters())
     largest = 4 * 512 * 512  # bytes of a matrix in float32; the layers have 36 of them
     assert weights < peak < weights + (3 if CUDA else 1.5) * largest
@@ -484,7 +483,7 @@ def test_two_pools_have_the_same_8_bits(ordinary, pretends):
 def test_the_fused_modules_take_8_bits(ordinary, pretends):
     llm = load(ordinary, device="cpu", quantization="fp8")
     plain = prompt_logits(llm, PROMPT)
-    use_modules(llm, fused.with_fp8(fused.MODULES, True))
+    use_modules(llm, fused.with_fp8(fused.MODULES))
     assert relative_error(prompt_logits(llm, PROMPT), plain) < 0.05
 
 
@@ -492,7 +491,7 @@ def test_the_fused_modules_take_8_bits(ordinary, pretends):
     ({}, {}, "products of 8 bits need Triton and a GPU of Nvidia of compute capability 8.9 or more"),
     (dict(intermediate_size=300), dict(keeps=True), "the model has matrices that 8-bit products cannot have")])
 def test_what_is_said_where_8_bits_are_not_kept(tmp_path, changes, options, reason, monkeypatch):
-    monkeypatch.setattr(choices, "has_fp8_products", lambda device: bool(options))
+    monkeypatch.setattr(fp8, "has_fp8_products", lambda device: bool(options))
     path = write(tmp_path / "ordinary", WHOLE | changes, tensors_of(WHOLE | changes))
     with pytest.warns(UserWarning, match=f"quantization 'fp8' has no effect, and weights keep the .*: {reason}"):
         llm = load(path, device="cpu", quantization="fp8")

@@ -19,11 +19,10 @@ from nanopaged.tests.helpers import (
     load,
     needs_gpu,
     needs_kernel,
-    normalize,
-    plain_kernels,
     tokens_of,
     use_modules,
 )
+from nanopaged.tests.pretended import normalize, plain_kernels
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
 

@@ -16,6 +16,7 @@ from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
+from nanopaged.features.grammar import compiler_of
 from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
@@ -157,7 +158,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
             check_fits(structure, output.text)
         else:
             assert output.finish_reason == "length"
-            matcher = llm.grammars.compile(setting.structured_outputs).matcher
+            matcher = compiler_of(llm).compile(setting.structured_outputs).matcher
             assert matcher.validate_tokens(output.token_ids) == len(output.token_ids)
     assert sum(output.finish_reason == "stop" for output in outputs) > 120
 
@@ -294,7 +295,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
 
 
 def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
-    compiler = llm.grammar_compiler()
+    compiler = compiler_of(llm)
     monkeypatch.setattr(compiler, "_compile", compile_one := Mock(wraps=compiler._compile))
     monkeypatch.setattr(compiler, "most_compiled", 4)
     for i in range(10):
@@ -312,7 +313,7 @@ def takes_hours(index):
 
 
 def test_a_grammar_that_takes_hours_is_given_up(llguidance):
-    compiler = load(device="cpu").grammar_compiler()
+    compiler = compiler_of(load(device="cpu"))
     compiler.compile_seconds = 0.3
     good = StructuredOutputsParams(regex="[ab]")
 
@@ -409,7 +410,7 @@ def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
     monkeypatch.setattr("nanopaged.tests.test_graphs.CUDA", False)
     replayed = record_graphs(llm, monkeypatch)
     assert mixed(llm) == expected
-    assert replayed and llm.runner.masked
+    assert replayed and llm.runner.use(grammars.Masks).recorded
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the test above pretends one")

@@ -12,18 +12,18 @@ from nanopaged import SamplingParams
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
 from nanopaged.features import graphs
+from nanopaged.features.grammar import Masks
 from nanopaged.features.graphs import GraphRunner
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
     PROMPT,
-    blank_input,
     expectations,
     load,
     needs_gpu,
-    plain_kernels,
     tokens_of,
 )
+from nanopaged.tests.pretended import blank_input, plain_kernels
 
 
 class PretendedGraph:
@@ -48,25 +48,27 @@ class PretendedGraph:
         PretendedGraph.recording = None
 
 
+def pretend_to_record(step):
+    """The step of a runner, or of masks, that a pretended graph can do again."""
+    def record(*args):
+        graph = PretendedGraph.recording
+        if graph and isinstance(args[-1], graphs.Shape):
+            blank_input(*args)
+        outputs = step(*args)
+        if graph:
+            graph.steps.append((lambda: step(*args), outputs))
+        return outputs
+    return record
+
+
 def record_graphs(llm, monkeypatch):
     """Do what the engine does at its start on a GPU, with pretended graphs on a CPU. The returned list gets the shapes
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__, runner.graphs, runner.masked = GraphRunner, {}, {}
-
-        def recorded(step):
-            def record(size):
-                if isinstance(size, graphs.Shape) and PretendedGraph.recording:
-                    blank_input(runner, size)
-                outputs = step(size)
-                if PretendedGraph.recording:
-                    PretendedGraph.recording.steps.append((lambda: step(size), outputs))
-                return outputs
-            return record
-
-        for name in ("_static_step", "_masked_step"):
-            monkeypatch.setattr(runner, name, recorded(getattr(runner, name)))
+        runner.__class__, runner.graphs = GraphRunner, {}
+        for kind in (GraphRunner, Masks):
+            monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():
             monkeypatch.setattr(*patch)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)

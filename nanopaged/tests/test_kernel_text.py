@@ -1,6 +1,9 @@
 """The worked examples of kernel.py and nanopaged/tiles.py: what their text draws is what the code does."""
 import math
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -10,6 +13,7 @@ import torch
 import kernel
 from nanopaged import tiles
 from nanopaged.features import rectangles
+from nanopaged.tests.helpers import ROOT
 from nanopaged.tiles import cdiv
 
 
@@ -117,3 +121,15 @@ def test_numbers_of_an_h200():
     assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
     programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
     assert programs[0] == 1 < programs[1]
+
+
+# ---- The kernels, compiled for GPUs that this machine may not have
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_the_kernels_compile_and_fit_the_devices_shared_memory():
+    """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and
+    `python -m nanopaged.tests.compile_kernels` compiles all of them."""
+    command = [sys.executable, "-m", "nanopaged.tests.compile_kernels", "--quick", "90", "75"]
+    run = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, run.stdout
+    assert "sm_90 decode" in run.stdout and "sm_75 prefill" in run.stdout

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
-from nanopaged.device.choices import widest_window
-from nanopaged.inputs import OPTIONS
+from nanopaged.options import OPTIONS
 from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, shared, tokens_of
+from nanopaged.tiles import widest_window
 
 # ---- Requests
 
@@ -177,8 +177,7 @@ def test_bad_engine_options_get_a_sentence(options, message):
 def test_hf_overrides_replace_entries_of_the_config():
     window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}
     llm = LLM(hf_overrides=window, device="cpu", num_blocks=20)
-    windows = [one.config.sliding_windows for one in (llm, LLM(device="cpu", num_blocks=20))]
-    assert [widest_window(each) for each in windows] == [24, 0]
+    assert [widest_window(one.config) for one in (llm, LLM(device="cpu", num_blocks=20))] == [24, 0]
 
 
 # ---- The life of an engine

@@ -92,11 +92,12 @@ def random_operations(count, num_pools, rng, events):
         prompt, kinds = rng.choice(texts)[:rng.randint(1, max_len - 1)], [SampleSequence] * (n > 1)
         kinds += [DraftSequence] * (make_scheduler is DraftingScheduler and rng.random() < 0.5)
         kinds += [GrammarSequence] * (rng.random() < 0.3)
-        grammar = RandomGrammar(rng, events) if GrammarSequence in kinds else None
+        params = SimpleNamespace(**vars(PARAMS) | dict(structured_outputs=GrammarSequence in kinds))
         seqs = [sequence(prompt, new, max_len, priority, sequence_class(*kinds), arrival, j,
-                         sampling=SimpleNamespace(grammar=grammar, params=PARAMS)) for j in range(n)]
+                         sampling=SimpleNamespace(params=params)) for j in range(n)]
+        grammar = RandomGrammar(rng, events)
         for seq in seqs:
-            seq.forced = set()
+            seq.forced, seq.grammar = set(), grammar
             if DraftSequence in kinds:
                 seq.drafter = Drafter(drafting)
         if n > 1:
@@ -190,7 +191,8 @@ def test_forced_tokens_are_computed_once():
     """A step is under way when a grammar forces other tokens. It has computed the sampled one, which is right."""
     model = FakeModel(Scheduler(BlockManager(64, 4), 256, 8192), lookahead=1)
     grammar = SimpleNamespace(on_token=lambda seq, token, _: [token, 1, 2])
-    seq = sequence(range(8), max_new=12, kind=GrammarSequence, sampling=SimpleNamespace(grammar=grammar, params=PARAMS))
+    seq = sequence(range(8), max_new=12, kind=GrammarSequence, sampling=SimpleNamespace(params=PARAMS))
+    seq.grammar = grammar
     seq.forced = set(range(99))
     model.run(seq)
     assert len(seq.token_ids) == 20 and model.num_computed == 18  # all but the last two, once

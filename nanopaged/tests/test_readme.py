@@ -10,9 +10,9 @@ import torch
 import bench
 from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
-from nanopaged.cli.main import HELP, main
+from nanopaged.cli.main import help_text, main
 from nanopaged.device import choices, pool, runner
-from nanopaged.features import graphs
+from nanopaged.features import cascade, graphs
 from nanopaged.tests.helpers import ROOT
 from nanopaged.weights.families import read_model_config
 
@@ -55,8 +55,9 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
         "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size"}
+    known = help_text().replace("--[no-]", "--no-")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
-        assert re.search(option + r"\b(?!-)", HELP) or f'"{option}"' in of_bench, option
+        assert re.search(option + r"\b(?!-)", known) or f'"{option}"' in of_bench, option
 
 
 # ---- Paths and names
@@ -96,7 +97,7 @@ def test_the_names_beside_those_of_vllm_exist():
     names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
     names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
     assert len(names) > 25
-    homes = (runner, pool, graphs, engine, kernel, model, choices,
+    homes = (runner, pool, graphs, cascade, engine, kernel, model, choices,
              SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
     for name in names:
         first, *rest = name.split(".")

@@ -276,7 +276,7 @@ def test_threads_streams_and_aborts():
 # ---- Around it
 
 def test_numbers_are_sums_and_weights_are_read_once(monkeypatch):
-    monkeypatch.setattr(assemble, "read_weights", read := Mock(wraps=assemble.read_weights))
+    monkeypatch.setattr(assemble, "read_ordinary", read := Mock(wraps=assemble.read_ordinary))
     llm = pools(3)
     manager = llm.scheduler.block_manager
     assert read.call_count == 1 and len(llm.runners) == 3

@@ -12,6 +12,7 @@ import kernel
 from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.device import choices, runner
 from nanopaged.device.choices import pick_dtype
+from nanopaged.features import warmup
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -19,13 +20,13 @@ from nanopaged.tests.helpers import (
     GREEDY,
     PROMPT,
     ROOT,
+    assert_golden,
     load,
     needs_gpu,
     needs_kernel,
     shared,
     tokens_of,
 )
-from nanopaged.tests.test_families import assert_golden
 
 
 class RecordingKernel:
@@ -59,7 +60,8 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
               max_num_seqs=max_num_seqs, enforce_eager=True)
     monkeypatch.setattr(runner, "sample", lambda logits, *_: torch.ones(len(logits), dtype=torch.int64, device=DEVICE))
     forms.clear()
-    for future in llm.runner.start_compiling():
+    warmup.start(llm.runner)
+    for future in llm.runner.compiling:
         future.result()
     compiled = set(forms)
     suffixes = {dict(form[1:])["ONE_SPLIT"] for form in forms if dict(form[1:]).get("PHASE") == "suffix"}

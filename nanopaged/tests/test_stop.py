@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.features.stop import StopChecker
 from nanopaged.tests.helpers import GOLDEN
-from nanopaged.text.stop import StopChecker
 from nanopaged.text.tokenizer import load_tokenizer
 
 

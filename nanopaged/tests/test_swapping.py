@@ -3,11 +3,11 @@ has both with all else, test_parallel.py the moves of several GPUs.)"""
 import pytest
 
 from engine import Status, cdiv
+from nanopaged import SamplingParams
 from nanopaged.features import swapping
 from nanopaged.features.swapping import NULL, Swapping, SwapPool
 from nanopaged.tests.fake_model import fake, sequence
-from nanopaged.tests.helpers import check_books, from_one_pool, load, texts
-from nanopaged.tests.test_families import assert_golden
+from nanopaged.tests.helpers import assert_golden, check_books, from_one_pool, load, texts, tokens_of
 
 
 def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
@@ -81,3 +81,15 @@ def test_nor_do_those_of_mixed_requests(variant, lookahead, moved):
     """Samples, beams, penalties, log probabilities of both kinds."""
     llm = load(variant, num_blocks=14, block_size=4, swap_space=0.01, device="cpu", lookahead=lookahead)
     assert texts(llm)[0] == from_one_pool(model=variant) and moved
+
+
+def test_a_window_lets_a_text_be_longer_than_the_pool():
+    """The mistral golden's window is 8 tokens. The reference is a pool with room for every token."""
+    prompt = [i * 7 % 200 for i in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = tokens_of(load("mistral").generate(prompt, params))
+    for options in (
+            dict(num_blocks=5, block_size=4), dict(num_blocks=12, block_size=1), dict(num_blocks=3, block_size=16)):
+        llm = load("mistral", **options)
+        assert llm.max_model_len > options["num_blocks"] * options["block_size"]
+        assert tokens_of(llm.generate([prompt, prompt], params)) == expected * 2

@@ -22,10 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams, kernel, model
-from nanopaged.api import assemble
+from nanopaged import SamplingParams, StructuredOutputsParams, model
 from nanopaged.cli.main import main
-from nanopaged.features.graphs import GraphRunner
 from nanopaged.features.tensor_parallel import parallel, workers
 from nanopaged.features.tensor_parallel.peers import ExchangeStore, NcclPeers
 from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
@@ -36,6 +34,7 @@ from nanopaged.tests.helpers import (
     GREEDY,
     PROMPT,
     ROOT,
+    assert_golden,
     complaint,
     expectations,
     from_one_pool,
@@ -44,7 +43,6 @@ from nanopaged.tests.helpers import (
     texts,
     tokens_of,
 )
-from nanopaged.tests.test_families import assert_golden
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -152,7 +150,6 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     for patch in forked.pretended():
         monkeypatch.setattr(*patch)
     monkeypatch.setattr(forked, "FAULT", "pretend_graphs")
-    monkeypatch.setattr(assemble, "pick_runner", lambda *_: (GraphRunner, kernel.TORCH))
     llm = split(variant, max_num_batched_tokens=40, max_num_seqs=4)
     llm.runner._run = Mock(wraps=llm.runner._run)
     assert llm.engine.lookahead == 1

@@ -29,6 +29,8 @@ from typing import Any
 import regex
 import tiktoken
 
+ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+               "special": False}  # default flags
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Unicode White_Space. Python's \s and str.strip() include U+001C..1F, which the regexes of tokenizers do not.

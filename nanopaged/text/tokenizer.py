@@ -9,9 +9,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from nanopaged.features.huggingface import ADDED_TOKEN, HuggingFaceTokenizer
 from nanopaged.inputs import read_json
-from nanopaged.text.byte_level import GPT2_CLASSES, NotByteLevel, Tokenizer
+from nanopaged.options import feature
+from nanopaged.text.byte_level import ADDED_TOKEN, GPT2_CLASSES, NotByteLevel, Tokenizer
 
 
 class _Unreadable(Exception):
@@ -73,15 +73,16 @@ def _load(path: Path) -> Tokenizer:
     try:
         return Tokenizer(spec, config)
     except NotByteLevel as reason:
+        huggingface = _read(feature, "huggingface", f"{path / 'tokenizer.json'}, which is not a byte-level BPE,")
         try:
-            return HuggingFaceTokenizer(path / "tokenizer.json", spec, config)
+            return huggingface.HuggingFaceTokenizer(path / "tokenizer.json", spec, config)
         except ImportError:
             raise _Unreadable(f"{path / 'tokenizer.json'} is not a byte-level BPE that tiktoken can run (it has "
                               f"{reason}); `pip install tokenizers` to read it") from None
 
 
-def _read(read: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What `read_json`, or a function that uses it, returns: its error is a sentence already."""
+def _read(read: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns, one whose error is a sentence already."""
     try:
         return read(*args)
     except ValueError as error:

@@ -140,6 +140,15 @@ def stays_inside(name: str) -> bool:
             and len(name) <= MAX_NAME)
 
 
+def read_ordinary(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """`read_tensors` of a checkpoint whose config.json has no quantization_config. ValueError for 8-bit numbers."""
+    for name, tensor in read_tensors(path):
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            raise ValueError(f"tensor {name} {list(tensor.shape)} has the type {tensor.dtype}; of 8-bit numbers only "
+                             "matrices of float8_e4m3fn can be read, with a quantization_config in config.json")
+        yield name, tensor
+
+
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, CPU tensor) of the checkpoint directory `path`, in its stored dtype, one file at a time.
 

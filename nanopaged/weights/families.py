@@ -12,8 +12,8 @@ from typing import Any, Callable
 import torch
 
 from nanopaged import model
-from nanopaged.features.fp8 import read_form
 from nanopaged.inputs import between, check_number
+from nanopaged.options import feature
 from nanopaged.rope import frequencies, rotary_dim
 from nanopaged.weights.checkpoint import read_tensors
 
@@ -39,7 +39,9 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
-    fp8 = None if hf.get("quantization_config") is None else read_form(hf["quantization_config"])
+    fp8, quantized = None, hf.get("quantization_config")
+    if quantized is not None:
+        fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
         config = FAMILIES[architecture](hf)
         check_config(config)

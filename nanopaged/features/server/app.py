@@ -32,6 +32,7 @@ from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.async_llm import AsyncLLM, Stream
 from nanopaged.features.server.openai import TEXT_PATHS, Serving
 from nanopaged.features.server.responses import RESPONSES
+from nanopaged.options import feature
 
 try:
     import uvicorn
@@ -152,6 +153,7 @@ def parse(body: bytes) -> Any:
 class Server(uvicorn.Server):
     """uvicorn's, with an engine and the endpoints."""
     most_sequences, body_seconds, shutdown_seconds = MOST_SEQUENCES, BODY_SECONDS, SHUTDOWN_SECONDS
+    compiler: Any = None  # the engine's compiler, from the first request with a grammar on
 
     def __init__(self, serving: Serving, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> None:
         self.serving, self.llm = serving, serving.llm
@@ -178,8 +180,8 @@ class Server(uvicorn.Server):
               file=sys.stderr, flush=True)
         self.engine.loop.call_later(self.shutdown_seconds, self.hurry)
         await super().shutdown(sockets)
-        if self.llm.grammars:
-            await self.llm.grammars.close()
+        if self.compiler:
+            await self.compiler.close()
 
     def handle_exit(self, number: int, frame: Any) -> None:
         """As uvicorn's, which would raise the signal once more after the shutdown."""
@@ -242,8 +244,9 @@ class Server(uvicorn.Server):
             return JSONResponse(call)
         try:
             if call.params.structured_outputs:
-                grammars = await self._in_thread(False, self.llm.grammar_compiler)
-                await grammars.compile_safely(call.params.structured_outputs)
+                compiler_of = feature("grammar", "a request that asks for grammar").compiler_of
+                self.compiler = await self._in_thread(False, compiler_of, self.llm)
+                await self.compiler.compile_safely(call.params.structured_outputs)
             stream = await self._in_thread(is_large, self._make_stream, call)
         except (ValueError, TypeError) as error:
             raise ApiError.of(error) from None

@@ -168,7 +168,7 @@ class AsyncLLM(threading.Thread):
         for one in self.core.engines if self.core.runners[0].device.type == "cpu" else ():
             texts = [seq for seq in one.scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
             num_first = sum(seq.order[1] in seq.order[3:] for seq in texts)  # see `_add`; LLM's own calls have no [3]
-            has_grammars = any(seq.sampling.grammar for seq in texts[num_first:])
+            has_grammars = any(seq.sampling.params.structured_outputs for seq in texts[num_first:])
             beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
             one.scheduler.max_num_batched_tokens = min(
                 self.core.options.max_num_batched_tokens, num_first + (beside if texts else CPU_TOKENS))

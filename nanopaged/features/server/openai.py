@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from nanopaged.features.chat_template import load_chat_template
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
-from nanopaged.features.server.tools import FORMATS, THINK, Reader, read_tools
+from nanopaged.features.server.tools import FORMATS, THINK, Reader, find_parser, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.sampling_params import SamplingParams
 
@@ -222,3 +223,10 @@ def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)} are both given; leave one out")
     return {"structured_outputs": value for value in found.values()}
+
+
+def make_reader(llm: Any, args: Any, render: Callable[..., dict]) -> Serving:
+    """With the command line's arguments. render: see Serving"""
+    found = load_chat_template(llm.tokenizer_path, args.chat_template)
+    tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
+    return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)

@@ -38,7 +38,7 @@ from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import on_its_device
-from nanopaged.features.fused import FusedLinear, SplitLinear, linear
+from nanopaged.features.fused import FusedLayer, FusedLinear, SplitLinear, linear
 from nanopaged.features.tensor_parallel.peers import Peers, SharedBuffer
 from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
 from nanopaged.outputs import EngineDeadError
@@ -112,9 +112,9 @@ def gather_logits(buffer: SharedBuffer, vocab_size: int, x: Tensor, weight: Tens
 class ParallelRunner(Runner):
     """What the runners of all ranks have in common, to be put before Runner or GraphRunner (workers.py)."""
 
-    def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers, **options: Any):
+    def __init__(self, config: model.ModelConfig, *args: Any, peers: Peers):
         self.whole, self.peers, self.num_ranks = config, peers, peers.size
-        super().__init__(split_config(config, peers.size), *args, whole=config, **options)
+        super().__init__(split_config(config, peers.size), *args)
 
     def _make_rows(self) -> Rows:
         made = super()._make_rows()
@@ -126,19 +126,20 @@ class ParallelRunner(Runner):
         made.last_tokens = self.tokens.own(self.max_num_seqs + 1).zero_()
         return made
 
-    def _build_model(self, tensors: Iterable) -> model.Transformer:
+    def load(self, tensors: Iterable) -> None:
         whole, rank, size = self.whole, self.peers.rank, self.peers.size
         config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
         modules = self.modules._replace(
             embedding=VocabParallelEmbedding,
-            residual_linear=partial(SplitLinear if self.fused else RowParallelLinear, fp8=self.fp8),
+            residual_linear=partial(SplitLinear if issubclass(self.modules.layer, FusedLayer) else RowParallelLinear,
+                                    fp8=self.fp8),
             compute_logits=partial(gather_logits, self.logits_buffer, whole.vocab_size))
         part = find_cuts(whole, config, rank, size, modules)
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
             layer.o_proj.buffer, layer.down_proj.buffer = self.sums
         built.embed_tokens.buffer = self.sums[1]
-        return built
+        self.model = built
 
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
         return self.peers.agree(numbers, largest)
@@ -176,9 +177,9 @@ class ParallelRunner(Runner):
 class Driver(ParallelRunner):
     """The runner of rank 0. workers: the processes of the other ranks."""
 
-    def __init__(self, *args: Any, workers: "Workers", **options: Any):
+    def __init__(self, *args: Any, workers: "Workers", peers: Peers):
         self.workers = workers
-        super().__init__(*args, **options)
+        super().__init__(*args, peers=peers)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -196,7 +197,7 @@ class Driver(ParallelRunner):
                  needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
         nobody: list[Any] = [None] * len(batch.seqs)
         self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), sampling_indices, more_rows,
-                           SamplingNeeds(grammars=[()] * bool(needs.grammars))))
+                           SamplingNeeds(is_late=needs.is_late)))
         self.peers.barriers_left = None
         try:
             computed = super()._compute(batch, sampling_indices, more_rows, needs)

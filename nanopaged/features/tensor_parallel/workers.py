@@ -23,16 +23,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from nanopaged import kernel, model
+from nanopaged import model
+from nanopaged.api.assemble import load, pick_runner, read
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
-from nanopaged.features import rectangles
-from nanopaged.features.fp8 import read_weights
+from nanopaged.features.fused import with_fp8
 from nanopaged.features.graphs import GraphRunner
 from nanopaged.features.swapping import swap
 from nanopaged.features.tensor_parallel.parallel import Driver, Follower
@@ -46,7 +47,6 @@ WATCH_SECONDS = 0.1
 EXIT_SECONDS = 2  # for a worker to end, once its connections are closed
 OUT_OF_MEMORY = "OutOfMemoryError"
 GUARD = 'while read -r line; do workers=$line; done; kill -9 $workers; rm -rf "$1"'  # the last line has the process ids
-KERNELS = {"triton": kernel.TRITON, "torch": kernel.TORCH, "rectangles": rectangles.KERNELS}
 
 
 class Waiting:
@@ -240,29 +240,28 @@ class GraphFollower(Follower, GraphRunner):
     pass
 
 
-def make_driver(base: type[Runner], size: int, config: model.ModelConfig, tensors: Any, path: Path, pool: tuple,
-                swap_space: float, *, device: torch.device, kernels: kernel.Kernels, **options: Any) -> Runner:
-    """Start the workers and make rank 0's runner. pool: what `allocate_pool` will be called with."""
+def make_driver(base: type[Runner], path: Path, config: model.ModelConfig, options: Any, device: torch.device,
+                *parts: Any) -> Runner:
+    """Start the workers and make rank 0's runner. parts: the runner's other arguments"""
     if sys.platform == "win32":
         raise ValueError("tensor_parallel_size needs Linux or macOS")
-    split_config(config, size)  # ValueError
-    options["dtype"] = str(pick_dtype(options["dtype"], config.torch_dtype, device))
-    workers = Workers(size, dict(
-        config=vars(config), path=None if tensors is None else path.resolve(), base=base, device=device.type, pool=pool,
-        swap_space=swap_space, kernels=next(name for name, known in KERNELS.items() if known is kernels),
-        threads=torch.get_num_threads(), options=options))
+    split_config(config, size := options.tensor_parallel_size)  # ValueError
+    theirs = SimpleNamespace(**vars(options) | dict(
+        dtype=str(pick_dtype(options.dtype, config.torch_dtype, device)), speculative_config=None, hf_token=None))
+    _, _, fp8, num_more_rows = parts
+    workers = Workers(size, dict(config=vars(config), path=path.resolve(), device=device.type, options=theirs,
+                                 threads=torch.get_num_threads(), fp8=fp8, num_more_rows=num_more_rows))
     with workers.explained():
         workers.wait()  # until Python has started
         workers.joined.append(peers := join_peers(0, size, device, workers.folder))
         peers.waiting = workers.waiting
         peers.connect()
         driver = GraphDriver if base is GraphRunner else Driver
-        return driver(config, tensors, peers=peers, workers=workers, device=device, kernels=kernels, **options)
+        return driver(config, options, device, *parts, peers=peers, workers=workers)
 
 
-def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: Path | None, base: type[Runner],
-                  device: str, pool: tuple, swap_space: float, kernels: str, threads: int,
-                  options: dict[str, Any]) -> Follower:
+def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], path: Path, device: str, options: Any,
+                  threads: int, fp8: bool, num_more_rows: int) -> Follower:
     """A worker's runner."""
     own_device = torch.device(device)
     if device == "cuda":
@@ -272,11 +271,13 @@ def make_follower(rank: int, size: int, folder: str, config: dict[str, Any], pat
         torch.set_num_threads(max(1, threads // size))
     peers = join_peers(rank, size, own_device, folder)
     peers.connect()
-    tensors = None if path is None else read_weights(path, config["fp8"], options["fp8"], own_device)
+    whole = model.ModelConfig(**config)
+    base, kernels, modules = pick_runner(options, own_device)
     runner = (GraphFollower if base is GraphRunner else Follower)(
-        model.ModelConfig(**config), tensors, peers=peers, device=own_device, kernels=KERNELS[kernels], **options)
-    allocate_pool(runner, *pool)
-    swap(runner, swap_space)
+        whole, options, own_device, kernels, with_fp8(modules) if fp8 else modules, fp8, num_more_rows, peers=peers)
+    load(runner, options, read(options, whole, path, runner))
+    allocate_pool(runner, options.num_gpu_blocks_override or options.num_blocks, options.gpu_memory_utilization)
+    swap(runner, options.swap_space)
     return runner
 
 

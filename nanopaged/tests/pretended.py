@@ -1,0 +1,63 @@
+"""What stands in for a GPU's parts on a CPU: the small kernels in torch, and the padding of recorded steps."""
+import torch
+import torch.nn.functional as F
+
+import kernel
+import model
+from nanopaged.device import sampler
+from nanopaged.features import fp8, fused
+from nanopaged.features.graphs import GraphRunner
+
+
+def normalize(x, weight, bias, eps):
+    return kernel.rms_norm(x, weight, eps) if bias is None else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def fp8_weight(weight, scale):
+    """A weight in FP8, as an engine keeps it, in float32."""
+    return weight.float() * scale
+
+
+class PlainKernels:
+    """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
+    pick, activate, quantize_rows = (staticmethod(f) for f in (sampler.pick, model.activate, fp8.quantize))
+
+    @staticmethod
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
+        """torch._scaled_mm, and what it demands on a GPU. On a CPU not every torch has scales for rows."""
+        (rows, size), columns = a.shape, b.shape[1]
+        assert a.dtype is b.dtype is torch.float8_e4m3fn and size % 16 == columns % 16 == 0
+        assert a.is_contiguous() and b.T.is_contiguous() and scale_a.dtype is scale_b.dtype is torch.float32
+        assert scale_a.shape == (rows, 1) and scale_b.shape == (1, columns)
+        assert scale_a.is_contiguous() and scale_b.is_contiguous()
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    @staticmethod
+    def add_and_norm(x, residual, weight, bias, eps):
+        for part in x if isinstance(x, tuple) else (x,):
+            for partial in part if part.dim() == 3 else [part]:
+                residual = residual + partial
+        return normalize(residual, weight, bias, eps), residual
+
+    @staticmethod
+    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
+        if scale is not None:
+            weight = fp8_weight(weight, scale).to(x.dtype)
+            x = x if len(x) <= kernel.MOST_16_BIT_ROWS else fp8_weight(*fp8.quantize(x)).to(x.dtype)
+        y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
+        y = model.activate(y, activation, gated) if activation else y
+        return y if out is None else out.copy_(y)
+
+
+def plain_kernels():
+    """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
+    names = ("pick", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
+    return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
+            (GraphRunner, "pick", staticmethod(sampler.pick)), (torch, "_scaled_mm", PlainKernels.scaled_mm)]
+
+
+def blank_input(runner, shape):
+    """A pretended graph computes what it records: a step of padding."""
+    for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
+                            (0, 0, -1, 0, 0, runner.max_num_seqs, 0, 0, -1)):
+        part.fill_(filler)
