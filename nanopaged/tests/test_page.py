@@ -142,69 +142,57 @@ def test_a_page_on_request_also_of_an_interrupted_run(tmp_path, capsys):
 # ---- In a browser
 
 DUMP = """<script>{
-  const all = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
+  const all = query => [...document.querySelectorAll(query)], body = document.body, utf8 = new TextEncoder()
+  const pictures = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
     now = i  // isCached asks for the picture that is shown
+    const bytes = ([text, length]) => text.slice(0, length).map(piece => Array.isArray(piece) ? piece :
+      [...utf8.encode(piece)])
     return {frames: frames.length, tables, lens, title, waits, events, series: series[i],
-      texts: Object.fromEntries(Object.entries(texts).map(([name, [text, length]]) => [name, text.slice(0, length).map(
-        piece => [...Array.isArray(piece) ? piece : new TextEncoder().encode(piece)])])),
-      cached: Object.keys(cachedAt).filter(isCached) } })
+      texts: Object.fromEntries(Object.entries(texts).map(([name, text]) => [name, bytes(text)])),
+      cached: Object.keys(cachedAt).filter(isCached)} })
   const shown = LOOK.map(i => { show(i)
-    const labels = [...document.querySelectorAll("#pools .b")].map(e => e.getAttribute("aria-label"))
-    return {labels: labels.filter(label => !label.startsWith("host")), words: $("events").innerText,
+    const counted = ["#pools .wrong", "#pools .tok.new", "#pools .draft", "#lines path"]
+    const [wrong, dark, drafts, lines] = counted.map(query => all(query).length)
+    return {wrong, dark, drafts, lines, words: $("events").innerText, attention: $("attention").innerText,
+      labels: all("#pools .b").map(e => e.ariaLabel).filter(label => !label.startsWith("host")),
       rows: Object.fromEntries(Object.keys(stop.lens).map(name => [name,
-        [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e =>
-          [e.textContent, e.className])])),
-      told: Object.fromEntries([...document.querySelectorAll(".row")].map(e =>
-        [e.querySelector(".name").textContent, e.querySelector("small").innerText])),
-      wrong: document.querySelectorAll("#pools .wrong").length,
-      dark: document.querySelectorAll("#pools .tok.new").length,
-      drafts: document.querySelectorAll("#pools .draft").length,
-      lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
-      saving: $("saving").innerText} })
+        all(`.lb[data-name="${name}"] [data-position]`).map(e => [e.textContent, e.className])])),
+      told: Object.fromEntries(all(".row").map(e => [e.querySelector(".name").textContent,
+        e.querySelector("small").innerText])), saving: $("saving").innerText} })
   const unjoined = R.pools > 1 ? stops.flatMap((_, i) => {  // texts in blocks that no line joins to the pool
     if (i % 3) return []
     show(i)
-    return [...document.querySelectorAll(".name")].map(e => e.id).filter(name => { show(i, [], name)
-      return $("lines").children.length === 0 &&
-        [...document.querySelectorAll(".lb")].some(e => e.dataset.name === name && $(e.dataset.key)) }) }) : []
-  const next = $("tournext")
-  next.focus(); travel(tour.length - 1)
-  const keeps = document.activeElement === next
+    return all(".name").map(e => e.id).filter(name => { show(i, [], name)
+      return !all("#lines path").length && all(".lb").some(e => e.dataset.name === name && $(e.dataset.key)) }) }) : []
+  $("tournext").focus(); travel(tour.length - 1)
+  const keeps = document.activeElement === $("tournext")
   if (tour.length) travel(2)
-  const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
-  const view = [place("player"), place("stage")]
+  const view = [$("player"), $("stage")].map(e => e.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])
   show(1)
   const chip = document.querySelector(".row.chosen .lb")
   chip.focus(); explain(chip)
   const told = [$("info").innerText]
-  const press = (key, e = document.activeElement) => {
-    e.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}))
+  const press = (key, e = document.activeElement, altKey = false) => {
+    e.dispatchEvent(new KeyboardEvent("keydown", {key, altKey, bubbles: true, cancelable: true}))
     return [now, document.activeElement.dataset.index] }
-  const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", document.body), press("Home", document.body)]
-  const last = [...document.querySelectorAll(".lb")].at(-1), owner = last.dataset.name
+  const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", body), press("Home", body)]
+  const last = all(".lb").at(-1), owner = last.dataset.name
   press("Enter", last)
   const pressed = [chosen === owner]
-  press(" ", document.body)
-  pressed.push(!!timer, $("play").textContent)
-  press(" ", document.body)
-  pressed.push(!timer, $("play").textContent)
-  press(" ", $("slider"))
-  const at = now, back = new KeyboardEvent("keydown", {key: "ArrowLeft", altKey: true, bubbles: true})
-  pressed.push(!!timer)
-  document.body.dispatchEvent(back)
-  pressed.push(now === at)
+  for (const e of [body, body, $("slider")]) press(" ", e), pressed.push(!!timer, $("play").textContent)
+  const at = now
+  pressed.push(press("ArrowLeft", body, true)[0] === at)
   play(false)
-  const other = [...document.querySelectorAll(".name")].at(-1), name = other.textContent
+  const other = all(".name").at(-1), name = other.textContent
   other.click()
   const isChosen = chosen === name
   show(stops.length - 1)
   told.push($("info").innerText, document.activeElement.id)
-  const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
-  const click = new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true})
-  $("charts").querySelector("svg").dispatchEvent(click)
-  const result = {all, shown, view, told, keys, pressed, isChosen, unjoined, keeps, clicked: now,
-    words: document.body.innerText, tour: tour.map(t => [t.at, t.title, t.words])}
-  document.body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
+  const chart = $("charts").querySelector("svg"), {x, width} = chart.getBoundingClientRect()
+  chart.dispatchEvent(new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true}))
+  const result = {all: pictures, shown, view, told, keys, pressed, isChosen, unjoined, keeps, clicked: now,
+    words: body.innerText, tour: tour.map(t => [t.at, t.title, t.words])}
+  body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
 }</script></html>"""
 
 
@@ -281,7 +269,7 @@ def test_a_browser_plays_the_run_of_the_readme(example):
     assert any("; right guesses: 3 of 3." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     # Enter on a block, space twice, space on the slider, and Alt with an arrow, which is the browser's.
-    assert result["pressed"] == [True, True, "Pause", True, "Play", True, True] and result["keeps"]
+    assert result["pressed"] == [True, True, "Pause", False, "Play", True, "Pause", True] and result["keeps"]
     told, later, focused = result["told"]  # a focused block, and after its text has ended
     assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
@@ -357,7 +345,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
 
 
 @needs_chromium
-@pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390)])
+@pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390), ("beams", 1440)])
 def test_a_browser_plays_other_runs(tmp_path, name, width):
     call, options, _ = RUNS[name]
     _, run = recorded(tmp_path, call, **options)
