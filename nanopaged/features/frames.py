@@ -145,14 +145,14 @@ class Frames:
 
     def begin(self, scheduler: Traced) -> None:
         """Name new requests, with all their samples, also those that fork later."""
-        for seq in sorted(self.llm.scheduler.waiting, key=lambda seq: seq.order[1]):
+        for seq in sorted(self.llm.scheduler.running + self.llm.scheduler.waiting, key=lambda seq: seq.order[1]):
             if seq.order[1] not in self.letters:
                 self.letters[seq.order[1]] = letters(len(self.letters))
                 names = list(map(self._name, self.llm.requests[seq.request_id].sequences))
                 self.arrived.append([names, seq.order[0], seq.num_prompt_tokens, (*seq.token_ids,), seq.max_len])
         self.before = {seq: list(seq.block_table) for seq in scheduler.running}
         frame = self.next[scheduler.pool]
-        frame.forked, frame.found = frame.forked + frame.found, []
+        frame.forked, frame.found = frame.found, []
         frame.preempted += [[self._name(seq), held + free, []] for seq, free, held in self.released]  # they gave way
         self.released.clear()
 
