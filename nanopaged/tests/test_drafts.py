@@ -310,7 +310,7 @@ def test_the_command_line_and_the_trace(capsys):
     out, err = capsys.readouterr()
     assert plain.out.removeprefix(argv[1]).strip() in out
     assert re.search(r"\d\.\d\d tokens per step with drafts", " ".join(err.split())) and "drafts" not in plain.err
-    guess = re.search(r"decode (\d+) and 4 drafts -> (\d+) \[.*\n(?:.*\n)*?  draft       A '.*' from token \d+\n"
+    guess = re.search(r"decode (\d+) and 4 drafts -> (\d+) \[.*\n(?:.*\n)*?  drafted     A '.*'\n"
                       r"  sampled     A '.*' \((\d) of 4 drafts came true\)", err)
     assert int(guess[2]) == int(guess[1]) + 5 and int(guess[3]) <= 4
     for more, sentence in ((["--speculate", "0"], "num_speculative_tokens in speculative_config must be"),

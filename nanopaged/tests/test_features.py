@@ -20,6 +20,7 @@ import torch
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
+from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -102,6 +103,7 @@ def without(name, connection):
     for loaded in [loaded for loaded in sys.modules if loaded.startswith("nanopaged.features.")]:
         del sys.modules[loaded]  # as in a process that has run no test
     block(name)
+    default_feature.cache_clear()
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
     code = cli.main([*PROMPT, "--device", "cpu", "--temperature", "0", "--num-blocks", "64"])
     text = sys.stdout.buffer.getvalue().decode()

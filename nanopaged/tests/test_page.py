@@ -11,11 +11,11 @@ import pytest
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.cli.main import main
-from nanopaged.features.frames import VERSION, Frame, letters
+from nanopaged.features.frames import VERSION, Frame
 from nanopaged.features.page import Page
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import interrupted_at
-from nanopaged.tests.test_trace import Witness, cascading, plan
+from nanopaged.tests.test_trace import Witness
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -31,25 +31,33 @@ def run_of(text: str) -> dict:
 
 
 def states(run: dict):
-    """(frame, block tables, tokens in the cache, texts, cached blocks of each GPU) after each frame."""
-    tables, lens, texts, cached = {}, {}, {}, [set() for _ in range(run["pools"])]
+    """(frame, block tables, tokens in the cache, texts as the bytes of tokens, cached blocks of each GPU) after each
+    frame."""
+    tables, lens, texts, cached, prompts = {}, {}, {}, [set() for _ in range(run["pools"])], {}
+    words = {int(token): word.encode("latin-1") for token, word in run["words"].items()}
     for frame in run["frames"]:
-        for known, news in ((tables, frame.get("tables", {})), (lens, frame.get("lens", {}))):
-            known.update(news)
-            for name in [name for name, value in known.items() if value is None]:
-                del known[name]
-        for name, (start, more) in frame.get("texts", {}).items():
-            texts[name] = texts.get(name, [])[:start] + more
-            assert len(texts[name]) == start + len(more)
-        for gpu, block, is_cached in frame.get("cached", []):
-            (cached[gpu].add if is_cached else cached[gpu].remove)(block)
-        yield frame, dict(tables), dict(lens), dict(texts), [set(blocks) for blocks in cached]
+        prompts |= {name: prompt for names, _, _, prompt, _ in frame.get("arrived", []) for name in names}
+        tables = {name: table for name, table in (tables | frame.get("tables", {})).items() if table}
+        texts = {name: prompts.get(name) or prompts[name.rstrip("0123456789") + "0"] for name in tables} | texts
+        lens = lens | {row[0]: row[3] for row in frame.get("work", [])}
+        for name, _, tokens in frame.get("beams", []):
+            texts[name] = prompts[name.rstrip("0123456789") + "0"] + tokens
+        for name, tokens, _, forced, right, drafts in frame.get("sampled", []):
+            texts[name] = texts.get(name, prompts.get(name)) + tokens + forced
+            lens[name] = lens.get(name, 0) + right - drafts
+        lens = {name: lens.get(name, len(texts[name]) - 1) for name, (_, table, _) in tables.items() if table}
+        cached[frame["pool"]] -= set(frame.get("evicted", []))
+        cached[frame["pool"]] |= set(frame.get("registered", []))
+        yield (frame, tables, lens, {name: [words[token] for token in text] for name, text in texts.items()},
+               [set(blocks) for blocks in cached])
+        texts = {name: text for name, text in texts.items() if name not in [end[0] for end in frame.get("ended", [])]}
 
 
 def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dict]:
     """The witness of a run, and its page's data."""
     llm = load("shakespeare", **dict(device="cpu", num_blocks=18, block_size=4, max_num_seqs=256) | options)
-    page, witness = Page(llm, most_frames), Witness(llm)
+    page = Page(llm, most_frames)
+    witness = Witness(llm, page.source)
     run(llm)
     page.save(str(tmp_path / "run.html"), "a run </script>")
     page.save(str(tmp_path / "run.json"), "a run </script>")
@@ -61,45 +69,39 @@ def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dic
 
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
 RUNS = {
-    "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "copied", "preempted"}),
-    "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "copied"}),
-    "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"found", "copied", "preempted"}),
+    "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "forked", "copied"}),
+    "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "forked", "copied"}),
+    "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"late", "copied", "preempted"}),
     "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "<!--<script>"], SAMPLES),  # could end the page's script
                            dict(data_parallel_size=2, num_blocks=14, swap_space=0.001),
-                           {"preempted", "swapped_in", "placed"}),
+                           {"preempted", "swapped_in"}),
     "64 sequences": (lambda llm: llm.generate([f"{i}: O" for i in range(64)], SamplingParams(max_tokens=12, seed=0)),
                      dict(num_blocks=200), {"preempted", "arrived"})}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_data_is_what_happened(tmp_path, name):
-    """The differences add up to the states and the texts of the witness, which are the engine's."""
+    """The frames add up to the states and the texts of the witness, which are the engine's."""
     run, options, kinds = RUNS[name]
     witness, data = recorded(tmp_path, run, **options)
     pools, decode = options.get("data_parallel_size", 1), witness.llm.tokenizer.decode
     assert (data["blocks"], data["block_size"], data["pools"]) == (options.get("num_blocks", 18), 4, pools)
     assert data["version"] == VERSION and "</script>" in data["command"]
-    assert len(data["frames"]) == len(witness.states)
     launched = iter(witness.known)
-    for (frame, tables, lens, texts, cached), told in zip(states(data), witness.states):
-        assert (tables, lens, {(gpu, block) for gpu, blocks in enumerate(cached) for block in blocks}) == told
+    for (frame, tables, lens, texts, _), told in zip(states(data), witness.tables[1:], strict=True):
+        assert tables == told
         if frame["kind"] == "step":
-            assert {name: "".join(texts[name][:lens[name]]) for name, *_ in frame["work"]} == {
+            assert {row[0]: b"".join(texts[row[0]][:lens[row[0]]]).decode() for row in frame["work"]} == {
                 name: decode(token_ids) for name, token_ids in next(launched).items()}
-    assert tables == lens == {} and kinds <= {kind for frame in data["frames"] for kind in frame}
-    seqs = {name: seq for frame in data["frames"] for name, seq in frame.get("seqs", {}).items()}
-    assert all(name == letters(number) + re.sub("[A-Z]", "", name) and sample == int(re.sub("[A-Z]", "", name) or 0)
-               for name, (number, sample, *_) in seqs.items())
-    steps, sampled = ([frame["step"] for frame in data["frames"] if key in frame] for key in ("work", "sampled"))
-    assert steps == sorted(sampled) and len(steps) > 10
+    assert tables == {} and kinds <= {kind for frame in data["frames"] for kind in frame}
+    steps, read = ([frame["step"] for frame in data["frames"] if frame["kind"] == kind] for kind in ("step", "tokens"))
+    assert steps == sorted(read) and len(steps) > 10
 
 
-def test_a_text_is_told_as_it_becomes_known(tmp_path):
-    """A token that ends within a character is told as its bytes, and the one that completes it has the character."""
+def test_a_token_may_be_a_part_of_a_character(tmp_path):
     _, data = recorded(tmp_path, lambda llm: llm.generate("\u20ac<!--<script>", SamplingParams(max_tokens=12)))
     *_, (_, _, _, texts, _) = states(data)
-    pieces = texts["A"]
-    assert pieces[0] == [0xE2] and "".join(piece for piece in pieces if isinstance(piece, str)).startswith("\u20ac<!--")
+    assert texts["A"][0] == b"\xe2" and b"".join(texts["A"]).decode().startswith("\u20ac<!--")
     assert "<!--<script" not in (tmp_path / "run.html").read_text()
 
 
@@ -140,68 +142,57 @@ def test_a_page_on_request_also_of_an_interrupted_run(tmp_path, capsys):
 # ---- In a browser
 
 DUMP = """<script>{
-  const all = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
+  const all = query => [...document.querySelectorAll(query)], body = document.body, utf8 = new TextEncoder()
+  const pictures = stops.map(({frames, tables, lens, texts, title, waits, events}, i) => {
     now = i  // isCached asks for the picture that is shown
+    const bytes = ([text, length]) => text.slice(0, length).map(piece => Array.isArray(piece) ? piece :
+      [...utf8.encode(piece)])
     return {frames: frames.length, tables, lens, title, waits, events, series: series[i],
-      texts: Object.fromEntries(Object.entries(texts).map(([name, [text, known]]) => [name, text.slice(0, known)])),
-      cached: Object.keys(cachedAt).filter(isCached) } })
+      texts: Object.fromEntries(Object.entries(texts).map(([name, text]) => [name, bytes(text)])),
+      cached: Object.keys(cachedAt).filter(isCached)} })
   const shown = LOOK.map(i => { show(i)
-    const labels = [...document.querySelectorAll("#pools .b")].map(e => e.getAttribute("aria-label"))
-    return {labels: labels.filter(label => !label.startsWith("host")), words: $("events").innerText,
+    const counted = ["#pools .wrong", "#pools .tok.new", "#pools .draft", "#lines path"]
+    const [wrong, dark, drafts, lines] = counted.map(query => all(query).length)
+    return {wrong, dark, drafts, lines, words: $("events").innerText, attention: $("attention").innerText,
+      labels: all("#pools .b").map(e => e.ariaLabel).filter(label => !label.startsWith("host")),
       rows: Object.fromEntries(Object.keys(stop.lens).map(name => [name,
-        [...document.querySelectorAll(`.lb[data-name="${name}"] [data-position]`)].map(e =>
-          [e.textContent, e.className])])),
-      told: Object.fromEntries([...document.querySelectorAll(".row")].map(e =>
-        [e.querySelector(".name").textContent, e.querySelector("small").innerText])),
-      wrong: document.querySelectorAll("#pools .wrong").length,
-      dark: document.querySelectorAll("#pools .tok.new").length,
-      drafts: document.querySelectorAll("#pools .draft").length,
-      lines: document.querySelectorAll("#lines path").length, attention: $("attention").innerText,
-      saving: $("saving").innerText} })
+        all(`.lb[data-name="${name}"] [data-position]`).map(e => [e.textContent, e.className])])),
+      told: Object.fromEntries(all(".row").map(e => [e.querySelector(".name").textContent,
+        e.querySelector("small").innerText])), saving: $("saving").innerText} })
   const unjoined = R.pools > 1 ? stops.flatMap((_, i) => {  // texts in blocks that no line joins to the pool
     if (i % 3) return []
     show(i)
-    return [...document.querySelectorAll(".name")].map(e => e.id).filter(name => { show(i, [], name)
-      return $("lines").children.length === 0 &&
-        [...document.querySelectorAll(".lb")].some(e => e.dataset.name === name && $(e.dataset.key)) }) }) : []
-  const next = $("tournext")
-  next.focus(); travel(tour.length - 1)
-  const keeps = document.activeElement === next
+    return all(".name").map(e => e.id).filter(name => { show(i, [], name)
+      return !all("#lines path").length && all(".lb").some(e => e.dataset.name === name && $(e.dataset.key)) }) }) : []
+  $("tournext").focus(); travel(tour.length - 1)
+  const keeps = document.activeElement === $("tournext")
   if (tour.length) travel(2)
-  const place = id => { const {top, bottom} = $(id).getBoundingClientRect(); return [top, bottom] }
-  const view = [place("player"), place("stage")]
+  const view = [$("player"), $("stage")].map(e => e.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])
   show(1)
   const chip = document.querySelector(".row.chosen .lb")
   chip.focus(); explain(chip)
   const told = [$("info").innerText]
-  const press = (key, e = document.activeElement) => {
-    e.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}))
+  const press = (key, e = document.activeElement, altKey = false) => {
+    e.dispatchEvent(new KeyboardEvent("keydown", {key, altKey, bubbles: true, cancelable: true}))
     return [now, document.activeElement.dataset.index] }
-  const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", document.body), press("Home", document.body)]
-  const last = [...document.querySelectorAll(".lb")].at(-1), owner = last.dataset.name
+  const keys = [press("ArrowRight"), press("ArrowLeft"), press("End", body), press("Home", body)]
+  const last = all(".lb").at(-1), owner = last.dataset.name
   press("Enter", last)
   const pressed = [chosen === owner]
-  press(" ", document.body)
-  pressed.push(!!timer, $("play").textContent)
-  press(" ", document.body)
-  pressed.push(!timer, $("play").textContent)
-  press(" ", $("slider"))
-  const at = now, back = new KeyboardEvent("keydown", {key: "ArrowLeft", altKey: true, bubbles: true})
-  pressed.push(!!timer)
-  document.body.dispatchEvent(back)
-  pressed.push(now === at)
+  for (const e of [body, body, $("slider")]) press(" ", e), pressed.push(!!timer, $("play").textContent)
+  const at = now
+  pressed.push(press("ArrowLeft", body, true)[0] === at)
   play(false)
-  const other = [...document.querySelectorAll(".name")].at(-1), name = other.textContent
+  const other = all(".name").at(-1), name = other.textContent
   other.click()
   const isChosen = chosen === name
   show(stops.length - 1)
   told.push($("info").innerText, document.activeElement.id)
-  const {x, width} = $("charts").querySelector("svg").getBoundingClientRect()
-  const click = new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true})
-  $("charts").querySelector("svg").dispatchEvent(click)
-  const result = {all, shown, view, told, keys, pressed, isChosen, unjoined, keeps, clicked: now,
-    words: document.body.innerText, tour: tour.map(t => [t.at, t.title, t.words])}
-  document.body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
+  const chart = $("charts").querySelector("svg"), {x, width} = chart.getBoundingClientRect()
+  chart.dispatchEvent(new MouseEvent("click", {clientX: x + width / 2 + 1, bubbles: true}))
+  const result = {all: pictures, shown, view, told, keys, pressed, isChosen, unjoined, keeps, clicked: now,
+    words: body.innerText, tour: tour.map(t => [t.at, t.title, t.words])}
+  body.innerHTML = html`<pre>${JSON.stringify(result)}</pre>`
 }</script></html>"""
 
 
@@ -223,9 +214,9 @@ def assert_played(run: dict, played: dict, look: list[int]):
         at += stop["frames"]
         _, tables, lens, texts, cached = known[at - 1]
         assert (stop["tables"], stop["lens"]) == (tables, lens)
-        assert lens.keys() <= stop["texts"].keys()
         chosen = known[at] if at < len(known) and known[at][0]["kind"] == "tokens" else known[at - 1]
-        assert all(chosen[3][name] == text for name, text in stop["texts"].items())  # a step's with what it chose
+        for name, text in stop["texts"].items():  # a step's with what it chose
+            assert text == [list(token) for token in chosen[3][name]]
         assert set(stop["cached"]) == {f"{pool}/{block}" for pool, blocks in enumerate(cached) for block in blocks}
         filled = {}  # (pool, block) -> the tokens in each text that lists it
         for name, (pool, table, _) in tables.items():
@@ -272,13 +263,13 @@ def test_a_browser_plays_the_run_of_the_readme(example):
     assert [t for t in result["tour"] if t[1] == "Drafts"][0][2].count("right guesses") == 1
     causes = [[kind for kind, _ in stop["events"]] for stop in result["all"]]
     assert causes[0][:5] == ["arrived", "arrived", "taken", "registered", "found"]  # A0; B0
-    assert causes[1][:4] == ["samples", "samples", "copied", "copied"]  # A1 and B1 have forked
+    assert causes[1][:4] == ["forked", "forked", "copied", "copied"]  # A1 and B1
     assert [kinds[:3] for kinds in causes if "preempted" in kinds and "taken" in kinds] == [
         ["preempted", "taken", "taken"], ["taken", "preempted", "decode"]]  # B1 for A1; then B0 finds no block itself
     assert any("; right guesses: 3 of 3." in shown["words"] for shown in result["shown"])
     assert result["keys"] == [[1, "1"], [1, "0"], [len(result["all"]) - 1, None], [0, None]] and result["isChosen"]
     # Enter on a block, space twice, space on the slider, and Alt with an arrow, which is the browser's.
-    assert result["pressed"] == [True, True, "Pause", True, "Play", True, True] and result["keeps"]
+    assert result["pressed"] == [True, True, "Pause", False, "Play", True, "Pause", True] and result["keeps"]
     told, later, focused = result["told"]  # a focused block, and after its text has ended
     assert "slots 0 to 3" in told and 'token 2 "' in told and "= 2;" in told and "divided, rounded down" in told
     assert later.startswith("Point at a token") and focused == "slider"
@@ -301,10 +292,9 @@ def test_what_the_page_says_is_true(example):
     for frame, (i, stop, shown) in zip(frames, steps):
         drafts = sum(row[5] for row in frame["work"])
         again = sum(row[1] == "again" for row in frame["work"])  # nothing is written for it
-        assert (shown["dark"], shown["drafts"]) == (frame["num_tokens"] - again, drafts)
-        wrong = {e[0]: e[2]["drafts"] - e[2]["right"]
-                 for kind, e in stop["events"] if kind == "sampled" and "drafts" in e[2]}
-        for name, kind, start, end, samples, _ in frame["work"]:
+        assert (shown["dark"], shown["drafts"]) == (sum(row[3] - row[2] for row in frame["work"]) - again, drafts)
+        wrong = {e[0]: e[5] - e[4] for kind, e in stop["events"] if kind == "sampled"}
+        for name, kind, start, end, samples, *_ in frame["work"]:
             end -= wrong.get(name, 0)
             # Of each token that is drawn. Wrong drafts are drawn as well.
             classes = [each.split()[1:] for _, each in shown["rows"][name] if "wrong" not in each]
@@ -343,9 +333,9 @@ def test_wrong_drafts_are_drawn(tmp_path):
     assert_played(run, result, look)
     drafts = wrong = 0
     for stop, shown in zip(result["all"], result["shown"]):
-        guessed = [notes for kind, e in stop["events"] if kind == "sampled" for notes in [e[2]] if "drafts" in notes]
-        assert shown["drafts"] == sum(notes["drafts"] for notes in guessed)
-        assert shown["wrong"] == sum(notes["drafts"] - notes["right"] for notes in guessed)
+        guessed = [e for kind, e in stop["events"] if kind == "sampled"]
+        assert shown["drafts"] == sum(e[5] for e in guessed)
+        assert shown["wrong"] == sum(e[5] - e[4] for e in guessed)
         drafts, wrong = drafts + shown["drafts"], wrong + shown["wrong"]
         for name, row in shown["rows"].items():
             text = [cls for _, cls in row if "wrong" not in cls]
@@ -355,25 +345,7 @@ def test_wrong_drafts_are_drawn(tmp_path):
 
 
 @needs_chromium
-def test_tokens_that_are_read_once(tmp_path):
-    """The attention view of the first text, A, says who reads which tokens with it, as long as these texts decode."""
-    page = Page(llm := cascading())
-    plan(llm, [[*range(300 if i else 200), 7, i] for i in range(3)], 9, max_tokens=7)
-    page.save(str(tmp_path / "run.html"), "a run")
-    assert [frame["together"] for frame in page.frames if "together" in frame][0] == [
-        [["B", "C", "A"], 0, 128], [["B", "C"], 128, 256]]
-    shown = played(tmp_path / "run.html", list(range(9)))["shown"]
-    said = [re.findall(r"\(cascade attention\): (.*)\.", each["attention"]) for each in shown]
-    three, two = ["tokens 0 to 127 for B, C and A"], ["tokens 0 to 191 for B and A"]
-    assert said == [[], three, three, three, three, [], two, [], []]  # prompts; C ends in the sixth, then B
-    blocks = [line.split("\t") for line in shown[1]["attention"].splitlines() if "\t" in line]
-    assert blocks[0][3:] == ["split", "also read by", "read once with"]
-    assert [(each[0], each[5]) for each in blocks[4:8]] == [
-        ("6", "B and C"), ("7", "B and C"), ("8", "nobody"), ("9", "nobody")]  # blocks of 16 tokens, from the sixth on
-
-
-@needs_chromium
-@pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390)])
+@pytest.mark.parametrize("name, width", [("two GPUs, swapping", 900), ("64 sequences", 390), ("beams", 1440)])
 def test_a_browser_plays_other_runs(tmp_path, name, width):
     call, options, _ = RUNS[name]
     _, run = recorded(tmp_path, call, **options)
