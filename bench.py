@@ -638,9 +638,9 @@ def server(quick: bool) -> None:
 @contextmanager
 def serving(llm: LLM) -> Iterator[int]:
     """A server in a thread of this process, as `python engine.py --serve` has it; its port."""
-    from nanopaged.features.server.app import Server, bind
+    from nanopaged.features.server.app import Application, Server, bind
     from nanopaged.features.server.openai import Serving
-    server, listener = Server(Serving(llm, "bench", llm.chat_prompt), "127.0.0.1", None), bind("127.0.0.1", 0)
+    server, listener = Server(Application(Serving(llm, "bench", llm.chat_prompt))), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listener]))
     thread.start()
     try:
@@ -650,7 +650,6 @@ def serving(llm: LLM) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join()
-        server.engine.stop()
 
 
 def stream_all(port: int, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[float]]]:

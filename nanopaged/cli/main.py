@@ -136,12 +136,14 @@ def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
 
     if listener or prompt_file:
         make_reader = feature("server.openai", "OpenAI's format").make_reader
+        reader = make_reader(llm, args.model, name=args.served_model_name, render=render,
+                             **_given(args, ("chat_template", "tool_call_parser", "reasoning_parser")))
     if listener:
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
-        return feature("server.app", "--serve").serve(make_reader(llm, args, render), args.host, listener, key,
+        return feature("server.app", "--serve").serve(reader, args.host, listener, key,
                                                       (args.allowed_hosts or "").split(","))
     if prompt_file:
-        return prompt_file.run(llm, params, make_reader(llm, args, render), show_progress=not is_printed)
+        return prompt_file.run(llm, params, reader, show_progress=not is_printed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         converse = feature("conversation", "--chat").converse

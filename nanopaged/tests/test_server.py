@@ -49,7 +49,8 @@ class Running:
 
     def __init__(self, allowed_hosts=(), **options):
         self.llm = load(device="cpu", max_model_len=512, num_blocks=256, max_num_seqs=64, **options)
-        self.server = http.Server(serving_of(self.llm), "127.0.0.1", None, allowed_hosts)
+        self.app = http.Application(serving_of(self.llm), ["127.0.0.1", *allowed_hosts])
+        self.server = http.Server(self.app)
         self.listener = http.bind("127.0.0.1", 0)
         self.listener.listen(512)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # of each connection: soon full
@@ -57,7 +58,7 @@ class Running:
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listener]))
         self.thread.start()
         wait_until(lambda: self.server.started)
-        self.engine = self.server.engine
+        self.engine = self.app.engine
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.address[1]}/v1", api_key="none",
                                     max_retries=0, timeout=30)
 
@@ -65,8 +66,7 @@ class Running:
         self.client.close()
         self.server.should_exit = True
         self.thread.join(20)
-        self.engine.stop()
-        assert not self.thread.is_alive()
+        assert not (self.thread.is_alive() or self.engine.is_alive())
 
     def send(self, *parts: bytes) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=20)
@@ -215,7 +215,7 @@ def test_chat(server):
 @needs_grammar
 def test_a_call_of_a_tool(server, monkeypatch):
     """Content and a call that the model writes. (Below is one that must come.)"""
-    monkeypatch.setattr(server.server.serving, "tool_parser", "hermes")
+    monkeypatch.setattr(server.app.serving, "tool_parser", "hermes")
     text = {"choice": [f"Ay.\n<tool_call>\n{CALL}\n</tool_call>"]}
     fields = dict(messages=MESSAGES, model="bard", tools=TOOLS, extra_body={"structured_outputs": text})
     whole = server.client.chat.completions.create(**fields).choices[0]
@@ -330,7 +330,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_one_event_for_many
 
 
 def test_finished_samples_that_nobody_reads_do_not_count_and_go(server, monkeypatch):
-    monkeypatch.setattr(server.server, "most_sequences", 32)
+    monkeypatch.setattr(server.app, "most_sequences", 32)
     assert server.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * http.READ_SECONDS
     may_step = threading.Event()
     with at_each_step(lambda _: may_step.wait(20)), server.slow() as slow:
@@ -358,7 +358,7 @@ def test_answers_are_sent_at_once(server):
 @pytest.mark.parametrize("slow", ["render", "response", "events"])
 def test_slow_templates_and_long_answers_do_not_stop_the_event_loop(server, monkeypatch, slow):
     begun, may_end, was_late = threading.Event(), threading.Event(), []
-    owner = server.server.serving if slow == "render" else http.Call
+    owner = server.app.serving if slow == "render" else http.Call
     fields = dict(stream=True, logprobs=True, top_logprobs=20) if slow == "events" else {}
 
     def wait(*arguments, do=getattr(owner, slow), **options):
@@ -481,7 +481,7 @@ def test_a_client_does_not_stop_the_others(server, monkeypatch, attack, usual):
     """What is plain takes at most three times as long beside an attack. There are 0.5 s (a gap), 1 s (a request) and
     three rounds for other work on the machine; each attack used to take longer in every round."""
     if attack == "unread":
-        monkeypatch.setattr(server.server, "most_sequences", 32)
+        monkeypatch.setattr(server.app, "most_sequences", 32)
 
     def send(connection, content):
         with contextlib.suppress(ConnectionError):  # refused before all of it was sent
@@ -547,7 +547,7 @@ def test_requests_that_are_refused(server, content, status, word):
 
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", "Bearer sesam\u00e9", KEY, "Basic sesame"])
 def test_the_key(server, monkeypatch, authorization):
-    monkeypatch.setattr(server.server.config.app, "key", KEY.encode())
+    monkeypatch.setattr(server.app, "key", KEY.encode())
     headers = {} if authorization is None else {"Authorization": authorization}
     status, found, content = server.exchange(request(dict(GREEDY, prompt="x"), **headers))
     assert status == 401 and found["www-authenticate"] == "Bearer" and KEY not in content.decode()
@@ -572,7 +572,7 @@ def test_hosts_that_are_ours(server):
 def test_large_bodies_of_honest_clients(server):
     """As many prompts of ids as a request may have, many messages in parts, and a text that is full of brackets."""
     body = json.dumps(dict(prompt=[[5, 6]] * http.MOST_SEQUENCES)).encode()
-    assert len(server.server.serving.read("/v1/completions", http.parse(body)).prompts) == http.MOST_SEQUENCES
+    assert len(server.app.serving.read("/v1/completions", http.parse(body)).prompts) == http.MOST_SEQUENCES
     parts = [{"role": "user", "content": [{"type": "text", "text": str([[[i]]])}]} for i in range(4000)]
     status, found = server.post(dict(messages=parts, model="bard"), CHAT)
     assert status == 400 and found["error"]["code"] == "context_length_exceeded"
@@ -591,7 +591,7 @@ def test_what_is_no_http_costs_its_own_connection(server, garbage):
 
 
 def test_a_body_that_never_ends(server, monkeypatch):
-    monkeypatch.setattr(server.server, "body_seconds", 0.2)
+    monkeypatch.setattr(server.app, "body_seconds", 0.2)
     with server.send(request(b"{", Content_Length="100")) as slow:
         server.assert_works()
         assert read_response(slow)[0] == 408
@@ -678,7 +678,7 @@ def test_a_failure_ends_the_requests_under_way_and_no_other(server, monkeypatch,
 
 
 def test_a_mistake_of_the_server_is_an_error_without_its_details(server, monkeypatch):
-    monkeypatch.setattr(server.server.serving, "read", lambda *_: {}["secret"])
+    monkeypatch.setattr(server.app.serving, "read", lambda *_: {}["secret"])
     status, found = server.post(dict(GREEDY, prompt="ROMEO:"))
     assert status == 500 and found["error"]["message"] == "the server failed; its log has the reason"
 
@@ -777,7 +777,6 @@ def test_signals_let_requests_under_way_finish(process):
                                               ("127.0.0.1", None, False)])
 def test_another_address_without_a_key_gets_a_warning(monkeypatch, capsys, host, key, warns):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
-    monkeypatch.setattr(http.Server, "engine", SimpleNamespace(stop=lambda: None), raising=False)
     with http.bind(host, 0) as listener:
         assert http.serve(Serving(SimpleNamespace(max_model_len=9), "bard", None), host, listener, key) == 0
     assert ("--api-key" in capsys.readouterr().err) is warns

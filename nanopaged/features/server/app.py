@@ -1,4 +1,5 @@
-"""The server: OpenAI's API over HTTP, on starlette and uvicorn (`python engine.py --serve`).
+"""The server: OpenAI's API over HTTP, on starlette and uvicorn (`python engine.py --serve`). What answers is an ASGI
+application, which other servers can run, too (`app`, used by features/ray_serve.py).
 
     event loop        headers, body                                              events
     four threads                     JSON, template, tokenizer                            answers, log probabilities
@@ -18,24 +19,26 @@ import errno
 import hmac
 import ipaddress
 import json
+import os
 import socket
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from nanopaged import SamplingParams, __version__
+from nanopaged import LLM, SamplingParams, __version__
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.async_llm import AsyncLLM, Stream
-from nanopaged.features.server.openai import TEXT_PATHS, Serving
+from nanopaged.features.server.openai import TEXT_PATHS, Serving, make_reader
 from nanopaged.features.server.responses import RESPONSES
 from nanopaged.options import feature
 
 try:
     import uvicorn
+    from starlette._utils import get_route_path  # what the routes are found by: the path behind a prefix
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
@@ -63,13 +66,16 @@ class Guard:
     """An ASGI application: checks a request's headers, gives the request to the routes, and adds an id to the answer.
     What goes wrong is an error in OpenAI's form."""
 
-    def __init__(self, routes: list[Route], names: Collection[str], api_key: str | None) -> None:
+    def __init__(self, routes: list[Route], lifespan: Any, names: Collection[str], api_key: str | None) -> None:
         kinds = ApiError, HTTPException, ClientDisconnect, Exception  # uvicorn logs what is none of the first three
-        self.app: Any = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
+        self.app: Any = Starlette(routes=routes, lifespan=lifespan,
+                                  exception_handlers=dict.fromkeys(kinds, error_response))
         self.key = (api_key or "").encode()
         self.names = {"localhost", *(name.strip().lower() for name in names)} - {""}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":  # "lifespan", or "websocket", which has no route
+            return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:128]
 
@@ -85,19 +91,19 @@ class Guard:
         await app(scope, receive, send_with_id)
 
     def _find_problem(self, scope: Any, headers: dict[bytes, bytes]) -> ApiError | None:
-        host = headers.get(b"host", b"").decode("latin-1")
+        host, path = headers.get(b"host", b"").decode("latin-1"), get_route_path(scope)
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if not (self.key or scope["path"] in ANY_HOST or name.lower() in self.names or is_address(name)):
+        if not (self.key or path in ANY_HOST or name.lower() in self.names or is_address(name)):
             return ApiError(f"the header Host has {host!r:.80}, which is no address and not the server's name; the "
                             "server's operator can name it with --allowed-hosts, or set a key")
-        if self.key and scope["path"].startswith(("/v1", *TEXT_PATHS)):
+        if self.key and path.startswith(("/v1", *TEXT_PATHS)):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
                 return ApiError("the server's key is needed, in the header Authorization: Bearer KEY", 401,
                                 "invalid_api_key")
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
             return ApiError("the headers Content-Length and Transfer-Encoding are both given; leave one out")
-        if scope["method"] == "POST" and scope["path"] not in ANY_HOST:
+        if scope["method"] == "POST" and path not in ANY_HOST:
             kind = headers.get(b"content-type", b"").decode("latin-1")
             if kind.partition(";")[0].strip().lower() != "application/json":
                 return ApiError(f"a body needs the header Content-Type: application/json, not {kind!r:.80}")
@@ -150,64 +156,39 @@ def parse(body: bytes) -> Any:
         raise ApiError(f"the body is not JSON ({error})") from None
 
 
-class Server(uvicorn.Server):
-    """uvicorn's, with an engine and the endpoints."""
-    most_sequences, body_seconds, shutdown_seconds = MOST_SEQUENCES, BODY_SECONDS, SHUTDOWN_SECONDS
+class Application(Guard):
+    """The endpoints, and their engine, which runs during the application's lifespan.
+
+    names: of this server, that the header Host may have besides addresses and "localhost"
+    """
+    most_sequences, body_seconds = MOST_SEQUENCES, BODY_SECONDS
+    engine: AsyncLLM
     compiler: Any = None  # the engine's compiler, from the first request with a grammar on
 
-    def __init__(self, serving: Serving, host: str, api_key: str | None, allowed_hosts: Collection[str] = ()) -> None:
+    def __init__(self, serving: Serving, names: Collection[str] = (), api_key: str | None = None) -> None:
         self.serving, self.llm = serving, serving.llm
         self.most_bytes = max(MOST_BODY_BYTES, 8 * self.llm.max_model_len)
         self.threads, self.large_thread = ThreadPoolExecutor(NUM_THREADS), ThreadPoolExecutor(1)
-        self.is_out_of_files = False
         routes = [Route(path, self.answer, methods=["POST"]) for path in (COMPLETIONS, CHAT, RESPONSES, *TEXT_PATHS)]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.models), ("/health", self.health),
             ("/ping", self.health), ("/metrics", self.metrics), ("/version", JSONResponse({"version": __version__})))]
-        super().__init__(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
-            Guard(routes, {host, *allowed_hosts}, api_key), http=Protocol, ws="none", lifespan="off",
-            log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS + 10))  # then uvicorn prints a traceback for each request
+        super().__init__(routes, self.lifespan, names, api_key)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm)
-        self.engine.loop.set_exception_handler(self.say_once)
         self.engine.start()
-        await super().startup(sockets)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        print(f"stopping: requests under way get {self.shutdown_seconds} seconds, and a second Ctrl-C ends them",
-              file=sys.stderr, flush=True)
-        self.engine.loop.call_later(self.shutdown_seconds, self.hurry)
-        await super().shutdown(sockets)
+        yield
+        self.engine.end()
+        await asyncio.to_thread(self.engine.stop)
         if self.compiler:
             await self.compiler.close()
-
-    def handle_exit(self, number: int, frame: Any) -> None:
-        """As uvicorn's, which would raise the signal once more after the shutdown."""
-        if self.should_exit:
-            self.hurry()
-        self.should_exit = True
-
-    def hurry(self) -> None:
-        """Requests under way end with an error."""
-        self.engine.end()
-        for connection in list(self.server_state.connections):  # some do not read their errors
-            self.engine.loop.call_later(3, connection.transport.abort)
-
-    def say_once(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio reports each connection that it cannot accept, with a traceback."""
-        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif not self.is_out_of_files:
-            self.is_out_of_files = True
-            print("warning: no more connections can be accepted: the process has all files open that it may have; "
-                  "raise the limit (ulimit -Hn)", file=sys.stderr)
 
     async def answer(self, request: HttpRequest) -> Response:
         """The endpoints that generate, and those of TEXT_PATHS. The work is cancelled when the client leaves."""
         body = await self.read_body(request)
-        done = asyncio.ensure_future(self._respond(request.url.path, body))
+        done = asyncio.ensure_future(self._respond(get_route_path(request.scope), body))
         gone = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -295,6 +276,11 @@ class Server(uvicorn.Server):
         return JSONResponse(card if "name" in request.path_params else {"object": "list", "data": [card]})
 
     async def health(self, request: HttpRequest) -> Response:
+        await self.check()
+        return Response()
+
+    async def check(self) -> None:
+        """ApiError if the engine computes no texts."""
         if problem := self.engine.problem():
             raise ApiError(problem, 503)
         if self.engine.failure is not None:  # a load balancer sends no request that would tell whether it has recovered
@@ -303,10 +289,51 @@ class Server(uvicorn.Server):
                 await self.engine.outputs(stream)
             if self.engine.failure is not None:
                 raise ApiError(f"the engine failed: {ApiError.of(self.engine.failure)}", 503)
-        return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:
         return PlainTextResponse(self.engine.metrics.text(self.serving.model), media_type="text/plain; version=0.0.4")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with an end that requests under way do not delay for long."""
+    shutdown_seconds = SHUTDOWN_SECONDS
+
+    def __init__(self, app: Application) -> None:
+        self.app, self.is_out_of_files = app, False
+        super().__init__(uvicorn.Config(  # "httptools" is faster than "h11", and keeps headers of any size
+            app, http=Protocol, ws="none", lifespan="on", log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS + 10))  # then uvicorn prints a traceback for each request
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.say_once)
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        print(f"stopping: requests under way get {self.shutdown_seconds} seconds, and a second Ctrl-C ends them",
+              file=sys.stderr, flush=True)
+        asyncio.get_running_loop().call_later(self.shutdown_seconds, self.hurry)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, number: int, frame: Any) -> None:
+        """As uvicorn's, which would raise the signal once more after the shutdown."""
+        if self.should_exit:
+            self.hurry()
+        self.should_exit = True
+
+    def hurry(self) -> None:
+        """Requests under way end with an error."""
+        self.app.engine.end()
+        for connection in list(self.server_state.connections):  # some do not read their errors
+            self.app.engine.loop.call_later(3, connection.transport.abort)
+
+    def say_once(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio reports each connection that it cannot accept, with a traceback."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self.is_out_of_files:
+            self.is_out_of_files = True
+            print("warning: no more connections can be accepted: the process has all files open that it may have; "
+                  "raise the limit (ulimit -Hn)", file=sys.stderr)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -334,11 +361,29 @@ def serve(serving: Serving, host: str, listener: socket.socket, api_key: str | N
         import resource
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = Server(serving, host, api_key, allowed_hosts)
+    server = Server(Application(serving, {host, *allowed_hosts}, api_key))
     listener.listen(2048)
     address = f"[{host}]" if ":" in host else host
     print(f"serving {serving.model} at http://{address}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
-    server.engine.stop()
     print("stopped", file=sys.stderr)
     return 0
+
+
+def app(model: str = "shakespeare", *, name: str | None = None, api_key: str | None = None,
+        allowed_hosts: Collection[str] = (), chat_template: str | None = None, tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None, **options: Any) -> Application:
+    """The server as an ASGI application with its own LLM, for other servers. `uvicorn --factory
+    nanopaged.features.server.app:app` serves the bundled model. The time limits for headers and for clients that do
+    not read are those of that server.
+
+    name: under which the model is served; None: `model`
+    api_key: None: that of the environment variable NANOPAGED_API_KEY, if it is set
+    allowed_hosts: what the header Host may have besides addresses and "localhost", if there is no key
+    chat_template: in Jinja; None: the checkpoint's
+    options: those of LLM
+    """
+    llm = LLM(model, **{"warm_up": True} | options)
+    serving = make_reader(llm, model, name=name, chat_template=chat_template, tool_call_parser=tool_call_parser,
+                          reasoning_parser=reasoning_parser)
+    return Application(serving, allowed_hosts, api_key or os.environ.get("NANOPAGED_API_KEY"))

@@ -19,7 +19,7 @@ from typing import Any
 from nanopaged.features.chat_template import load_chat_template
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
-from nanopaged.features.server.tools import FORMATS, THINK, Reader, find_parser, read_tools
+from nanopaged.features.server.tools import FORMATS, THINK, THINKERS, Reader, find_parser, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.sampling_params import SamplingParams
 
@@ -225,8 +225,22 @@ def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
     return {"structured_outputs": value for value in found.values()}
 
 
-def make_reader(llm: Any, args: Any, render: Callable[..., dict]) -> Serving:
-    """With the command line's arguments. render: see Serving"""
-    found = load_chat_template(llm.tokenizer_path, args.chat_template)
-    tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
-    return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)
+def make_reader(llm: Any, model: str, *, name: str | None = None, chat_template: str | None = None,
+                tool_call_parser: str | None = None, reasoning_parser: str | None = None,
+                render: Callable[..., dict] | None = None) -> Serving:
+    """What reads requests to this LLM, which was made of `model`. name: under which that is served, None: the same
+
+    render: see Serving. None: messages are rendered by `chat_template`, or if that is None by the checkpoint's
+    """
+    for option, given, known in (("tool_call_parser", tool_call_parser, FORMATS),
+                                 ("reasoning_parser", reasoning_parser, THINKERS)):
+        if given is not None:
+            check_choice(option, given, tuple(known))
+
+    def render_it(messages: Any, tools: Any = None, variables: dict | None = None, **more: Any) -> dict:
+        return llm.chat_prompt(messages, chat_template=chat_template, tools=tools, chat_template_kwargs=variables,
+                               **more)
+
+    found = load_chat_template(llm.tokenizer_path, chat_template)
+    tool_parser = tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
+    return Serving(llm, name or model, render or render_it, model, tool_parser, reasoning_parser)
