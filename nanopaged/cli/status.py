@@ -43,36 +43,44 @@ class Progress:
 
         At most max_num_seqs requests wait in the scheduler besides those that run; the others are read later. A request
         that can never run goes to refuse(key, error), or raises ValueError. Closing this generator aborts the
-        unfinished requests.
+        unfinished requests. Several threads may run requests of one LLM, each with its own Progress.
         """
-        unread, scheduler = iter(requests), self.llm.scheduler
-        keys: dict[str, Any] = {}  # request id -> key
+        unread, llm, scheduler = iter(requests), self.llm, self.llm.scheduler
+        keys: dict[Any, Any] = {}  # Request -> key
         try:
             while True:
-                while len(scheduler.waiting) < scheduler.max_num_seqs and (request := next(unread, None)):
-                    key, *arguments = request
+                while not keys or len(scheduler.waiting) < scheduler.max_num_seqs:
+                    if (given := next(unread, None)) is None:
+                        break
+                    key, *arguments = given
                     try:
-                        keys[self.llm.add_request(*arguments)] = key
+                        request = llm.read_request(*arguments)
                     except ValueError as error:
                         if refuse is None:
                             raise
                         refuse(key, error)
+                        continue
+                    keys[request] = key
+                    with llm.lock:
+                        llm.add(request)
                 if not keys:
                     return
-                outputs = self.llm.step()
-                if outputs:
+                num_steps = llm.num_steps
+                with llm.run_until(lambda: llm.num_steps > num_steps):
+                    finished = [request for request in keys if request.finished]
+                if not self.first and any(request.has_news for request in keys):
                     self.note_text()
                 if self.bar.due:
                     num_done, more = self.done()
                     self.bar.update(num_done, self._counts()[2] - self.before[2], more)
-                for output in outputs:
-                    if output.finished and output.request_id in keys:
-                        self.note_end(output)
-                        yield keys.pop(output.request_id), output
+                for request in finished:
+                    output = request.output()
+                    self.note_end(output)
+                    yield keys.pop(request), output
         finally:
             self.bar.clear()
-            for request_id in keys:
-                self.llm.abort_request(request_id)
+            for request in keys:
+                llm.abort_request(request.request_id)
 
     def note_text(self) -> None:
         self.first = self.first or time.perf_counter()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ import pytest
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.status import Progress
-from nanopaged.features.batch import read_line, result_of
+from nanopaged.features.batch import read_line, result_of, run_lines
 from nanopaged.progress import ProgressBar
 from nanopaged.tests.helpers import ROOT
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
@@ -25,6 +26,7 @@ from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     TEMPLATE,
     Screen,
     assert_refused,
+    at_each_step,
     call,
     generate,
     interrupted_at,
@@ -117,14 +119,14 @@ def test_an_id_comes_back_with_its_result(work):
 def test_conversations_tools_and_priorities(work, monkeypatch):
     messages, tools = [{"role": "user", "content": "Who is there?"}], [{"type": "function", "function": {"name": "f"}}]
     write_lines({"messages": messages, "priority": -2}, {"messages": messages, "tools": tools})
-    asked, chat_prompt, add_request = [], LLM.chat_prompt, LLM.add_request
+    asked, chat_prompt, read_request = [], LLM.chat_prompt, LLM.read_request
     monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
         asked.append(how["tools"]) or chat_prompt(llm, messages, **how)))
-    monkeypatch.setattr(LLM, "add_request", lambda *request: asked.append(request[-1]) or add_request(*request))
+    monkeypatch.setattr(LLM, "read_request", lambda *request: asked.append(request[-1]) or read_request(*request))
     work(chat_template="chat.jinja", chat_template_kwargs='{"speaker": "ME"}', scheduling_policy="priority")
+    assert asked == [None, -2, tools, 0]
     expected = text_after("USER:\nWho is there?\n\nME:\n")
     assert texts() == {1: [expected], 2: [expected]} and results()[1]["messages"] == messages
-    assert asked == [None, -2, tools, 0]
 
 
 def test_stdin_and_stdout(work, monkeypatch):
@@ -253,7 +255,7 @@ def test_a_line_that_failed_is_tried_again(work, monkeypatch):
     lines = [{"prompt": ROMEO}, {"prompt": JULIET}, in_openais_form, "{", "{"]
     write_lines({"prompt": ROMEO, "temperature": "hot"}, *lines[1:])
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "add_request", Mock(side_effect=ValueError("there is no room at present")))
+        patch.setattr(LLM, "read_request", Mock(side_effect=ValueError("there is no room at present")))
         work(code=1)
     assert [result["error"] is None for result in results().values()] == [False] * 5
     write_lines(*lines[:4])
@@ -333,6 +335,30 @@ def test_requests_are_taken_up_as_there_is_room():
         assert output.finished and len(output.outputs) == 1 + key % 2
         most = max(most, taken - len(finished))
     assert sorted(finished) == list(range(1, 61)) and 4 <= most <= 10 and nothing_left(llm)
+
+
+def test_several_threads_run_lines_of_one_engine_together():
+    """Each gets its own results, though the steps of one thread serve all, and more would wait than have room."""
+    llm, most = shared_llm(num_blocks=128, max_num_seqs=4), 0
+
+    def watch(step):
+        nonlocal most
+        most = max(most, len(llm.requests))
+
+    def work(thread):
+        lines = [read_line(b'{"prompt": "%d %d", "max_tokens": %d}' % (thread, i, 1 + i % 4), True,
+                           SamplingParams(temperature=0), None, {"line": i}) for i in range(9)]
+        lines.insert(4, read_line(b"{", True, SamplingParams(), None, {"line": 9}))
+        finished: list = []
+        run_lines(lines, Progress(llm), finished.append)
+        assert len(finished) == 10 and {id(line) for line in finished} == {id(line) for line in lines}
+        return {result["line"]: result["outputs"][0]["text"] for result in map(result_of, lines) if "outputs" in result}
+
+    with at_each_step(watch), ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(work, range(6)))
+    for thread, texts_of_thread in enumerate(found):
+        assert texts_of_thread == {i: text_after(f"{thread} {i}", max_tokens=1 + i % 4) for i in range(9)}
+    assert most > 8 and nothing_left(llm)
 
 
 def test_what_is_under_way_is_aborted_with_the_generator():

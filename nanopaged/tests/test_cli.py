@@ -191,7 +191,7 @@ def asked_params(monkeypatch, call):
         note = Mock(side_effect=ValueError("seen enough"))
         with monkeypatch.context() as patch:
             patch.setattr(LLM, "stream", note)
-            patch.setattr(LLM, "add_request", note)
+            patch.setattr(LLM, "read_request", note)
             call(*argv, code=2, **options)
         note.assert_called_once()
         return note.call_args.args[1]
