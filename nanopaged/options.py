@@ -1,9 +1,11 @@
 """The options of an engine in one table: it makes checks, LLM's docstring, and the command line's flags and help. And
 `feature`, which loads what an option or a request asks for.
 """
+import json
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -147,6 +149,18 @@ def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -
     if data_parallel > 1 < tensor_parallel:
         raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
                          "together; use one of them")
+
+
+def read_words(words: Mapping[str, Any], others: Collection[str], texts: Collection[str] = ()) -> dict[str, Any]:
+    """Options of LLM, and others, from the NAME=VALUE words of a command that has no flags. ValueError for an unknown
+    name. Values are JSON, but for options that are texts and the others named in `texts`."""
+    refuse_unknown("there is no option", words, [*OPTIONS, *others, *texts], "help(nanopaged.LLM) lists those of LLM")
+    options = dict(words)
+    for name, value in words.items():
+        if isinstance(value, str) and name not in texts and (name in others or OPTIONS[name].kind is not str):
+            with suppress(ValueError):  # whoever uses the value refuses it
+                options[name] = json.loads(value)
+    return options
 
 
 # --------------------------------------------------------------------------------------------------

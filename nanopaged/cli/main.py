@@ -68,6 +68,7 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
+DEFAULTS = dict(max_tokens=256, temperature=0.8, seed=0)  # of a prompt; the checkpoint's go before
 
 
 def help_text() -> str:
@@ -136,8 +137,8 @@ def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
 
     if listener or prompt_file:
         make_reader = feature("server.openai", "OpenAI's format").make_reader
-        reader = make_reader(llm, args.model, name=args.served_model_name, render=render,
-                             **_given(args, ("chat_template", "tool_call_parser", "reasoning_parser")))
+        given = _given(args, ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser"))
+        reader = make_reader(llm, args.model, render=render, **given)
     if listener:
         key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
         return feature("server.app", "--serve").serve(reader, args.host, listener, key,
@@ -165,16 +166,22 @@ def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
 
 
 def _sampling_params(args, llm=None) -> SamplingParams:
-    """The settings given on the command line, then the checkpoint's, then our defaults. The checkpoint's are known once
-    the model is loaded; without `llm` this call only checks the settings given."""
-    ours = dict(max_tokens=None if args.chat and args.beam_width is None else 256, temperature=0.8,
-                seed=random.getrandbits(63) if args.chat else 0)  # every conversation draws anew
+    """The settings of the command line. The checkpoint's are known once the model is loaded; without `llm` this call
+    only checks the settings given."""
+    ours = DEFAULTS | ({"seed": random.getrandbits(63)} if args.chat else {})  # every conversation draws anew
+    if args.chat and args.beam_width is None:
+        ours["max_tokens"] = None
     given = _given(args, SAMPLING)
     if structured := _given(args, STRUCTURED):
         given["structured_outputs"] = {name.removesuffix("_schema"): value for name, value in structured.items()}
     if llm is None:
         is_known = args.generation_config == "vllm" and not args.override_generation_config
         return SamplingParams(**(ours if is_known else dict(max_tokens=None)) | given)
+    return sampling_params(llm, ours, **given)
+
+
+def sampling_params(llm: Any, ours: dict[str, Any] = DEFAULTS, **given: Any) -> SamplingParams:
+    """The settings that are given, then the checkpoint's, then ours."""
     theirs = read_settings(llm.default_params)
     return llm.get_default_sampling_params(**{name: ours[name] for name in ours if name not in theirs} | given)
 

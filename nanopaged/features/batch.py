@@ -94,6 +94,12 @@ def result_of(line: Line) -> dict:
         return line.labels | (batch_result(bad.body, bad.status) if "body" in line.prompt else {"error": str(error)})
 
 
+def error_of(result: dict) -> str | None:
+    """What went wrong with a line, or None."""
+    error = result.get("error")
+    return error["message"] if isinstance(error, dict) else error  # a dict in OpenAI's format
+
+
 def _answer(line: Line) -> dict:
     [output] = line.outputs
     result = line.prompt | {"num_prompt_tokens": len(output.prompt_token_ids),
@@ -174,10 +180,10 @@ class PromptFile:
     def _append(self, line: Line) -> None:
         result = result_of(line)
         self.num_done += 1
-        if (error := result.get("error")) is not None:
+        if (error := error_of(result)) is not None:
             self.num_bad += 1
             self.progress.bar.clear()
-            say(f"line {result['line']}: {error['message'] if 'body' in line.prompt else error}")
+            say(f"line {result['line']}: {error}")
         text = json.dumps(result, ensure_ascii=False, default=asdict) + "\n"
         self.results.write(text.encode("utf-8", "backslashreplace"))
         self.results.flush()

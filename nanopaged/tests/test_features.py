@@ -77,7 +77,8 @@ ASK = dict(
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=lambda: llm(attention="triton"), fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    ray_data=None, ray_serve=None, recovery=lambda: fail(llm()), warmup=None,
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -156,7 +157,7 @@ KNOWN = dict(
     grammars=("grammar|structured|masks", "grammar", 25),
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
-    trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server", 8),
+    trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("router|pools", "router", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.

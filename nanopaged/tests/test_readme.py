@@ -54,7 +54,8 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
 
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
-        "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size"}
+        "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size", "--address",
+        "--factory", "--generate", "--head", "--http-host", "--working-dir"}
     known = help_text().replace("--[no-]", "--no-")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", known) or f'"{option}"' in of_bench, option
@@ -79,7 +80,7 @@ def test_every_field_variable_and_setting_of_the_reference_exists():
     names = set(re.findall(r"`\"?((?:[a-z]+|[A-Z]+)(?:_[a-zA-Z]+)+)\b", "\n".join(lines)))
     assert len(names) > 50
     missing = {name for name in names if not re.search(rf"\b{name}\b", SOURCE)}
-    assert missing <= {"num_gpus", "NANOPAGED_VLLM_EXAMPLES"}
+    assert missing <= {"num_gpus", "NANOPAGED_VLLM_EXAMPLES", "RAY_AUTH_MODE", "py_modules"}
 
 
 def test_the_figures_are_those_of_the_bench():

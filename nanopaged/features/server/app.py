@@ -384,6 +384,6 @@ def app(model: str = "shakespeare", *, name: str | None = None, api_key: str | N
     options: those of LLM
     """
     llm = LLM(model, **{"warm_up": True} | options)
-    serving = make_reader(llm, model, name=name, chat_template=chat_template, tool_call_parser=tool_call_parser,
-                          reasoning_parser=reasoning_parser)
+    serving = make_reader(llm, model, served_model_name=name, chat_template=chat_template,
+                          tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     return Application(serving, allowed_hosts, api_key or os.environ.get("NANOPAGED_API_KEY"))

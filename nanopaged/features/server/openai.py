@@ -225,12 +225,12 @@ def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
     return {"structured_outputs": value for value in found.values()}
 
 
-def make_reader(llm: Any, model: str, *, name: str | None = None, chat_template: str | None = None,
+def make_reader(llm: Any, model: str, *, served_model_name: str | None = None, chat_template: str | None = None,
                 tool_call_parser: str | None = None, reasoning_parser: str | None = None,
                 render: Callable[..., dict] | None = None) -> Serving:
-    """What reads requests to this LLM, which was made of `model`. name: under which that is served, None: the same
+    """What reads requests to this LLM, with the command line's options.
 
-    render: see Serving. None: messages are rendered by `chat_template`, or if that is None by the checkpoint's
+    render: see Serving; None: by chat_template, or if that is None by the checkpoint's
     """
     for option, given, known in (("tool_call_parser", tool_call_parser, FORMATS),
                                  ("reasoning_parser", reasoning_parser, THINKERS)):
@@ -243,4 +243,4 @@ def make_reader(llm: Any, model: str, *, name: str | None = None, chat_template:
 
     found = load_chat_template(llm.tokenizer_path, chat_template)
     tool_parser = tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
-    return Serving(llm, name or model, render or render_it, model, tool_parser, reasoning_parser)
+    return Serving(llm, served_model_name or model, render or render_it, model, tool_parser, reasoning_parser)
