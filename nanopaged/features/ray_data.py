@@ -21,7 +21,7 @@ from nanopaged.features.server.openai import make_reader
 from nanopaged.options import read_words
 
 try:
-    import pyarrow
+    import pyarrow.fs
     import ray
     from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
 except ImportError as error:

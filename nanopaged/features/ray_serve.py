@@ -35,8 +35,7 @@ class Nanopaged:
         return self.application
 
     async def check_health(self) -> None:
-        """Raises if the engine computes no texts; then Serve puts another replica in the place of this one."""
-        await self.application.check()
+        await self.application.check()  # if it raises, Serve puts another replica in the place of this one
 
 
 def build(words: dict[str, Any]) -> serve.Application:

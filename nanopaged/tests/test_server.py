@@ -559,6 +559,42 @@ def test_the_key(server, monkeypatch, authorization):
     assert server.client.with_options(api_key=KEY).models.list().data  # OpenAI's client sends the key as we want it
 
 
+def test_key_and_host_are_checked_behind_a_prefix(server, monkeypatch):
+    """Of a route under which another server has the application."""
+    monkeypatch.setattr(server.server.config, "root_path", "/bard")  # uvicorn puts it before the paths of requests
+    assert server.post(dict(GREEDY, prompt="x"))[0] == 200
+    assert [server.get(path, Host="evil.example")[0] for path in ("/v1/models", "/health")] == [400, 200]
+    monkeypatch.setattr(server.app, "key", KEY.encode())
+    assert server.post(dict(GREEDY, prompt="x"))[0] == server.get("/v1/models")[0] == 401
+    assert server.post(dict(GREEDY, prompt="x"), Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_another_server_runs_the_application(monkeypatch, capfd):
+    """As `uvicorn --factory` does."""
+    made: list = []
+
+    def factory():
+        made.append(http.app(name="bard", device="cpu", num_blocks=64, reasoning_parser="qwen3"))
+        return made[0]
+
+    monkeypatch.setenv("NANOPAGED_API_KEY", KEY)
+    listener = http.bind("127.0.0.1", 0)
+    other = uvicorn.Server(uvicorn.Config(factory, factory=True, log_level="warning"))
+    thread = threading.Thread(target=other.run, kwargs=dict(sockets=[listener]))
+    thread.start()
+    wait_until(lambda: other.started)
+    for headers, status in ({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200):
+        with socket.create_connection(listener.getsockname(), timeout=20) as connection:
+            connection.sendall(request(dict(GREEDY, prompt="ROMEO:"), **headers, Connection="close"))
+            assert read_response(connection)[0] == status
+    other.should_exit = True
+    thread.join(20)
+    assert not (thread.is_alive() or made[0].engine.is_alive()) and capfd.readouterr().err == ""
+    assert made[0].serving.reasoning_parser == "qwen3"
+    with pytest.raises(ValueError, match="tool_call_parser"):
+        http.app(device="cpu", num_blocks=64, tool_call_parser="x")
+
+
 def test_hosts_that_are_ours(server):
     for host in ("localhost", "localhost:8000", "LOCALHOST", "127.0.0.1:99", "[::1]:8000", "10.0.0.7",
                  "My.Example:8000", "chat.example"):
