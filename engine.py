@@ -577,7 +577,7 @@ class Engine:
     @property
     def must_read(self) -> bool:
         """Whether a launched step must be read before the next one is planned."""
-        return len(self.launched) > self.lookahead or not all(step.may_plan_ahead for step, _ in self.launched)
+        return len(self.launched) > self.lookahead or bool(self.launched) and not self.launched[-1][0].may_plan_ahead
 
     def update(self) -> None:
         """Read the oldest launched step and append its tokens. If reading fails, the step stays the oldest one."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
 
@@ -293,13 +293,18 @@ class BeamSearchParams:
         check_fields(self)
 
 
-class SequenceSampling(NamedTuple):
-    """The sampling settings of a sequence, for the runner; the scheduler does not read them."""
-    params: SamplingParams
-    seed: int = 0  # sample j of a request with seed s has seed s + j
-    num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
-    num_prompt_logprobs: int | None = None  # the same for each prompt token
+class SequenceSampling:
+    """The sampling settings of a sequence, for the runner; the scheduler does not read them.
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.num_logprobs is not None or self.num_prompt_logprobs is not None
+    seed: sample j of a request with seed s has seed s + j
+    num_logprobs: return the log probability of each sampled token and of this many best; -1: of all; None: none
+    num_prompt_logprobs: the same for each prompt token
+    """
+
+    def __init__(self, params: SamplingParams, seed: int = 0, num_logprobs: int | None = None,
+                 num_prompt_logprobs: int | None = None):
+        self.params, self.seed = params, seed
+        self.num_logprobs, self.num_prompt_logprobs = num_logprobs, num_prompt_logprobs
+        # Computed once, because each step asks
+        self.is_greedy, self.has_filter = params.is_greedy, params.has_filter
+        self.wants_logprobs = num_logprobs is not None or num_prompt_logprobs is not None

@@ -41,7 +41,7 @@ REQUESTS: dict[str, Callable[["Core", SamplingParams], object]] = {
 class Core:
     """Reads requests, adds and aborts them, and computes steps."""
     prompt_logprobs_values = 2**23  # log probabilities that a step computes at most for a prompt
-    metrics_of: Callable[[list], Any] = staticmethod(lambda sequences: None)  # a request's RequestOutput.metrics
+    metrics_of: Callable[[list], Any] | None = None  # its sequences -> a request's RequestOutput.metrics
 
     def __init__(self, options: SimpleNamespace) -> None:
         """options: those of LLM, checked"""

@@ -151,7 +151,9 @@ class Runner:
         last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
         *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
         sent = StepTensors(*lists)
-        query_tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
+        query_tiles = None
+        if self.kernels is kernel.TRITON:
+            query_tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
         inputs = self.make_batch(sent, logits_indices, sampling, max(batch.num_tokens), max(batch.seq_lens),
                                  batch.num_tokens.count(1), query_tiles, batch.cascade_columns)
         with self.interruptible():
@@ -162,7 +164,8 @@ class Runner:
         return partial(self.sample, logits[:len(sampling)], rows, seq_lens, needs), logits
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
-                   max_seq_len: int, num_decodes: int, query_tiles: Tensor, cascade_columns: int = 0) -> model.Batch:
+                   max_seq_len: int, num_decodes: int, query_tiles: Tensor | None,
+                   cascade_columns: int = 0) -> model.Batch:
         input_ids = self.rows.with_last_tokens(sent.input_ids, sent.rows[:num_decodes])
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
         hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,

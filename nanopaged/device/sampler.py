@@ -53,11 +53,11 @@ class SamplingNeeds(NamedTuple):
     def of(cls, seqs: list[engine.Sequence], positions: list[int], steps: Iterable[LogitsStep],
            logprobs: bool) -> "SamplingNeeds":
         """positions: of the sampled tokens; steps: the runner's"""
-        params = [seq.sampling.params for seq in seqs]
+        settings = [seq.sampling for seq in seqs]
         plans = [(step, plan) for step in sorted(steps, key=attrgetter("is_late"))
                  if (plan := step.plan(seqs, positions)) is not None]
-        return cls(all(p.is_greedy for p in params), any(p.has_filter for p in params), logprobs,
-                   any(step.is_late for step, _ in plans), plans)
+        return cls(all([s.is_greedy for s in settings]), any([s.has_filter for s in settings]), logprobs,
+                   plans[-1][0].is_late if plans else False, plans)
 
 
 def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class StepInput:
     input_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
-    query_start_loc: list[int] = field(default_factory=lambda: [0])
+    query_start_loc: list[int] = field(default_factory=[0].copy)
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see features/cascade.py

@@ -2,6 +2,7 @@
 from array import array
 from contextlib import nullcontext
 from functools import wraps
+from itertools import chain, count
 from typing import Any, Callable, ContextManager
 
 import torch
@@ -28,23 +29,18 @@ def as_current(device: torch.device) -> ContextManager:
 
 def integers(lists: list[list[int]]) -> Tensor:
     """Lists of integers, one after another, as one int32 tensor on the host."""
-    return torch.frombuffer(array("i", [value for part in lists for value in part]), dtype=torch.int32)
+    return torch.frombuffer(array("i", chain.from_iterable(lists)), dtype=torch.int32)
 
 
 def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
     """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
-    return list(to_device(device, integers(lists)).split([len(part) for part in lists]))
+    return list(to_device(device, integers(lists)).split([*map(len, lists)]))
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on the device. The host does not wait for a copy from pinned memory. For a copy from ordinary
     memory it would wait until the step under way ends."""
-    return pinned(tensor, device).to(device, non_blocking=True)
-
-
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in memory from which a copy to this device does not make the host wait."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class LaunchedStep:
@@ -110,7 +106,7 @@ class LaunchedStep:
         self.sample()
         if self.done is not None:
             self.runner.wait(self.done)
-        place = {seq: i for i, seq in enumerate(self.sampled)}
+        place = dict(zip(self.sampled, count()))
         # The scheduler's order. The rows of a sequence with drafts stay in order.
         order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
         tokens, *more = self.on_host

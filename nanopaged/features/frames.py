@@ -79,7 +79,8 @@ class Traced(engine.Scheduler):
     def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> list:
         alive = [seq for seq in step.sampled if seq.status is not engine.Status.FINISHED]
         grammars = {seq: vars(seq).get("grammar") for seq in alive}
-        before = {seq: (len(seq.token_ids), _drafts(seq), grammars[seq] and grammars[seq].num_allowed()) for seq in alive}
+        before = {seq: (len(seq.token_ids), _drafts(seq), grammars[seq] and grammars[seq].num_allowed())
+                  for seq in alive}
         appended = super().update(step, sampled)
         self.frames.tell_tokens(self.pool, step, before)
         return appended

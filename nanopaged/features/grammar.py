@@ -34,7 +34,7 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.sampler import LogitsStep, SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, pinned
+from nanopaged.device.transfer import integers, to_device
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
@@ -365,7 +365,7 @@ class Masks(LogitsStep):
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [runner.max_num_seqs] * padding,
                             [batch.seq_lens[i] for i in at] + [0] * padding])
-        self.recorded_input[:len(message)].copy_(pinned(message, self.masks.device), non_blocking=True)
+        self.recorded_input[:len(message)].copy_(to_device(self.masks.device, message))
         if size not in self.recorded:
             self.recorded[size] = runner._record(partial(self._static_step, runner), size)
         graph, rows, tokens = self.recorded[size]
