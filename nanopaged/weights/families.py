@@ -152,8 +152,7 @@ def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: Tr
 # The families
 # --------------------------------------------------------------------------------------------------
 
-ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-NAMES = ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+NAMES = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 def llama(hf: dict[str, Any], can_be_partial: bool = False, **switches: Any) -> model.ModelConfig:
@@ -199,8 +198,8 @@ def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
         transposed=True,
         names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
                "input_layernorm": "ln_1", "q_proj": "attn.q_proj", "k_proj": "attn.k_proj", "v_proj": "attn.v_proj",
-               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc",
-               "down_proj": "mlp.c_proj"},
+               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "c_fc",
+               "down_proj": "c_proj"},
         merged={"c_attn": dict.fromkeys(("q_proj", "k_proj", "v_proj"), hf["n_embd"])})
 
 
@@ -213,9 +212,9 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
         norm_eps=1e-5,
         activation=hf.get("activation_function", "relu"),
         position_offset=2,
-        names=ATTENTION | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
-                           "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
-                           "gate_up_proj": "fc1", "down_proj": "fc2"})
+        names=NAMES | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+                       "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
+                       "mlp": "", "gate_up_proj": "fc1", "down_proj": "fc2"})
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
