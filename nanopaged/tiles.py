@@ -165,6 +165,21 @@ def store_constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size
                 HALF_PADDED=next_power_of_2(head_dim // 2), num_warps=4 if num_heads * head_dim <= 4096 else 8)
 
 
+def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
+                 device: torch.device) -> dict[str, int]:
+    """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
+    of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
+    memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
+    is_large = dtype.itemsize <= 2 and shared_memory(device) > LARGE_SHARED_MEMORY
+    most = 128 if is_large else 64
+    columns = 8 if num_rows <= 8 else min(most, max(16, next_power_of_2(cdiv(2 * num_rows * top_k, count))))
+    if columns < most or not is_large:
+        rows, tile, stages, warps = 64 if num_rows > 1 else 16, 64, 3 if is_large else 2, 4
+    else:
+        rows, tile, stages, warps = 128 if gated else 256, 64, 3, 8
+    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps)
+
+
 # --------------------------------------------------------------------------------------------------
 # Work lists
 # --------------------------------------------------------------------------------------------------

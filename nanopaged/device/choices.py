@@ -10,6 +10,7 @@ from nanopaged.features.fp8 import FP8
 from nanopaged.features.tensor_parallel.split import split_config
 from nanopaged.inputs import check_choice, is_one_of
 from nanopaged.optional_triton import triton
+from nanopaged.weights.build import modules_for
 
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 
@@ -85,7 +86,8 @@ def pick_fp8(quantization: str | None, dtype: str, config: model.ModelConfig, de
               "with a scale for each channel)", file=sys.stderr)
         return False
     c, is_able = split_config(config, num_ranks) if num_ranks > 1 else config, all(map(has_fp8_products, devices))
-    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % ALIGNMENT]
+    sizes = c.intermediate_size, c.experts.get("size", 0), c.experts.get("shared_size", 0)
+    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, *sizes) if size % ALIGNMENT]
     if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
         return True
     if is_able and wrong and num_ranks > 1:
@@ -107,7 +109,7 @@ def has_fp8_products(device: torch.device) -> bool:
 def matrices_size(config: model.ModelConfig) -> int:
     """How many numbers the layers' matrices have."""
     with torch.device("meta"):
-        layers = model.Transformer(config).layers
+        layers = model.Transformer(config, modules_for(config)).layers
     return sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() == 2)
 
 

@@ -24,7 +24,8 @@ from nanopaged.weights.checkpoint import read_tensors
 
 FP8 = torch.float8_e4m3fn
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
-IN_A_LAYER = re.compile(rf"{model.PREFIXES}layers\.\d+\..*\.weight$")  # of the decoder: a vision tower has layers, too
+# Of the decoder: a vision tower has layers, too. A router of experts, which is small, keeps its type.
+IN_A_LAYER = re.compile(rf"{model.PREFIXES}layers\.\d+\.(?!.*\.(gate|router\.layer)\.).*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
@@ -131,11 +132,11 @@ def in_fp8(tensors: Iterable[tuple[str, Tensor]], keep: bool, device: torch.devi
 
 
 def is_ordinary(name: str, tensor: Tensor) -> bool:
-    is_matrix = tensor.dim() == 2 and tensor.is_floating_point() and tensor.itemsize > 1
+    is_matrix = tensor.dim() in (2, 3) and tensor.is_floating_point() and tensor.itemsize > 1
     return is_matrix and bool(IN_A_LAYER.match(name))
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, size] as FP8 numbers and their scale [rows, 1], with which a row's largest number becomes 448."""
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
+    """x [.., size] as FP8 numbers and their scale [.., 1], with which the largest number of a row becomes 448."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     return (x / scale).to(FP8), scale

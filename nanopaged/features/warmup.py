@@ -108,3 +108,6 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, 
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
     yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))
+    if c.experts:
+        from nanopaged.features.experts import kernel_forms
+        yield from kernel_forms(c, dtype, device, fp8)

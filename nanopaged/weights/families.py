@@ -7,7 +7,7 @@ the decoder does not implement raises a ValueError, and so does an impossible va
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -295,6 +295,60 @@ def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[
     return dict(ropes=ropes, layer_ropes=is_local, sliding_windows=[(hf["sliding_window"] or 0) * i for i in is_local])
 
 
+# ---- Mixtures of experts (nanopaged/features/experts.py)
+
+def mixture(hf: dict[str, Any], count: str, size: int, normalized: bool, dense_layers: Sequence[int] = (),
+            shared_size: int = 0) -> dict[str, Any]:
+    """ModelConfig.experts: the number of experts, how many of them a token chooses, the intermediate size of each,
+    whether the weights of a token's experts add up to 1 (a softmax over all experts does not do that by itself), the
+    layers whose MLP is dense, and the intermediate size of an expert that every token has; 0: none."""
+    check_number(f"config.json: {count}", hf[count], *between(int, 1, 4096))
+    check_number("config.json: num_experts_per_tok", hf["num_experts_per_tok"], *between(int, 1, hf[count]))
+    for one in (size, shared_size or size):
+        check_size("intermediate_size", one)
+    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=size, normalized=bool(normalized),
+                dense_layers=dense_layers, shared_size=shared_size)
+
+
+def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
+    config = mistral(hf)
+    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
+                            "down_proj": "w2"}
+    config.experts = mixture(hf, "num_local_experts", hf["intermediate_size"], True)
+    return config
+
+
+def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    layers = range(check_size("num_layers", hf["num_hidden_layers"]))
+    experts = mixture(hf, "num_experts", hf["moe_intermediate_size"], hf.get("norm_topk_prob", False),
+                      [i for i in layers if i in dense or (i + 1) % step])
+    return llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows({"use_sliding_window": False} | hf),
+                 names=NAMES | {"router": "gate"}, experts=experts)
+
+
+def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
+    require("OLMoE", hf, dict(clip_qkv=None))
+    experts = mixture(hf, "num_experts", hf["intermediate_size"], hf.get("norm_topk_prob", False))
+    return llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False, names=NAMES | {"router": "gate"},
+                 experts=experts)
+
+
+def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    """Its softmax goes over the chosen experts only: the same numbers as of one over all, divided by their sum. The
+    matrices of all experts are stored as one tensor."""
+    config, size, shared_size = granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
+    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
+    config.experts = mixture(hf, "num_local_experts", size, True, shared_size=shared_size)
+    shared = "block_sparse_moe.shared."
+    config.merged = {
+        "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
+        "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
+        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
+    return config
+
+
 # config.json of a multimodal Gemma 3 names only what differs from these.
 GEMMA3: dict[str, Any] = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
@@ -306,7 +360,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3, "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe, "OlmoeForCausalLM": olmoe, "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeSharedForCausalLM": granite_moe,
 }
 # Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
 MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
@@ -315,6 +371,8 @@ REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4, with state-space layers",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
-    "Moe|MoE|Mixtral": "a mixture of experts",
+    "^GptOss": "gpt-oss, a mixture of experts with biases, sinks in attention and weights of 4 bits",
+    "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
+    "Moe|MoE|Mixtral": "a mixture of experts of another form",
     "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",
 }
