@@ -1088,7 +1088,7 @@ def _load_weights(at, exists, column, SIZE: tl.constexpr):
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Tensor) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
-    their scores. x [T, D], logits of the router [T, E], gate_up [E, 2 * I, D], down [E, D, I]. scales: of weights in
+    their scores. x [T, D], logits of the router [T, E] (or partial products of it), gate_up [E, 2 * I, D], down [E, D, I]. scales: of weights in
     FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
     num_rows, (_, size, inner) = len(x), down.shape
     hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
@@ -1102,12 +1102,13 @@ def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k:
 def route_experts(logits: Tensor, top_k: int, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
     pairs it has, and in any order which ones: [E], [E, T]."""
-    num_rows, count = logits.shape
+    num_rows, count = logits.shape[-2:]
     scores = logits.new_empty(top_k, num_rows, dtype=torch.float32)
     counts, pairs = logits.new_zeros(count, dtype=torch.int32), logits.new_empty(count, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
         logits, scores, counts, pairs, num_rows, EXPERTS=count, PADDED=tiles.next_power_of_2(count), TOP_K=top_k,
-        CHOICES=tiles.next_power_of_2(top_k), NORMALIZED=normalized, num_warps=1, **launch_options(logits.device))
+        CHOICES=tiles.next_power_of_2(top_k), NORMALIZED=normalized, COUNT=len(logits) if logits.dim() == 3 else 1,
+        num_warps=1, **launch_options(logits.device))
     return scores, counts, pairs
 
 
@@ -1128,12 +1129,16 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 
 @jit
 def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-                 TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr):
+                 TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
+                 PDL: tl.constexpr):
     """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Rows of padding may
     hold anything. They get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     _wait_for_previous_kernel(PDL)
-    x = tl.load(logits + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    x = tl.zeros([PADDED], tl.float32)
+    for part in tl.static_range(COUNT):
+        at = logits + (part * num_rows + token).to(tl.int64) * EXPERTS + expert
+        x += tl.load(at, mask=expert < EXPERTS, other=0.0).to(tl.float32)
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
     x = tl.where(expert < EXPERTS, x, -float("inf"))
     largest, score, chosen = tl.max(x, 0), tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nanopaged import kernel, model, tiles
 from nanopaged.features.fp8 import FP8
-from nanopaged.features.fused import FusedLinear, FusedMLP
+from nanopaged.features.fused import FusedMLP, SplitLinear
 
 
 class Experts(nn.Module):
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 class FusedExperts(Experts):
     """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
-    router_class = FusedLinear
+    router_class = SplitLinear
 
     def forward(self, x: Tensor) -> Tensor:
         e, whole = self.settings, self.whole

@@ -94,7 +94,8 @@ class PlainKernels:
     @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales):
         gate_up, down = map(fp8_weight, (gate_up, down), scales) if scales else (gate_up, down)
-        scores, chosen = F.softmax(logits.float(), dim=1).topk(top_k)
+        logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
+        scores, chosen = F.softmax(logits, dim=1).topk(top_k)
         scores = scores / scores.sum(1, keepdim=True) if normalized else scores
         hidden = model.activate(torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x), activation, True)
         return (torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden) * scores.T[:, :, None]).to(x.dtype)
