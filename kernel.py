@@ -1088,8 +1088,8 @@ def _load_weights(at, exists, column, SIZE: tl.constexpr):
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Tensor) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
-    their scores. x [T, D], logits of the router [T, E] (or partial products of it), gate_up [E, 2 * I, D], down [E, D, I]. scales: of weights in
-    FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
+    their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
+    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
     num_rows, (_, size, inner) = len(x), down.shape
     hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
     if num_rows:
