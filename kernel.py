@@ -1117,7 +1117,8 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
-    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, x.device)
+    memory = tiles.shared_memory(x.device)
+    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory)
     x, x_scale = (x, x) if scale is None else quantize_rows(x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]

@@ -7,15 +7,17 @@ In Qwen3-30B-A3B a layer has 128 experts, and a token takes 8: of 30B weights it
 weights of all experts that any of its tokens takes. One token reads 8 of a layer, 8 tokens read about 52, and 64 tokens
 read 126 if they choose evenly. Decode therefore gains less from batching than in a dense model until all are read.
 
-`Experts` is the plain form, a loop. On a GPU `FusedExperts` computes the same in three launches of kernel.py:
+`Experts` is the plain form, a loop. On a GPU `FusedExperts` computes the same in three launches of kernel.py: the
+choice, and two products, in which the tokens of an expert are the columns of a tile.
 
-    pairs of token and expert     a2  a0  b2  c1  b0  c2     chosen: a by 2 and 0, b by 2 and 0, c by 1 and 2
-    sorted by expert              a0  b0 | c1 | a2  b2  c2   an expert's tokens are the columns of one product
-    the results, by choice        a2  b2  c1                 `add_and_norm` adds these rows up, in this order
-                                  a0  b0  c2
+    token                   a    b    c
+    its experts             2 0  2 0  1 2        the best first
+    tokens of the experts   0: a b   1: c   2: a b c
+    results                 2(a) 2(b) 1(c)       times the scores; the norm that follows adds the rows up, in this order
+                            0(a) 0(b) 2(c)
 
-Nothing there waits for the host, and shapes follow from the number of tokens, so a step can be recorded. A token's
-result does not depend on the others' but for rounding.
+Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. The order in which
+a result is added up depends neither on the other tokens nor on their number.
 """
 from dataclasses import replace
 from functools import partial
@@ -102,10 +104,11 @@ def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
     """For warmup.py: what compiles the kernels. No expert has any tokens, so no weights are read."""
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
     yield partial(kernel.route_experts, make(0, e["count"]), e["top_k"], e["normalized"])
+    memory = tiles.shared_memory(device)
     counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if fp8 else dtype), (make(0, dtype=torch.float32),) * fp8
     for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
-        forms = {tuple(tiles.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, device).items()): n
+        forms = {tuple(tiles.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
