@@ -37,6 +37,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from unittest.mock import patch
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 
@@ -456,18 +457,26 @@ def large(limits: Limits, quick: bool) -> None:
 
 
 def experts(limits: Limits, quick: bool) -> None:
-    """Qwen3-30B-A3B's shape; and how many of a layer's 128 experts a decode step reads, which are its limits."""
-    shape, llm, chosen = SHAPES["30B-A3B"], random_llm(SHAPES["30B-A3B"], max_model_len=9000), list[int]()
+    """Qwen3-30B-A3B's shape; and how many of a layer's 128 experts a decode step reads, on which its limits depend."""
+    shape, llm = SHAPES["30B-A3B"], random_llm(SHAPES["30B-A3B"], max_model_len=9000)
     decode_rows(limits, llm, "30B-A3B", shape, (1, 8, 64))
     workload_row(limits, llm, "30B-A3B", shape)
-    llm.runner.graph_shape = lambda *_: None  # a recorded step calls no hooks
-    for layer in llm.runner.model.layers:
-        layer.mlp.router.register_forward_hook(
-            lambda _, arguments, logits: chosen.append(logits.topk(8).indices.unique().numel()))
     for batch in (1, 8, 64, 256):
-        step_times(llm, random_prompts(1, [512] * batch), 3)
-        row(f"30B-A3B decode, batch {batch}, experts of a layer", statistics.mean(chosen[-2 * 48:]), "of 128",
+        row(f"30B-A3B decode, batch {batch}, experts of a layer", experts_chosen(llm, batch), "of 128",
             note=f"{experts_read(shape, batch):.1f} if each token chose evenly")
+
+
+def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
+    """The number of experts that the tokens of a decode step choose, on average over the layers."""
+    chosen: list[int] = []
+    mixtures = [layer.mlp for layer in llm.runner.model.layers if hasattr(layer.mlp, "router")]
+    hooks = [mlp.router.register_forward_hook(lambda mlp, arguments, _: chosen.append(
+        (arguments[0] @ mlp.weight.T).topk(llm.config.experts["top_k"]).indices.unique().numel())) for mlp in mixtures]
+    with patch.object(llm.runner, "graph_shape", lambda *_: None, create=True):  # a recorded step calls no hooks
+        step_times(llm, random_prompts(1, [context] * batch), 3)
+    for hook in hooks:
+        hook.remove()
+    return statistics.mean(chosen[-2 * len(mixtures):])  # the last steps; those before compute prompts
 
 
 def latency(limits: Limits, quick: bool) -> None:
