@@ -1117,8 +1117,7 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
-    memory = tiles.shared_memory(x.device)
-    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory)
+    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
     x, x_scale = (x, x) if scale is None else quantize_rows(x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
@@ -1205,10 +1204,7 @@ def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_ro
 @jit
 def _load_part(at, i, SIZE: tl.constexpr, TILE: tl.constexpr):
     """A tile along the inner dimension; the last one may be longer than that."""
-    if SIZE % TILE == 0:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=i < SIZE, other=0.0)
+    return tl.load(at) if SIZE % TILE == 0 else tl.load(at, mask=i < SIZE, other=0.0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from nanopaged import kernel, model, tiles
 from nanopaged.features.fp8 import FP8
-from nanopaged.features.fused import FusedMLP, SplitLinear
+from nanopaged.features.fused import FusedMLP, SplitLinear, num_partial_products
 
 
 class Experts(nn.Module):
@@ -90,20 +90,21 @@ class FusedExperts(Experts):
 
 def with_experts(modules: model.Modules) -> model.Modules:
     """The modules for a mixture of experts, made of those for a dense model."""
-    return modules._replace(mlp=partial(make_mlp, FusedExperts if modules.mlp is FusedMLP else Experts, modules.mlp))
+    dense, mixture = modules.mlp, FusedExperts if modules.mlp is FusedMLP else Experts
 
+    def make_mlp(config: model.ModelConfig, index: int, modules: model.Modules) -> nn.Module:
+        make = dense if index in config.experts["dense_layers"] else partial(mixture, dense)
+        return make(config, index, modules)
 
-def make_mlp(mixture: type[Experts], dense: Callable[..., nn.Module], config: model.ModelConfig, index: int,
-             modules: model.Modules) -> nn.Module:
-    make = dense if index in config.experts["dense_layers"] else partial(mixture, dense)
-    return make(config, index, modules)
+    return modules._replace(mlp=make_mlp)
 
 
 def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
                  fp8: bool = False) -> Iterator[Callable[[], Any]]:
     """For warmup.py: what compiles the kernels. No expert has any tokens, so no weights are read."""
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
-    yield partial(kernel.route_experts, make(0, e["count"]), e["top_k"], e["normalized"])
+    for count in {1, num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
+        yield partial(kernel.route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
     memory = tiles.shared_memory(device)
     counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if fp8 else dtype), (make(0, dtype=torch.float32),) * fp8

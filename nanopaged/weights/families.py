@@ -297,17 +297,15 @@ def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[
 
 # ---- Mixtures of experts (nanopaged/features/experts.py)
 
-def mixture(hf: dict[str, Any], count: str, size: int, normalized: bool, dense_layers: Sequence[int] = (),
+def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
             shared_size: int = 0) -> dict[str, Any]:
-    """ModelConfig.experts: the number of experts, how many of them a token chooses, the intermediate size of each,
-    whether the weights of a token's experts add up to 1 (a softmax over all experts does not do that by itself), the
-    layers whose MLP is dense, and the intermediate size of an expert that every token has; 0: none."""
-    check_number(f"config.json: {count}", hf[count], *between(int, 1, 4096))
-    check_number("config.json: num_experts_per_tok", hf["num_experts_per_tok"], *between(int, 1, hf[count]))
-    for one in (size, shared_size or size):
-        check_size("intermediate_size", one)
-    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=size, normalized=bool(normalized),
-                dense_layers=dense_layers, shared_size=shared_size)
+    """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
+    each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
+    an expert that every token has (0: none). count, size: keys of config.json"""
+    for key, most in ((count, 4096), (size, MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
+        check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
+    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
+                dense_layers=dense_layers, shared_size=shared_size and check_size("intermediate_size", shared_size))
 
 
 def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
@@ -315,14 +313,14 @@ def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
     config = mistral(hf)
     config.names = NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
                             "down_proj": "w2"}
-    config.experts = mixture(hf, "num_local_experts", hf["intermediate_size"], True)
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
     return config
 
 
 def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     layers = range(check_size("num_layers", hf["num_hidden_layers"]))
-    experts = mixture(hf, "num_experts", hf["moe_intermediate_size"], hf.get("norm_topk_prob", False),
+    experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
                       [i for i in layers if i in dense or (i + 1) % step])
     return llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows({"use_sliding_window": False} | hf),
                  names=NAMES | {"router": "gate"}, experts=experts)
@@ -330,7 +328,7 @@ def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
 
 def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
     require("OLMoE", hf, dict(clip_qkv=None))
-    experts = mixture(hf, "num_experts", hf["intermediate_size"], hf.get("norm_topk_prob", False))
+    experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
     return llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False, names=NAMES | {"router": "gate"},
                  experts=experts)
 
@@ -340,7 +338,7 @@ def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
     matrices of all experts are stored as one tensor."""
     config, size, shared_size = granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
     config.names = NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
-    config.experts = mixture(hf, "num_local_experts", size, True, shared_size=shared_size)
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
     shared = "block_sparse_moe.shared."
     config.merged = {
         "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
