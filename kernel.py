@@ -1082,6 +1082,132 @@ def _load_weights(at, exists, column, SIZE: tl.constexpr):
 
 
 # --------------------------------------------------------------------------------------------------
+# Mixtures of experts (nanopaged/features/experts.py)
+# --------------------------------------------------------------------------------------------------
+
+def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
+                *scales: Tensor) -> Tensor:
+    """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
+    their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
+    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
+    num_rows, (_, size, inner) = len(x), down.shape
+    hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
+    if num_rows:
+        routed = route_experts(logits, top_k, normalized)
+        experts_product(x, gate_up, *routed, hidden, activation, *scales[:1])
+        experts_product(hidden, down, *routed, out, "", *scales[1:])
+    return out
+
+
+def route_experts(logits: Tensor, top_k: int, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
+    pairs it has, and in any order which ones: [E], [E, T]."""
+    num_rows, count = logits.shape[-2:]
+    scores = logits.new_empty(top_k, num_rows, dtype=torch.float32)
+    counts, pairs = logits.new_zeros(count, dtype=torch.int32), logits.new_empty(count, num_rows, dtype=torch.int32)
+    route_kernel[(num_rows,)](
+        logits, scores, counts, pairs, num_rows, EXPERTS=count, PADDED=tiles.next_power_of_2(count), TOP_K=top_k,
+        CHOICES=tiles.next_power_of_2(top_k), NORMALIZED=normalized, COUNT=len(logits) if logits.dim() == 3 else 1,
+        num_warps=1, **launch_options(logits.device))
+    return scores, counts, pairs
+
+
+def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor,
+                    activation: str, scale: Tensor | None = None) -> None:
+    """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
+    each token. Without: the products times their scores, and x has a row for each pair."""
+    (top_k, num_rows), count = scores.shape, len(counts)
+    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
+    x, x_scale = (x, x) if scale is None else quantize_rows(x)
+    # An expert has at most num_rows pairs, and all together have top_k * num_rows.
+    num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
+    experts_kernel[(cdiv(out.shape[-1], form["ROWS"]), num_tiles)](
+        x, x_scale, weight, x if scale is None else scale, scores, out, counts, pairs, num_rows, OUT=out.shape[-1],
+        SIZE=x.shape[1], EXPERTS=count, PADDED=tiles.next_power_of_2(count), ACTIVATION=activation, **form,
+        **launch_options(x.device))
+
+
+@jit
+def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+                 TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Rows of padding may
+    hold anything. They get different experts all the same, so that no expert has more pairs than there are tokens."""
+    token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
+    _wait_for_previous_kernel(PDL)
+    x = tl.zeros([PADDED], tl.float32)
+    for part in tl.static_range(COUNT):
+        at = logits + (part * num_rows + token).to(tl.int64) * EXPERTS + expert
+        x += tl.load(at, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
+    x = tl.where(expert < EXPERTS, x, -float("inf"))
+    largest, score, chosen = tl.max(x, 0), tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)
+    total = tl.sum(tl.exp(x - largest), 0)
+    for i in tl.static_range(TOP_K):
+        best, at = tl.max(x, 0, return_indices=True)
+        score, chosen = tl.where(n == i, tl.exp(best - largest), score), tl.where(n == i, at, chosen)
+        x = tl.where(expert == at, -float("inf"), x)
+    if NORMALIZED:
+        total = tl.sum(score, 0)
+    exists, pair = n < TOP_K, n * num_rows + token
+    tl.store(scores + pair, score / total, mask=exists)
+    place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
+    tl.store(pairs + chosen * num_rows + place, pair, mask=exists)
+
+
+@jit
+def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
+                   SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+                   PDL: tl.constexpr):
+    """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
+    activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
+    has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
+    not stored."""
+    expert, tile = tl.arange(0, PADDED), tl.program_id(1)
+    FIRST: tl.constexpr = ACTIVATION != ""
+    _wait_for_previous_kernel(PDL)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    last_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
+    at = tl.sum((last_tile <= tile).to(tl.int32), 0)  # the expert of this tile
+    if at >= EXPERTS:
+        return
+    count = tl.sum(tl.where(expert == at, count, 0), 0)
+    tile = tile - tl.sum(tl.where(expert == at, last_tile, 0), 0) + tl.cdiv(count, COLUMNS)
+    column, i = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)
+    source = pair % num_rows if FIRST else pair
+    x_at = x + source.to(tl.int64)[None, :] * SIZE + i[:, None]
+    weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
+    gate_at = weight + weight_row[:, None] * SIZE + i[None, :]
+    sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
+        factors = _load_part(x_at + k, k + i[:, None], SIZE, TILE)
+        sums = tl.dot(_load_part(gate_at + k, k + i[None, :], SIZE, TILE), factors, sums, input_precision="ieee")
+        if FIRST:
+            up = _load_part(gate_at + OUT * SIZE + k, k + i[None, :], SIZE, TILE)
+            up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+    if weight.dtype.element_ty == tl.float8e4nv:
+        of_column = tl.load(x_scale + source)[None, :]
+        sums = sums * of_column * tl.load(scale + weight_row)[:, None]
+        if FIRST:
+            up_sums = up_sums * of_column * tl.load(scale + weight_row + OUT)[:, None]
+    if FIRST:
+        y = _activate(sums.to(out.dtype.element_ty), up_sums.to(out.dtype.element_ty), True, ACTIVATION)
+    else:
+        y = (sums * tl.load(scores + pair)[None, :]).to(out.dtype.element_ty)
+    out_at = out + pair.to(tl.int64)[None, :] * OUT + row[:, None]
+    tl.store(out_at, y, mask=(row < OUT)[:, None] & (column < count)[None, :])
+
+
+@jit
+def _load_part(at, i, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile along the inner dimension; the last one may be longer than that."""
+    return tl.load(at) if SIZE % TILE == 0 else tl.load(at, mask=i < SIZE, other=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
 # Sampling
 # --------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ class ModelConfig:
     ropes: list[dict[str, Any]] = field(default_factory=list)  # each: rope_theta, rope_type, that type's parameters
     layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
+    experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
@@ -163,13 +164,12 @@ class Layer(nn.Module):
             self.q_norm, self.k_norm = Norm(c, c.num_heads * c.head_dim), Norm(c, c.num_kv_heads * c.head_dim)
         self.o_proj = m.residual_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
         self.post_attention_layernorm, self.mlp_post_norm = pre_norm(), post_norm()
-        self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.mlp = m.mlp(c, index, m)
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """[T, D] -> [T, D]"""
         x = x + self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """Write the K and V of all tokens into their slots, then attend through the block tables: [T, D] -> [T, D]."""
@@ -188,11 +188,6 @@ class Layer(nn.Module):
                               v_scale=v_scale, **batch.hints)  # [T, H, head_dim], like q
         return self.attention_post_norm(self.o_proj(o.flatten(1)))
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]"""
-        x = activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp)
-        return self.mlp_post_norm(self.down_proj(x))
-
 
 class LastLayer(Layer):
     """Returns only the rows whose logits are read, [rows, D]: as a rule the last row of each sequence that samples. The
@@ -201,6 +196,19 @@ class LastLayer(Layer):
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)
         return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
+
+
+class MLP(nn.Module):
+    """Two matrix products with a nonlinearity between them: [T, D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, index: int, modules: "Modules") -> None:
+        super().__init__()
+        self.config, c, m = config, config, modules
+        self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
 
 
 class Embedding(nn.Module):
@@ -252,6 +260,7 @@ class Modules(NamedTuple):
     embedding: type[Embedding] = Embedding
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer
+    mlp: Callable[..., nn.Module] = MLP  # of a layer; also many small ones (nanopaged/features/experts.py)
     norm: type[Norm] = Norm
     linear: Callable[..., Linear] = Linear
     residual_linear: Callable[..., Linear] = Linear  # o_proj and down_proj: results are added to the residual stream
@@ -323,5 +332,5 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dic
         rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
     elif module == "gate_up_proj" and config.gated_mlp:
         rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
-    return {".".join(config.names.get(word, word) for word in (*path, part, kind)): target
+    return {".".join(filter(None, (config.names.get(word, word) for word in (*path, part, kind)))): target
             for part, target in rows.items()}

@@ -24,7 +24,7 @@ class ShortLastLayer(model.Layer):
                 kernels: kernel.Kernels) -> Tensor:
         o = self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
         x = select_rows(x, batch) + o
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanopaged import kernel, model, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.device.transfer import as_current
+from nanopaged.options import feature
 from nanopaged.tiles import DECODE_SIZES, MAX_DECODE_SIZE
 
 MOST_THREADS = 8
@@ -115,3 +116,5 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, 
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
     yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))
+    if c.experts:
+        yield from feature("experts", "a mixture of experts").kernel_forms(c, dtype, device, fp8)

@@ -119,10 +119,27 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         sizes = dict(SIZE=12288, PADDED=16384)
         yield partial(compile_kernel, kernel.quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
                       scale="*fp32")
+    routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
+    route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
+    yield partial(compile_kernel, kernel.route_kernel, route, dtype, capability, 1, **routed)
+    for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
+        for is_fp8 in (False, True) if capability >= 89 else (False,):
+            yield partial(experts, capability, dtype, act, num_tokens, is_fp8, routed)
     picked = dict(best="*fp32", at="*i32", out="*i64")
     yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)
     yield partial(compile_kernel, kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
+
+
+def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, is_fp8: bool, types: dict):
+    """experts_kernel as `experts_product` would launch it."""
+    kind, memory = torch.float8_e4m3fn if is_fp8 else dtype, SHARED_MEMORY[capability] * 1024
+    form = tiles.experts_form(num_tokens, 6, 40, act != "", kind, memory)
+    warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form)
+    kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | dict.fromkeys(("x_scale", "scale"), "*fp32") if is_fp8 else (
+        dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
+    compiled = compile_kernel(kernel.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
+    assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: tuple) -> bool:

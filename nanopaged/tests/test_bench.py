@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import bench
-from nanopaged.tests.helpers import ROOT
+from nanopaged.tests.helpers import ROOT, load
 from nanopaged.text.tokenizer import load_tokenizer
 
 TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1)
@@ -50,6 +50,14 @@ def test_bench_times_steps_and_leaves_an_idle_engine():
     assert tiny.engine.is_idle and not tiny.requests
 
 
+def test_bench_counts_experts(monkeypatch):
+    monkeypatch.setattr(bench, "random_prompts", lambda seed, lengths: [[i] * 8 for i, _ in enumerate(lengths)])
+    llm = load("qwen3-moe", device="cpu")
+    assert bench.experts_chosen(llm, 1, 8) == 3 and 3 <= bench.experts_chosen(llm, 4, 8) <= 7
+    assert bench.experts_read(dict(num_experts=7, num_experts_per_tok=3), 2) == pytest.approx(7 - 7 * (4 / 7) ** 2)
+    assert bench.experts_read({}, 5) == 1 and llm.engine.is_idle
+
+
 def test_the_tokenizer_of_random_words_is_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(bench.random_tokenizer(100)))
     tokenizer = load_tokenizer(tmp_path)
@@ -66,7 +74,8 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])
     monkeypatch.setattr(bench, "workload_256", lambda *_: ([[0]], [1]))
-    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
+    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after",
+                 "experts_chosen"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))

@@ -11,6 +11,7 @@ from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
     GOLDEN,
     GREEDY,
+    MIXTURES,
     PROMPT,
     assert_golden,
     expectations,
@@ -41,8 +42,9 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[name]), f"{name} is {reason}.*, which nanopaged does not run; known are GPT2LMH")
       for name, reason in dict(
           MambaForCausalLM="a state-space model", GraniteMoeHybridForCausalLM="Granite 4, with state-space layers",
-          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes", MixtralForCausalLM="a mixture of experts",
-          Qwen3MoeForCausalLM="a mixture of experts", BertModel="an embedding model",
+          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes", GptOssForCausalLM="gpt-oss, a mixture of",
+          DeepseekV3ForCausalLM="a mixture of experts with latent attention, as DeepSeek's",
+          Qwen2MoeForCausalLM="a mixture of experts of another form", BertModel="an embedding model",
           Gemma3TextModel="an embedding model").items()),
     *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
       for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2_5_VLForConditionalGeneration": {},
@@ -83,6 +85,14 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
       for key, name in dict(head_dim="head_dim", hidden_size="hidden_size", vocab_size="vocab_size",
                             intermediate_size="intermediate_size", num_attention_heads="num_heads",
                             max_position_embeddings="max_position_embeddings").items()),
+    *((dict(architectures=[architecture], **change), message) for architecture, change, message in (
+        ("MixtralForCausalLM", dict(num_experts_per_tok=2), "must have 'num_local_experts', which is missing"),
+        ("MixtralForCausalLM", dict(num_local_experts=10**9), "num_local_experts must be .* not 1000000000"),
+        ("MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=5), "per_tok must be .* not 5"),
+        ("OlmoeForCausalLM", dict(clip_qkv=8.0), "OLMoE with clip_qkv=8.0 is not supported"),
+        ("Qwen3MoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size="x"), "not 'x'"),
+        ("Qwen3MoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+                                     decoder_sparse_step=0), "no Qwen3MoeForCausalLM can have"))),
     (dict(max_position_embeddings=10**9), "max_position_embeddings must be an integer from 1 to 8388608"),
     (dict(rope_theta=10**400), "rope_theta must be .* below 1e15"),
     (dict(architectures=["MistralForCausalLM"], sliding_window=10**29), r"below 2\^31.* windows of \[10"),
@@ -102,6 +112,14 @@ def test_keys_that_are_null_or_missing():
 def test_qwens_windows_are_used_if_config_json_says_so(is_used, windows):
     qwen = dict(architectures=["Qwen2ForCausalLM"], num_hidden_layers=2, sliding_window=64, max_window_layers=1)
     assert read_model_config(LLAMA | qwen | dict(use_sliding_window=is_used)).sliding_windows == windows
+
+
+def test_which_layers_have_experts():
+    qwen = LLAMA | dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=8, num_experts=4,
+                        num_experts_per_tok=2, moe_intermediate_size=8)
+    for change, dense in (({}, []), (dict(mlp_only_layers=[0, 5]), [0, 5]), (dict(decoder_sparse_step=2), [0, 2, 4, 6]),
+                          (dict(decoder_sparse_step=3, mlp_only_layers=[2]), [0, 1, 2, 3, 4, 6, 7])):
+        assert read_model_config(qwen | change).experts["dense_layers"] == dense
 
 
 def test_both_spellings_of_rope_settings_mean_the_same():
@@ -143,7 +161,7 @@ def test_the_longest_text_of_scaled_ropes():
 # Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
 # --------------------------------------------------------------------------------------------------
 
-SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
+SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3", *MIXTURES]
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -171,7 +189,7 @@ def test_logits_in_bfloat16(variant):
     assert norms == {torch.float32 if variant in ("gemma3", "olmo2", "olmo3") else torch.bfloat16}
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "granite", "phi3"])
+@pytest.mark.parametrize("variant", ["gemma3", "granite", "granite-moe-shared", "phi3"])
 def test_random_weights_are_a_checkpoint_s(variant):
     llm = load(variant, load_format="dummy", device="cpu")
     assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 24

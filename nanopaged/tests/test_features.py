@@ -68,6 +68,7 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
+    experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
@@ -157,7 +158,7 @@ KNOWN = dict(
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server", 8),
-    router=("router|pools", "router", 12))
+    router=("pools|data_parallel|^routers?$", "router|experts", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}

@@ -86,7 +86,8 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
-    *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3"))], ids=str)
+    *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3", "qwen3-moe", "olmoe",
+                                 "granite-moe-shared"))], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """The steps are with prompts and without, padded and full, and in some of them not all sequences sample."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])

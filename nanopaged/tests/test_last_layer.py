@@ -11,7 +11,7 @@ def test_the_rows_of_the_last_layer():
     decoder, batches, num_rows = llm.runner.model, [], []
     decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
     for layer in decoder.layers:
-        layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
     for prompt in ([1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]):
         llm.add_request(prompt, GREEDY)
         if prompt[0] == 1:

@@ -2,7 +2,8 @@
 
 Loading changes some families' tensors, and each change saves the decoder a branch. GPT-2 and Phi-3 store q, k and v
 as one matrix, Phi-3 gate and up as another: they are split. Gemma 3 stores a norm's weight minus 1, which is added.
-Granite divides the logits: here the last norm's weight is divided.
+Granite divides the logits: here the last norm's weight is divided. Its mixtures of experts store the matrices of all
+experts as one tensor, which is split.
 
 **Partial rope** (Phi-4-mini): the first numbers of a head rotate, and a pair is number i of their first half and number
 i of their second half. The kernels pair the halves of the whole head. Here the rows of q and k change places, which
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.options import feature
 from nanopaged.rope import make_rope_table, rotary_dim
 
 
@@ -30,7 +32,7 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     """A Transformer with a checkpoint's tensors, for texts of num_positions tokens. Each is copied by itself, so memory
     holds the weights once. ValueError: too little memory, or the arguments of `model.load_weights` do not fit."""
     with torch.device("meta"):  # shapes without memory
-        built = model.Transformer(config, modules)
+        built = model.Transformer(config, modules_for(config, modules))
     types = {parameter: torch.float32 if name.endswith(".scale") else parameter.dtype if parameter.itemsize == 1
              else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
@@ -50,12 +52,23 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     return built.eval().requires_grad_(False)
 
 
+def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
+    """The modules; for a mixture of experts with its MLPs."""
+    if config.experts:
+        return feature("experts", "a mixture of experts").with_experts(modules)
+    return modules
+
+
 def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with their names, and the parts of config.merged in place of a merged one."""
+    """The tensors with their names, and the parts of config.merged in place of a merged one. A merged tensor of three
+    dimensions has the matrices of all experts."""
     for name, tensor in tensors:
-        module = name.split(".")[-2:][0]
+        module = next((module for module in config.merged if f".{module}." in f".{name}"), "")
         rows, dim = config.merged.get(module, {}), int(config.transposed and tensor.dim() == 2)
-        if rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
+        if rows and tensor.dim() == 3:
+            whole = enumerate(tensor)
+            yield from unmerge(((name.replace(module, f"experts.{i}.{module}"), one) for i, one in whole), config)
+        elif rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
             parts = tensor.split([*rows.values()], dim)
             yield from ((name.replace(module, part), one) for part, one in zip(rows, parts))
         else:
@@ -86,7 +99,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
                    seed: int) -> Iterator[tuple[str, Tensor]]:
     """Random weights, as a checkpoint's tensors. They are the same on any number of GPUs."""
     with torch.device("meta"):
-        whole = model.Transformer(config)
+        whole = model.Transformer(config, modules_for(config))
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
         weight = torch.ones(parameter.shape, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ the decoder does not implement raises a ValueError, and so does an impossible va
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -154,8 +154,7 @@ def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: Tr
 # The families
 # --------------------------------------------------------------------------------------------------
 
-ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-NAMES = ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+NAMES = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 def llama(hf: dict[str, Any], can_be_partial: bool = False, **switches: Any) -> model.ModelConfig:
@@ -201,8 +200,8 @@ def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
         transposed=True,
         names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
                "input_layernorm": "ln_1", "q_proj": "attn.q_proj", "k_proj": "attn.k_proj", "v_proj": "attn.v_proj",
-               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc",
-               "down_proj": "mlp.c_proj"},
+               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "c_fc",
+               "down_proj": "c_proj"},
         merged={"c_attn": dict.fromkeys(("q_proj", "k_proj", "v_proj"), hf["n_embd"])})
 
 
@@ -215,9 +214,9 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
         norm_eps=1e-5,
         activation=hf.get("activation_function", "relu"),
         position_offset=2,
-        names=ATTENTION | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
-                           "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
-                           "gate_up_proj": "fc1", "down_proj": "fc2"})
+        names=NAMES | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+                       "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
+                       "mlp": "", "gate_up_proj": "fc1", "down_proj": "fc2"})
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
@@ -298,6 +297,58 @@ def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[
     return dict(ropes=ropes, layer_ropes=is_local, sliding_windows=[(hf["sliding_window"] or 0) * i for i in is_local])
 
 
+# ---- Mixtures of experts (nanopaged/features/experts.py)
+
+def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
+            shared_size: int = 0) -> dict[str, Any]:
+    """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
+    each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
+    an expert that every token has (0: none). count, size: keys of config.json"""
+    for key, most in ((count, 4096), (size, MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
+        check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
+    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
+                dense_layers=dense_layers, shared_size=shared_size and check_size("intermediate_size", shared_size))
+
+
+def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
+    config = mistral(hf)
+    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
+                            "down_proj": "w2"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
+    return config
+
+
+def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    layers = range(check_size("num_layers", hf["num_hidden_layers"]))
+    experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
+                      [i for i in layers if i in dense or (i + 1) % step])
+    return llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows({"use_sliding_window": False} | hf),
+                 names=NAMES | {"router": "gate"}, experts=experts)
+
+
+def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
+    require("OLMoE", hf, dict(clip_qkv=None))
+    experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
+    return llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False, names=NAMES | {"router": "gate"},
+                 experts=experts)
+
+
+def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    """Its softmax goes over the chosen experts only: the same numbers as of one over all, divided by their sum. The
+    matrices of all experts are stored as one tensor."""
+    config, size, shared_size = granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
+    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
+    shared = "block_sparse_moe.shared."
+    config.merged = {
+        "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
+        "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
+        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
+    return config
+
+
 # config.json of a multimodal Gemma 3 names only what differs from these.
 GEMMA3: dict[str, Any] = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
@@ -309,7 +360,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3, "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe, "OlmoeForCausalLM": olmoe, "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeSharedForCausalLM": granite_moe,
 }
 # Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
 MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
@@ -318,6 +371,8 @@ REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4, with state-space layers",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
-    "Moe|MoE|Mixtral": "a mixture of experts",
+    "^GptOss": "gpt-oss, a mixture of experts with biases, sinks in attention and weights of 4 bits",
+    "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
+    "Moe|MoE|Mixtral": "a mixture of experts of another form",
     "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",
 }

@@ -137,7 +137,7 @@ class ParallelRunner(Runner):
         part = find_cuts(whole, config, rank, size, modules)
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
-            layer.o_proj.buffer, layer.down_proj.buffer = self.sums
+            layer.o_proj.buffer, layer.mlp.down_proj.buffer = self.sums
         built.embed_tokens.buffer = self.sums[1]
         self.model = built
 

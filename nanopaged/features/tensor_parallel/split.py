@@ -24,6 +24,8 @@ def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
     if config.all_heads_norm:
         raise ValueError(f"tensor_parallel_size {size} cannot split a model whose norms go over all heads of q and k "
                          "(OLMo 2 and 3); use data_parallel_size, or one GPU")
+    if config.experts:
+        raise ValueError(f"tensor_parallel_size {size} cannot split experts; use data_parallel_size, or one GPU")
 
     def fits(size: int) -> bool:
         return config.num_heads % size == 0 and 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
