@@ -1085,6 +1085,22 @@ def _load_weights(at, exists, column, SIZE: tl.constexpr):
 # Mixtures of experts (nanopaged/features/experts.py)
 # --------------------------------------------------------------------------------------------------
 
+def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
+                 shared_memory: int) -> dict[str, int]:
+    """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
+    of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
+    memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
+    mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
+    most = 128 if is_large and mean >= 128 else 64
+    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
+    rows, tile, stages, warps = 64, 64, 2, 4
+    if is_large and columns <= 16:
+        rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
+    elif is_large:
+        rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 32, 6, 8) if columns > 64 else (256, 64, 4, 8)
+    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps)
+
+
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Tensor) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
@@ -1117,7 +1133,7 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
-    form = tiles.experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
+    form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
     x, x_scale = (x, x) if scale is None else quantize_rows(x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]

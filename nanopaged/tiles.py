@@ -171,22 +171,6 @@ def store_constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size
                 HALF_PADDED=next_power_of_2(head_dim // 2), num_warps=4 if num_heads * head_dim <= 4096 else 8)
 
 
-def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
-                 shared_memory: int) -> dict[str, int]:
-    """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
-    of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
-    memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
-    mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > LARGE_SHARED_MEMORY
-    most = 128 if is_large and mean >= 128 else 64
-    columns = 8 if num_rows <= 8 else min(most, max(16, next_power_of_2(int(2 * mean))))
-    rows, tile, stages, warps = 64, 64, 2, 4
-    if is_large and columns <= 16:
-        rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
-    elif is_large:
-        rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 32, 6, 8) if columns > 64 else (256, 64, 4, 8)
-    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps)
-
-
 # --------------------------------------------------------------------------------------------------
 # Work lists
 # --------------------------------------------------------------------------------------------------

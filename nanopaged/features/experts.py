@@ -21,7 +21,7 @@ a result is added up depends neither on the other tokens nor on their number.
 """
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from nanopaged import kernel, model, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features.fused import FusedMLP, SplitLinear, num_partial_products
+from nanopaged.inputs import between, check_number
+from nanopaged.weights import families
 
 
 class Experts(nn.Module):
@@ -109,7 +111,7 @@ def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
     counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if fp8 else dtype), (make(0, dtype=torch.float32),) * fp8
     for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
-        forms = {tuple(tiles.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
+        forms = {tuple(kernel.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
@@ -118,3 +120,59 @@ def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
     for num_rows in (1, kernel.MOST_FEW_ROWS + 1):
         parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
         yield partial(kernel.add_and_norm, parts, parts[0], norm, None, c.norm_eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# The families
+# --------------------------------------------------------------------------------------------------
+
+def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
+            shared_size: int = 0) -> dict[str, Any]:
+    """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
+    each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
+    an expert that every token has (0: none). count, size: keys of config.json"""
+    for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
+        check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
+    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
+                dense_layers=dense_layers,
+                shared_size=shared_size and families.check_size("intermediate_size", shared_size))
+
+
+def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
+    config = families.mistral(hf)
+    config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
+                            "down_proj": "w2"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
+    return config
+
+
+def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    layers = range(families.check_size("num_layers", hf["num_hidden_layers"]))
+    experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
+                      [i for i in layers if i in dense or (i + 1) % step])
+    windows = families.windows({"use_sliding_window": False} | hf)
+    return families.llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows,
+                          names=families.NAMES | {"router": "gate"}, experts=experts)
+
+
+def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
+    families.require("OLMoE", hf, dict(clip_qkv=None))
+    experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
+    return families.llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False,
+                          names=families.NAMES | {"router": "gate"}, experts=experts)
+
+
+def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    """Its softmax goes over the chosen experts only: the same numbers as of one over all, divided by their sum. The
+    matrices of all experts are stored as one tensor."""
+    config, size, shared_size = families.granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
+    config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
+    shared = "block_sparse_moe.shared."
+    config.merged = {
+        "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
+        "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
+        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
+    return config

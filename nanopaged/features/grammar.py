@@ -86,7 +86,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
-        source = params.source
+        source = source_of(params)
         found = self.compiled.get(source) or self._compile(*source)
         self._keep(source, found)
         if isinstance(found, str):
@@ -99,7 +99,7 @@ class GrammarCompiler:
         llguidance takes hours for some schemas of 900 bytes, and a thread cannot be ended. So a process compiles the
         grammar first, which ends itself when the time is over.
         """
-        source = params.source
+        source = source_of(params)
         if source in self.compiled:
             return
         async with self.turn:
@@ -145,6 +145,45 @@ class GrammarCompiler:
             return compiled.get_error() or compiled
         except (ValueError, TypeError) as problem:
             return str(problem)
+
+
+def source_of(params: StructuredOutputsParams) -> tuple[str, str]:
+    """llguidance's name for the kind of grammar, and the grammar as text. ValueError if json is no JSON."""
+    if params.choice is not None:
+        # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
+        return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}"
+    if params.regex is not None:
+        return "regex", params.regex
+    if params.grammar is not None:
+        return "grammar" if "::=" in params.grammar else "lark", params.grammar
+    schema = {"type": "object"} if params.json is None else params.json
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if params.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
+            text = json.dumps(_close_objects(json.loads(text)))
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
+    return "json", text
+
+
+def _close_objects(schema: Any) -> Any:
+    """The schema with additionalProperties false in each object that has properties and does not say it."""
+    if isinstance(schema, list):
+        return [_close_objects(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            value = {name: _close_objects(part) for name, part in value.items()}
+        elif key in ("items", "prefixItems", "additionalProperties") \
+                or key in ("anyOf", "oneOf") and "properties" not in schema:
+            value = _close_objects(value)
+        closed[key] = value
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
+    if "properties" in schema and others.isdisjoint(schema):
+        closed["additionalProperties"] = False
+    return closed
 
 
 class _Vocabulary:

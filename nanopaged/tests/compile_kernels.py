@@ -134,7 +134,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, is_fp8: bool, types: dict):
     """experts_kernel as `experts_product` would launch it."""
     kind, memory = torch.float8_e4m3fn if is_fp8 else dtype, SHARED_MEMORY[capability] * 1024
-    form = tiles.experts_form(num_tokens, 6, 40, act != "", kind, memory)
+    form = kernel.experts_form(num_tokens, 6, 40, act != "", kind, memory)
     warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form)
     kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | dict.fromkeys(("x_scale", "scale"), "*fp32") if is_fp8 else (
         dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))

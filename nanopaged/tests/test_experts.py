@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import test_paged
-from nanopaged import LLM, kernel, tiles
+from nanopaged import LLM, kernel
 from nanopaged.features import fused
 from nanopaged.features.fp8 import quantize
 from nanopaged.tests.helpers import (
@@ -104,7 +104,7 @@ def test_weights_in_8_bits(num_rows):
 def test_tiles_fit_the_shared_memory_of_any_card(memory, dtype):
     for num_rows in (1, 8, 64, 500, 8192):
         for gated in (False, True):
-            form = tiles.experts_form(num_rows, 8, 128, gated, dtype, memory * 1024)
+            form = kernel.experts_form(num_rows, 8, 128, gated, dtype, memory * 1024)
             rows = form["ROWS"] * (1 + gated) + form["COLUMNS"]
             assert rows * form["TILE"] * dtype.itemsize * form["STAGES"] <= memory * 1024
 

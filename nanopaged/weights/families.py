@@ -7,7 +7,7 @@ the decoder does not implement raises a ValueError, and so does an impossible va
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import torch
 
@@ -37,13 +37,16 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
+    if architecture not in [*FAMILIES, *MIXTURES]:  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
+    read = FAMILIES.get(architecture)
+    if read is None:
+        read = vars(feature("experts", "a mixture of experts"))[MIXTURES[architecture]]
     fp8, quantized = None, hf.get("quantization_config")
     if quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
-        config = FAMILIES[architecture](hf)
+        config = read(hf)
         check_config(config)
     except KeyError as missing:
         raise ValueError(f"config.json of a {architecture} must have {missing}, which is missing here") from None
@@ -297,58 +300,6 @@ def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[
     return dict(ropes=ropes, layer_ropes=is_local, sliding_windows=[(hf["sliding_window"] or 0) * i for i in is_local])
 
 
-# ---- Mixtures of experts (nanopaged/features/experts.py)
-
-def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
-            shared_size: int = 0) -> dict[str, Any]:
-    """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
-    each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
-    an expert that every token has (0: none). count, size: keys of config.json"""
-    for key, most in ((count, 4096), (size, MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
-        check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
-    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
-                dense_layers=dense_layers, shared_size=shared_size and check_size("intermediate_size", shared_size))
-
-
-def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
-    config = mistral(hf)
-    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
-                            "down_proj": "w2"}
-    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
-    return config
-
-
-def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    layers = range(check_size("num_layers", hf["num_hidden_layers"]))
-    experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
-                      [i for i in layers if i in dense or (i + 1) % step])
-    return llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows({"use_sliding_window": False} | hf),
-                 names=NAMES | {"router": "gate"}, experts=experts)
-
-
-def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
-    require("OLMoE", hf, dict(clip_qkv=None))
-    experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
-    return llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False, names=NAMES | {"router": "gate"},
-                 experts=experts)
-
-
-def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
-    """Its softmax goes over the chosen experts only: the same numbers as of one over all, divided by their sum. The
-    matrices of all experts are stored as one tensor."""
-    config, size, shared_size = granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
-    config.names = NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
-    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
-    shared = "block_sparse_moe.shared."
-    config.merged = {
-        "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
-        "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
-        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
-    return config
-
-
 # config.json of a multimodal Gemma 3 names only what differs from these.
 GEMMA3: dict[str, Any] = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
@@ -360,10 +311,11 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3, "MixtralForCausalLM": mixtral,
-    "Qwen3MoeForCausalLM": qwen3_moe, "OlmoeForCausalLM": olmoe, "GraniteMoeForCausalLM": granite_moe,
-    "GraniteMoeSharedForCausalLM": granite_moe,
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
 }
+# Mixtures of experts: an architecture, and its function in features/experts.py
+MIXTURES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe",
+            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe"}
 # Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
 MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
               "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM")}
