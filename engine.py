@@ -20,9 +20,8 @@ up with `num_tokens`. When it has, the step samples the next token.
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
 `Engine` has this loop. On a GPU it plans the next step before it reads the tokens of this one (lookahead). The file is
-plain Python without torch: nanopaged/device/runner.py computes the steps, and nanopaged/api/llm.py has what users call.
-LLM runs these very classes. A rare request has a subclass of Sequence (a grammar, a beam), and a rare option replaces
-the BlockManager or the Scheduler (swapping, drafts).
+plain Python without torch: nanopaged/device/runner.py computes the steps. LLM, which users call, runs these very
+classes. A rare request has a subclass of Sequence, and a rare option replaces the BlockManager or the Scheduler.
 """
 import itertools
 from bisect import bisect_left, insort
@@ -143,13 +142,6 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
 
 
-class Update(NamedTuple):
-    """What the caller learns of a step that was read."""
-    step: SchedulerOutput
-    sampled: Sampled
-    appended: list[tuple[Sequence, int]]  # the sequences that got a token, and its index in `sampled`
-
-
 # --------------------------------------------------------------------------------------------------
 # BlockManager
 # --------------------------------------------------------------------------------------------------
@@ -187,8 +179,7 @@ class BlockManager:
     end is reused before its beginning: an end cannot be found without its beginning.
 
     **Copy-on-write.** Samples of one prompt and beams (nanopaged/features/samples.py, beam.py) also share a block that
-    is not full. A sequence that writes into a block that others hold gets a copy. The last holder
-    writes into the original:
+    is not full. A sequence that writes into a block that others hold gets a copy. The last holder keeps the original:
 
         A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
     """
@@ -230,8 +221,7 @@ class BlockManager:
         must_copy = is_there and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if is_there and not must_copy and table[index] in self.key_of_block:
-            # Only this sequence holds the block, but the prefix cache would still find it by its old tokens. (With
-            # samples: A filled and offered the block, B shared its first half, A ended, and B writes the second half.)
+            # Only this sequence holds it, but the prefix cache would still find it by its old tokens (samples.py).
             self.evict(table[index])
         if not (num_missing or must_copy):
             return True
@@ -248,9 +238,8 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But each
-        layer stores the K and V of all sequences before it attends, so a sequence of the same step may share them,
-        too."""
+        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But a layer
+        stores the K and V of all sequences before it attends, so a sequence of the same step may share them, too."""
         if not self.enable_prefix_caching:
             return
         # With lookahead the last scheduled token has no id yet, so its block waits one step.
@@ -276,8 +265,7 @@ class BlockManager:
         seq.num_sent_blocks = -1
 
     def preempt(self, seq: Sequence) -> Status:
-        """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute), but
-        for those that the prefix cache still has."""
+        """Take the sequence's blocks; its new status. Tokens that are not cached are computed again (recompute)."""
         self.free(seq)
         return Status.WAITING
 
@@ -370,12 +358,11 @@ class Scheduler:
     the pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order.
     Equal priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older
     long prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for
-    more urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait.
+    more urgent prompts.
 
-    Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the
-    pool's tokens. (With a sliding window longer texts fit, see features/swapping.py.) So the first sequence in the
-    order always fits, at the latest after all others are preempted. With equal priorities each sequence is the first in
-    the end.
+    Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the pool's
+    tokens. So the first sequence in the order always fits, at the latest after all others are preempted. With equal
+    priorities each sequence is the first in the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -484,9 +471,8 @@ class Scheduler:
         return appended
 
     def undo(self, step: SchedulerOutput) -> None:
-        """Take back a step that was planned and is not computed. Nothing was written into the blocks that it offered,
-        so they leave the prefix cache. Its sequences lose their blocks and start over, and so do those that it
-        preempted (with swapping, their blocks were not moved to the host)."""
+        """Take back a step that is not computed. Nothing was written into the blocks that it offered, so they leave the
+        prefix cache. Its sequences, and those that it preempted, lose their blocks and start over."""
         for block in step.cached:
             self.block_manager.evict(block)
         for seq, position in zip(step.sampled, step.positions):
@@ -534,19 +520,12 @@ class Engine:
     When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
     the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
     Its blocks are freed at once, although a launched step still writes into one of them. That is safe: a step that
-    reuses the block is launched later, and the device runs steps in order. A lookahead of 2 would not keep the device
-    busier. The counters of a prompt with the tokens 0 to 7:
-
-                              admitted   0 to 7 scheduled   8 scheduled   8 appended   9 scheduled
-        num_computed_tokens   0          8                  9             9            10
-        num_pending_tokens    0          1                  2             1            2
-        num_tokens            8          9                  10            10           11
-    """
+    reuses the block is launched later, and the device runs steps in order."""
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()  # not read yet, the oldest first
-        self.updates: deque[Update] = deque()  # of the steps that were read, for the caller to take
+        self.updates: deque[tuple] = deque()  # for the caller: (step, Sampled, the result of Scheduler.update)
 
     def step(self) -> bool:
         """Launch a step, and read as many as must be read before the next one is planned. False: nothing was launched
@@ -584,7 +563,7 @@ class Engine:
         step, read = self.launched[0]
         sampled = read()  # waits for the device
         self.launched.popleft()
-        self.updates.append(Update(step, sampled, self.scheduler.update(step, sampled)))
+        self.updates.append((step, sampled, self.scheduler.update(step, sampled)))
 
     @property
     def is_idle(self) -> bool:

@@ -162,7 +162,8 @@ KNOWN = dict(
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
-ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py"}
+ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
+             "experts.py"}
 
 
 def identifiers(path: Path):
