@@ -220,7 +220,7 @@ def test_a_step_tells_the_blocks_that_are_held_on_all_devices():
     whole, *_ = router(num_blocks=10)
     add(whole, range(6), range(10, 22))
     whole.step()
-    assert [update.step.num_held_blocks for update in whole.updates] == [5, 5]
+    assert [step.num_held_blocks for step, _, _ in whole.updates] == [5, 5]
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():
