@@ -34,7 +34,7 @@ from torch import Tensor
 from nanopaged import engine
 from nanopaged.device.sampler import LogitsStep, SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, to_device
+from nanopaged.device.transfer import integers
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
@@ -385,6 +385,7 @@ class Masks(LogitsStep):
 
     def redraw(self, runner: Any, batch: StepInput, indices: list[int], tokens: Tensor,
                plan: dict[int, tuple[Any, int]]) -> Tensor:
+        tokens = tokens.clone()  # graphs share memory: the replay below may write where the step's tokens are
         if masked := {indices[row]: seq for row, seq in self.masked(plan).items()}:
             at, drawn = self._replay(runner, batch, masked)
             tokens.index_copy_(0, at, drawn)
@@ -404,7 +405,8 @@ class Masks(LogitsStep):
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [runner.max_num_seqs] * padding,
                             [batch.seq_lens[i] for i in at] + [0] * padding])
-        self.recorded_input[:len(message)].copy_(to_device(self.masks.device, message))
+        message = message.pin_memory() if self.masks.is_cuda else message
+        self.recorded_input[:len(message)].copy_(message, non_blocking=True)
         if size not in self.recorded:
             self.recorded[size] = runner._record(partial(self._static_step, runner), size)
         graph, rows, tokens = self.recorded[size]

@@ -21,7 +21,7 @@ from nanopaged import kernel
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, to_device
+from nanopaged.device.transfer import integers
 from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE, MAX_PREFIX_COLUMNS, MOST_ENTRIES
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
@@ -184,7 +184,9 @@ class GraphRunner(Runner):
         fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
-        self.graph_input[:len(message)].copy_(to_device(self.device, message))
+        if self.device.type == "cuda":
+            message = message.pin_memory()
+        self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         self._run(graph)
         *_, lens, rows, _, _, _ = self.graph_input[:len(message)].split(shape.layout)

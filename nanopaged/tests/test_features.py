@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.api.assemble import pick_runner
+from nanopaged import LLM, BeamSearchParams, SamplingParams, kernel
+from nanopaged.api.assemble import load, pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
@@ -62,6 +62,12 @@ def on_a_gpu():
         pick_runner(options, torch.device("cuda"))
 
 
+def on_triton():
+    """What is put together for attention in Triton."""
+    runner = SimpleNamespace(kernels=kernel.TRITON, device=torch.device("cpu"), load=list)
+    load(runner, SimpleNamespace(disable_cascade_attn=None), [])
+
+
 PROMPT = "--prompt", "ROMEO:", "--max-tokens", "4"
 # Who asks for each feature. Those that nobody asks for come with the line on stderr where they are missed.
 ASK = dict(
@@ -77,7 +83,7 @@ ASK = dict(
     server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
-    cascade=lambda: llm(attention="triton"), fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm,
+    cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm,
     recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 

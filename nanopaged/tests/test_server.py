@@ -1,4 +1,5 @@
 """The server over HTTP: OpenAI's client, and raw sockets for what clients do wrong."""
+import asyncio
 import contextlib
 import errno
 import itertools
@@ -17,9 +18,10 @@ from email.message import Message
 from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 
 import bench
 import nanopaged
@@ -27,7 +29,7 @@ from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT
 from nanopaged.features.server.openai import Serving
 from nanopaged.features.server.responses import RESPONSES
-from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.helpers import ROOT, load, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
 from nanopaged.tests.test_openai import CALL, TOOLS, needs_grammar, serving_of
@@ -822,3 +824,19 @@ def test_metrics_of_drafts():
     drafts, proposed, accepted = (number(text, f"spec_decode_num_{name}_total")
                                   for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert 0 < drafts <= proposed and accepted <= proposed
+
+
+@pytest.mark.parametrize("most, cores, variables, calls", [
+    (2**24, 2, {}, [call(1)]), (1000, 2, {}, []), (2**24, 16, {}, []), (2**24, 2, {"OMP_NUM_THREADS": "2"}, [])])
+def test_a_small_model_on_few_cores_computes_in_one_thread(monkeypatch, most, cores, variables, calls):
+    async def start():
+        async_llm.AsyncLLM(shared(device="cpu"))
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(async_llm, "SMALL_MODEL", most)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads := Mock())
+    asyncio.run(start())
+    assert set_num_threads.mock_calls == calls

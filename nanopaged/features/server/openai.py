@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from nanopaged.features.chat_template import load_chat_template
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
 from nanopaged.features.server.tools import FORMATS, THINK, Reader, find_parser, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
+from nanopaged.options import feature
 from nanopaged.sampling_params import SamplingParams
 
 MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
@@ -227,6 +227,6 @@ def _read_format(body: dict, call: dict | None) -> dict[str, dict]:
 
 def make_reader(llm: Any, args: Any, render: Callable[..., dict]) -> Serving:
     """With the command line's arguments. render: see Serving"""
-    found = load_chat_template(llm.tokenizer_path, args.chat_template)
+    found = feature("chat_template", "a chat").load_chat_template(llm.tokenizer_path, args.chat_template)
     tool_parser = args.tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
     return Serving(llm, args.served_model_name or args.model, render, args.model, tool_parser, args.reasoning_parser)
