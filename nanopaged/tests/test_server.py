@@ -181,24 +181,18 @@ def test_completions(server):
     assert parts[-1].usage.completion_tokens == 8 and parts[-2].choices[0].finish_reason == "length"
 
 
-def test_the_example_of_the_readme(server, capsys, monkeypatch):
-    code = next(text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-                if "OpenAI(" in text)
+def test_the_command_and_the_example_of_the_readme(server, capsys, monkeypatch):
+    readme = (ROOT / "README.md").read_text("utf-8").replace('"shakespeare"', '"bard"')
+    address, command = "http://127.0.0.1:8000", re.search(r"^    (curl .*)$", readme.replace("\\\n", ""), re.M)[1]
+    curl, url, h, header, d, body = shlex.split(command)
+    assert (curl, h, header, d) == ("curl", "-H", "Content-Type: application/json", "-d")
+    status, answer = server.post(body.encode(), url.removeprefix(address))
+    assert status == 200 and len(answer["choices"][0]["text"]) > 50
+    [code] = (text for text in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI(" in text)
     clients = []  # a new one would load certificates for a second
     monkeypatch.setattr(openai, "OpenAI", lambda **options: clients.append(options) or server.client)
-    exec(code.replace('"shakespeare"', '"bard"'), {})
-    assert len(capsys.readouterr().out) > 50
-    assert clients == [dict(base_url="http://127.0.0.1:8000/v1", api_key="none")]
-
-
-def test_the_command_of_the_readme(server):
-    readme = (ROOT / "README.md").read_text("utf-8").replace("\\\n", "")
-    curl, url, h, header, d, body = shlex.split(re.search(r"^    (curl .*)$", readme, re.M)[1])
-    assert (curl, h, d) == ("curl", "-H", "-d") and url.startswith("http://127.0.0.1:8000/")
-    name, value = header.split(": ")
-    body = body.replace('"shakespeare"', '"bard"').encode()
-    status, answer = server.post(body, url.removeprefix("http://127.0.0.1:8000"), **{name: value})
-    assert (status, name, len(answer["choices"][0]["text"]) > 50) == (200, "Content-Type", True)
+    exec(code, {})
+    assert len(capsys.readouterr().out) > 50 and clients == [dict(base_url=f"{address}/v1", api_key="none")]
 
 
 def test_chat(server):
@@ -278,19 +272,6 @@ def test_responses_with_calls_of_functions_and_with_a_schema(server):
 
 
 # ---- Many clients, and clients that leave or are slow
-
-def test_twice_as_many_connections_as_run_at_once(server):
-    prompts, texts = [f"ROMEO {i}:" for i in range(128)], []
-    connections = [server.send(request(dict(GREEDY, prompt=prompt, stream=i % 2 == 0, max_tokens=3)))
-                   for i, prompt in enumerate(prompts)]
-    for i, connection in enumerate(connections):
-        with connection:
-            content = read_response(connection)[2]
-            found = json.loads(content)["choices"] if i % 2 else choices(content)
-            texts.append("".join(choice["text"] for choice in found))
-    outputs = server.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
-    assert texts == [output.outputs[0].text for output in outputs]
-
 
 @pytest.mark.parametrize("fields", [dict(stream=True), dict(stream=False), dict(stream=True, logprobs=20)])
 def test_a_client_that_leaves_is_noticed_and_aborted_before_the_next_step(server, fields, monkeypatch):
@@ -408,14 +389,16 @@ def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
     engine, served, steps = server.engine, [], []
     monkeypatch.setattr(engine, "_deliver", lambda news: (served.append((len(news), len(server.llm.requests))),
                                                           type(engine)._deliver(news)))
-    connections = [server.send(request(dict(GREEDY, prompt=f"ROMEO {i}:", stream=True, max_tokens=24)))
-                   for i in range(40)]
-    contents = [read_response(connection)[2] for connection in connections]
+    prompts = [f"ROMEO {i}:" for i in range(40)]
+    connections = [server.send(request(dict(GREEDY, prompt=prompt, stream=True, max_tokens=24))) for prompt in prompts]
+    pieces = []
     for connection in connections:
-        connection.close()
-    assert all(content.endswith(b"data: [DONE]\n\n") for content in contents)
+        with connection:
+            pieces.append([choice["text"] for choice in choices(read_response(connection)[2])])
+    outputs = server.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    assert ["".join(texts) for texts in pieces] == [output.outputs[0].text for output in outputs]
     assert max(count for count, num_requests in served if num_requests) == 16
-    counts = [len(choices(content)) for content in contents]
+    counts = [len(texts) for texts in pieces]
     assert max(counts) < 24 and min(counts) > max(counts) / 2
     del served[:]
     with at_each_step(steps.append), ThreadPoolExecutor(8) as pool:
