@@ -118,18 +118,6 @@ def test_tokens_that_the_model_does_not_have_are_refused(name, value):
     assert complaint(params.check_vocabulary, 99) == f"{name} has token id 99; the model's ids are 0 to 98"
 
 
-@pytest.mark.parametrize("settings, edits, has_penalty", [
-    *((dict([penalty]), True, True) for penalty in dict(
-        presence_penalty=-1, frequency_penalty=0.1, repetition_penalty=1.1).items()),
-    *((dict([other]), True, False) for other in dict(
-        min_tokens=1, logit_bias={1: 1.0}, allowed_token_ids=[0], bad_words=["x"]).items()),
-    (dict(temperature=0.5, top_p=0.5, stop="x", logprobs=5, prompt_logprobs=2, logit_bias={}, bad_words=[],
-          repetition_penalty=1, stop_token_ids=[5], logits_processors=[max]), False, False)], ids=str)
-def test_what_edits_the_logits_says_so(settings, edits, has_penalty):
-    params = SamplingParams(**settings)
-    assert (params.edits_logits, params.has_penalty) == (edits, has_penalty)
-
-
 def test_a_clone_is_deep_and_shares_the_processors():
     params = SamplingParams(n=3, stop=["x"], logit_bias={1: 2.0}, logits_processors=[partial(max)],
                             structured_outputs=dict(choice=["a"]))
