@@ -228,10 +228,11 @@ def check_books(scheduler):
 
 
 def write_files(folder, contents, links=()) -> Path:
-    """A folder with files of this text, or of this as JSON, and with links to files of other names."""
+    """A folder with files of these bytes, of this text, or of this as JSON, and with links to files of other names."""
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        text = content if isinstance(content, (bytes, str)) else json.dumps(content)
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
     for file in links:
         if file.name not in contents:
             (folder / file.name).symlink_to(file)

@@ -4,29 +4,28 @@ golden/tokenizers holds a small tokenizer of each family with what `tokenizers` 
 golden/make_tokenizers.py). NANOPAGED_GPT2, a directory with GPT-2's vocab.json and merges.txt, adds the real
 vocabulary.
 """
-
 import importlib.util
 import json
 import os
 import random
 import re
-import shutil
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 import regex
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.tests.helpers import complaint
+from nanopaged.tests.helpers import GOLDEN, complaint, write_files
 from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
+MODELS, GOLDEN = GOLDEN, GOLDEN / "tokenizers"
 BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]
 HAS_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
 needs_tokenizers = pytest.mark.skipif(
-    not HAS_TOKENIZERS,
-    reason="what tiktoken cannot express is read with the package `tokenizers`, which is not installed")
+    not HAS_TOKENIZERS, reason="what tiktoken cannot express is read with the package `tokenizers`, which is missing")
 FAMILIES = [*BYTE_LEVEL, pytest.param("llama2", marks=needs_tokenizers)]
 
 
@@ -108,34 +107,28 @@ def test_special_tokens(name, bos, eos, added):
     assert tokenizer.encode("") == ([tokenizer.bos_token_id] if added is None else added)
 
 
-@pytest.fixture
-def pair(tmp_path) -> Path:
-    """GPT-2's vocab.json and merges.txt."""
-    for file in ("vocab.json", "merges.txt"):
-        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
-    return tmp_path
+PAIR = [GOLDEN / "gpt2" / "vocab.json", GOLDEN / "gpt2" / "merges.txt"]
 
 
-def test_vocab_and_merges(pair):
+def test_vocab_and_merges(tmp_path):
     """They equal tokenizer.json, and further files may name further tokens."""
-    tokenizer = load_tokenizer(pair)
+    tokenizer = load_tokenizer(write_files(tmp_path, {}, PAIR))
     assert tokenizer.eos_token_id == 640
     assert all(tokenizer.encode(row[0]) == row[1] for row in expected("gpt2")["texts"])
-    (pair / "added_tokens.json").write_text('{"<x>": 641}')
-    (pair / "special_tokens_map.json").write_text('{"eos_token": {"content": "<x>"}, "bos_token": "<x>"}')
-    tokenizer = load_tokenizer(pair)
+    names = {"eos_token": {"content": "<x>"}, "bos_token": "<x>"}
+    more = {"added_tokens.json": {"<x>": 641}, "special_tokens_map.json": names}
+    tokenizer = load_tokenizer(write_files(tmp_path, more))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (641, 641, 642)
     assert tokenizer.decode(tokenizer.encode("a<x>b"), skip_special_tokens=True) == "ab"
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("vocab.json", b"[]", "vocab.json"), ("vocab.json", b'{"a": "b"}', "vocab.json"),
-    ("merges.txt", b"\xff", "merges.txt"), ("added_tokens.json", b'{"<x>": null}', "vocab.json"),
-    ("tokenizer_config.json", b'{"tokenizer_class": "RobertaTokenizer"}', "of a RobertaTokenizer")])
-def test_damaged_vocab_and_merges(pair, name, content, words):
-    (pair / name).write_bytes(content)
-    message = complaint(load_tokenizer, pair)
-    assert words in message and str(pair) in message and "token ids" in message
+    ("vocab.json", "[]", "vocab.json"), ("vocab.json", '{"a": "b"}', "vocab.json"),
+    ("merges.txt", b"\xff", "merges.txt"), ("added_tokens.json", '{"<x>": null}', "vocab.json"),
+    ("tokenizer_config.json", '{"tokenizer_class": "RobertaTokenizer"}', "of a RobertaTokenizer")])
+def test_damaged_vocab_and_merges(tmp_path, name, content, words):
+    message = complaint(load_tokenizer, write_files(tmp_path, {name: content}, PAIR))
+    assert words in message and str(tmp_path) in message and "token ids" in message
 
 
 @pytest.mark.parametrize("config, has_default", [
@@ -170,7 +163,7 @@ def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
 def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
     """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
     folder = changed(tmp_path, "gpt2", {"eos_token": "A"})
-    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
+    llm = LLM(str(MODELS / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
     end = llm.get_tokenizer().eos_token_id
     assert llm.eos_token_ids == {2, end}
     params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
@@ -231,16 +224,11 @@ def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Pat
     spec = json.loads((GOLDEN / name / "tokenizer.json").read_text(encoding="utf-8"))
     for path, value in parts.items():
         *holders, last = (int(key) if key.isdigit() else key for key in path.split("__"))
-        holder = spec
-        for key in holders:
-            holder = holder[key]
+        holder = reduce(getitem, holders, spec)
         holder[last] = value
         if value is ...:
             del holder[last]
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return write_files(folder, {"tokenizer.json": spec} | ({} if config is None else {"tokenizer_config.json": config}))
 
 
 @pytest.mark.parametrize("name, text", [
@@ -357,10 +345,8 @@ def test_real_gpt2_vocabulary():
     scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000),
                (0x1F300, 0x1FAFF)]
     for _ in range(2000):
-        parts = rng.choices(words, k=rng.randrange(5)) + [
-            "".join(chr(rng.randrange(*script)) for _ in range(rng.randrange(1, 7)))
-            for script in rng.choices(scripts, k=rng.randrange(1, 7))]
-        text = "".join(rng.sample(parts, len(parts)))
+        text = "".join(rng.choice([*words, *(chr(rng.randrange(*script)) for script in scripts)])
+                       for _ in range(rng.randrange(1, 30)))
         ids, drawn = tokenizer.encode(text), [rng.randrange(50257) for _ in range(8)]
         assert tokenizer.decode(ids) == text and ids == reference.encode(text).ids, text
         decoded = reference.decode(drawn, skip_special_tokens=False)
