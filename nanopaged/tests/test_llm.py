@@ -266,9 +266,6 @@ def test_a_thread_that_searches_when_the_engine_is_closed_gets_the_sentence():
 
 
 def test_what_an_engine_shows_of_itself():
-    """test_cli.py has what is said about `limited_by`."""
     llm = load("llama2", num_blocks=64, max_num_batched_tokens=128)
     assert repr(llm) == (f"LLM('{llm.path}': float32 on {llm.runner.device}, 64 blocks of 16 tokens, "
                          f"max_model_len {llm.max_model_len}, max_num_seqs 64, max_num_batched_tokens 128)")
-    limits = [load("llama2", **options).limited_by for options in (dict(num_blocks=2), dict(max_model_len=20))]
-    assert [llm.limited_by, *limits] == ["model", "pool", "option"]

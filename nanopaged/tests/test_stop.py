@@ -2,7 +2,6 @@
 
 The reference looks at the whole text, character by character.
 """
-import json
 import random
 from dataclasses import replace
 
@@ -75,15 +74,12 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def llama2(tmp_path_factory):
+def llama2():
     """An engine with random weights and Llama 2's kind of tokenizer, whose decoder strips a text's first space."""
     pytest.importorskip("tokenizers")
-    path, tokenizer = tmp_path_factory.mktemp("llama2"), load_tokenizer(GOLDEN / "tokenizers" / "llama2")
-    config = json.loads((GOLDEN / "llama2" / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.vocab_size}))
-    llm = LLM(str(path), load_format="dummy", num_blocks=64, device="cpu")
-    llm.tokenizer = tokenizer
-    return llm
+    folder = GOLDEN / "tokenizers" / "llama2"
+    return LLM(str(GOLDEN / "llama2"), tokenizer=str(folder), load_format="dummy", num_blocks=64, device="cpu",
+               hf_overrides={"vocab_size": load_tokenizer(folder).vocab_size})
 
 
 def test_the_first_generated_space_is_text(llama2):

@@ -20,7 +20,7 @@ import torch
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
 from nanopaged.features import hub
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, ROOT, complaint, write_files
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -34,15 +34,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 @pytest.fixture(scope="module", autouse=True)
 def models(tmp_path_factory):
     """A folder for each model. The tests are about the calls, so a CPU will do."""
-    folder = tmp_path_factory.mktemp("hub")
-    for name in (OPT, LLAMA):
-        (folder / name).mkdir(parents=True)
-        for file in (BUNDLED / "config.json", BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers/opt").iterdir()):
-            (folder / name / file.name).symlink_to(file)
-    (folder / LLAMA / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
-    (folder / LLAMA / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
-        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    folder, config = tmp_path_factory.mktemp("hub"), {"config.json": (BUNDLED / "config.json").read_text()}
+    files = [BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers" / "opt").iterdir()]
+    write_files(folder / OPT, config, files)
+    write_files(folder / LLAMA, config | {
+        "generation_config.json": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+        "chat_template.jinja":
+            "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
+            "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"}, files)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub, "download", lambda name, *_: folder / name)
         patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -217,7 +216,6 @@ def test_numpy():
                   {"prompt_token_ids": numpy.array(PROMPTS[0])}):
         assert "prompt" in complaint(llm.generate, given, GREEDY)
     assert "priority must be an integer" in complaint(llm.add_request, PROMPTS[0], GREEDY, priority=numpy.float32(2))
-    assert "use_tqdm must be True or False" in complaint(llm.generate, PROMPTS, GREEDY, use_tqdm=numpy.ones(2))
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=numpy.bool_(True))
 
 
@@ -238,13 +236,11 @@ def test_keywords_of_generate():
 
 def test_a_tokenizer_from_elsewhere(tmp_path, opt):
     """As save_pretrained writes it: without a config.json."""
-    for folder, files in ((tmp_path, ("vocab.json", "merges.txt", "tokenizer_config.json")),
-                          (tmp_path / "bare", ("config.json", "model.safetensors"))):
-        folder.mkdir(exist_ok=True)
-        for file in files:
-            (folder / file).symlink_to(opt.path / file)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    llm = LLM(model=str(tmp_path / "bare"), tokenizer=str(tmp_path))
+    files = [GOLDEN / "tokenizers" / "opt" / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
+    folder = write_files(tmp_path, {"chat_template.jinja": "{{ messages[0].content }}"}, files)
+    bare = write_files(tmp_path / "bare", {"config.json": (BUNDLED / "config.json").read_text()},
+                       [BUNDLED / "model.safetensors"])
+    llm = LLM(model=bare, tokenizer=str(folder))
     outputs = llm.generate(PROMPTS, GREEDY)
     check(outputs, max_tokens=8)
     assert first(outputs) == first(opt.generate(PROMPTS, GREEDY))
@@ -300,14 +296,9 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     """Prints which of vLLM's offline examples run with their imports changed only; the README names them. The bundled
     model stands in for theirs, with a chat template and as many positions as the prompts want: the calls are tried."""
     root = Path(os.environ["NANOPAGED_VLLM_EXAMPLES"])
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in BUNDLED.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "config.json").unlink()
     config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": 32768}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    model = write_files(tmp_path / "model", {"config.json": config, "chat_template.jinja": template}, BUNDLED.iterdir())
     monkeypatch.setattr(core, "find_checkpoint", lambda *args, **options: model)
     monkeypatch.setattr(sys, "argv", ["example.py"])
     monkeypatch.chdir(tmp_path)
@@ -319,5 +310,5 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     with capfd.disabled():
         print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
               sep="\n")
-    readme = (BUNDLED.parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {name for name in reasons if f"`{name}`" in readme} == runs
