@@ -80,10 +80,6 @@ def test_files_like_transformers(tmp_path, files, tools, expected):
         assert template.render(QUESTION, tools=tools) == expected
 
 
-def test_a_template_compiles_once():
-    assert sandbox.compile_template(SHOW) is sandbox.compile_template(SHOW)
-
-
 def test_legacy_file_comes_last(tmp_path):
     assert load_chat_template(tmp_path) is None
     assert "chat_template=" in chat.NO_CHAT_TEMPLATE and ". " not in chat.NO_CHAT_TEMPLATE

@@ -36,9 +36,7 @@ def assert_golden(llm, variant, prompts=slice(None), times=1, num_tokens=24):
 SECOND = slice(1, 2)  # of the prompts, where one is enough
 
 
-# --------------------------------------------------------------------------------------------------
-# Configurations
-# --------------------------------------------------------------------------------------------------
+# ---- Configurations
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, num_hidden_layers=1,
              num_attention_heads=4, intermediate_size=64, max_position_embeddings=128)
@@ -147,9 +145,7 @@ def test_the_longest_text_of_scaled_ropes():
     assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=16) == 128
 
 
-# --------------------------------------------------------------------------------------------------
-# Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
-# --------------------------------------------------------------------------------------------------
+# ---- Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
 
 SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
 
@@ -231,9 +227,7 @@ def test_a_longest_text_below_the_trained_length_takes_the_short_factors():
     assert not torch.equal(make_rope_table(settings, 8, 65), make_rope_table(plain, 8, 65))
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

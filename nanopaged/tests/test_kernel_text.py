@@ -84,13 +84,6 @@ def test_a_tile_of_prefill():
     assert drawn(text, "3 query tokens, TILE_N 4        key")[:diagonal + 1] == [*map(str, range(diagonal)), "|"]
 
 
-def test_rows_of_a_tile():
-    text = text_of(kernel._query_rows)
-    rows = [int(word) for word in drawn(text, "row") if word.isdigit()][:-1]
-    assert drawn(text, "query token")[:6] == [str(row // 2) for row in rows]
-    assert drawn(text, "head  ")[:6] == [str(row % 2) for row in rows]
-
-
 def test_the_length_of_a_split():
     text, length = Path(tiles.__file__).read_text().replace("#", ""), python(kernel.split_length)
     contexts, lengths, counts = ([int(word.replace(",", "")) for word in drawn(text, label)]
@@ -110,10 +103,3 @@ def test_where_the_splits_end():
     assert ends == ["x" if int(tile) + 64 >= min((int(split) + 1) * length, 300) else "."
                     for tile, split in zip(tiles_, splits)]
 
-
-def test_numbers_of_an_h200():
-    text, config = Path(kernel.__file__).read_text(), tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
-    assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
-    assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
-    programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
-    assert programs[0] == 1 < programs[1]

@@ -79,15 +79,6 @@ def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
         assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
-def test_tests_do_not_inherit_what_a_users_shell_sets():
-    """One test of each kind that would fail."""
-    names = ["hub.py::test_models_that_may_not_be_read", "cli.py::test_several_prompts_have_a_progress_bar",
-             "fused.py::test_products_of_no_rows"]
-    users = dict(HF_HUB_OFFLINE="1", COLUMNS="40", TRITON_INTERPRET="0")
-    done = python("-m", "pytest", "-q", *(f"nanopaged/tests/test_{name}" for name in names), **users)
-    assert done.returncode == 0, done.stdout
-
-
 # ---- Starting the program
 
 # Torch, as far as Ctrl-C is concerned: an interrupt while it is imported is swallowed.

@@ -30,7 +30,7 @@ from nanopaged.features.server.responses import RESPONSES
 from nanopaged.tests.helpers import ROOT, load
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
-from nanopaged.tests.test_openai import CALL, TOOLS, needs_grammar, serving_of
+from nanopaged.tests.test_openai import TOOLS, needs_grammar, serving_of
 
 REASON = "the server's packages are optional; .ci/run installs them for its last part"
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
@@ -206,21 +206,6 @@ def test_chat(server):
     assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == "length"
 
 
-@needs_grammar
-def test_a_call_of_a_tool(server, monkeypatch):
-    """Content and a call that the model writes. (Below is one that must come.)"""
-    monkeypatch.setattr(server.server.serving, "tool_parser", "hermes")
-    text = {"choice": [f"Ay.\n<tool_call>\n{CALL}\n</tool_call>"]}
-    fields = dict(messages=MESSAGES, model="bard", tools=TOOLS, extra_body={"structured_outputs": text})
-    whole = server.client.chat.completions.create(**fields).choices[0]
-    with server.client.chat.completions.stream(**fields) as events:  # puts the deltas together
-        streamed = events.get_final_completion().choices[0]
-    for found in (whole, streamed):
-        [call] = found.message.tool_calls
-        assert found.finish_reason == "tool_calls" and found.message.content == "Ay." and call.type == "function"
-        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": 1})
-
-
 def test_models_versions_and_ids(server):
     card = server.client.models.retrieve("bard")
     assert server.client.models.list().data == [card] and (card.id, card.max_model_len) == ("bard", 512)
@@ -374,13 +359,6 @@ def test_the_engine_sleeps_when_idle(server):
     used = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used < 0.1 and server.engine.is_alive()
-
-
-def test_a_call_of_generate_goes_on_beside_the_clients(server):
-    with server.send(request(dict(LONG, stream=True))) as connection:
-        wait_until(lambda: server.llm.scheduler.running)
-        [output] = server.llm.generate([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
-        assert len(output.outputs[0].token_ids) == 20 and b"error" not in read_response(connection)[2]
 
 
 def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
