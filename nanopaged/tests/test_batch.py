@@ -310,20 +310,6 @@ def test_files_that_cannot_be_used(work, source, target, words):
     assert not Path("out.jsonl").exists()
 
 
-def test_a_full_disk(work):
-    """The disk takes half of the only result. A limit for the size of files is a full disk, with another reason."""
-    resource = pytest.importorskip("resource")
-    write_lines(LINES[0])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        assert work(code=2).err.splitlines()[-1].endswith("File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    work()
-    assert texts() == {1: [text_after(ROMEO)]} and nothing_left(shared_llm())
-
-
 # ---- How much at once
 
 def test_requests_are_taken_up_as_there_is_room():

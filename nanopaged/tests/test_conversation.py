@@ -179,13 +179,6 @@ def test_the_template_gets_plain_data_only():
         assert "no attribute 'secret'" in message
 
 
-@pytest.mark.parametrize("source, part", [
-    ("{% for i in range(10 ** 12) %}{{ i }}{% endfor %}", "Range too big"), ("{{ 2.0 ** 9999 }}", "OverflowError"),
-    ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError")])
-def test_what_fails_by_itself_gets_a_sentence(source, part):
-    assert part in complaint(render, source)
-
-
 @pytest.mark.parametrize("version, problem", [
     ("3.1.5", "jinja2 3.1.5 has known escapes"), ("2.11", "jinja2 2.11 has known escapes"), ("3.1.6", None),
     ("3.2.0rc1", None), ("4.0", None), (None, "pip install jinja2")])

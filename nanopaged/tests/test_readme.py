@@ -141,15 +141,6 @@ def test_bytes_of_a_token():
     assert f"would keep {local:g} of them for the last 1,024 tokens of a text only" in PLAIN
 
 
-def test_blocks_of_three_texts():
-    manager, counts = engine.BlockManager(num_blocks=100, block_size=16), []
-    for length in (1000, 30, 500):
-        seq = engine.Sequence([0] * length, (0, length, 0), length + 1)
-        assert manager.allocate(seq, length)
-        counts.append(len(seq.block_table))
-    assert "Texts of 1,000, 30 and 500 tokens take {}, {} and {} blocks of 16.".format(*counts) in PLAIN
-
-
 def test_the_drawing_of_the_pool():
     """A, then a sequence that holds block 2 for a while, then B."""
     manager = engine.BlockManager(num_blocks=6, block_size=4)
