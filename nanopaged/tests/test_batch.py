@@ -2,10 +2,7 @@
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +12,6 @@ import pytest
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.status import Progress
 from nanopaged.progress import ProgressBar
-from nanopaged.tests.helpers import ROOT
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     GREEDY,
     JULIET,
@@ -23,6 +19,7 @@ from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     TEMPLATE,
     Screen,
     assert_refused,
+    at_each_step,
     call,
     generate,
     interrupted_at,
@@ -229,25 +226,12 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
     assert sum("outputs" in json.loads(line) for line in content().splitlines()) == 7  # none ran twice
 
 
-def test_a_process_that_is_killed_goes_on(work):
-    """kill -9, while results are being written."""
-    write_lines(*({"prompt": f"{i}. {ROMEO}", "max_tokens": 9} for i in range(300)))
-    command = [sys.executable, str(ROOT / "engine.py"), "--prompts", "in.jsonl", "--output", "out.jsonl"]
-    options = ["--temperature=0", "--max-tokens=12", "--device=cpu", "--max-num-seqs=2"]
-    with subprocess.Popen(command + options, stderr=subprocess.DEVNULL) as child:
-        while child.poll() is None and not (Path("out.jsonl").exists() and content()):
-            time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
-    before, _, _ = content().rpartition(b"\n")  # half a result may follow
-    num_before = content().count(b"\n")
-    assert 0 < num_before < 300 and child.returncode == -signal.SIGKILL
-    assert f"{300 - num_before} lines, 0 bad, {num_before} done before" in work().err
-    assert content().startswith(before) and len(results()) == content().count(b"\n") == 300
-
-
 def test_half_a_result_is_no_result(work):
-    """A run goes on from any byte at which it was killed."""
-    work()
+    """A run goes on from any byte at which it was killed. Results are in the file as soon as their lines are done."""
+    lengths = []
+    with at_each_step(lambda _: lengths.append(len(content()))):
+        work(max_num_seqs=1)
+    assert len(set(lengths)) == 3 and lengths[0] == 0
     whole, raw = results(), content()
     line_end = raw.index(b"\n")
     for cut in {0, 1, 8, 9, 10, len(raw) - 1, *range(20, len(raw), 797), line_end, line_end + 1}:

@@ -1,16 +1,12 @@
 """The command line, mostly run inside this process: texts go to stdout, everything else to stderr, bad input gets one
 sentence and exit code 2."""
 import functools
+import importlib
 import inspect
 import io
 import itertools
-import os
 import re
-import select
-import signal
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import NoneType, SimpleNamespace
@@ -18,12 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
-import nanopaged
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.api.request import Request
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
+from nanopaged.features import conversation
 from nanopaged.inputs import OPTIONS
 from nanopaged.tests.helpers import BUNDLED, ROOT, complaint, write_files
 
@@ -386,8 +382,6 @@ def test_models_and_prompts_that_can_never_run(call, options, word):
 
 def test_help_fits_a_screen_and_names_every_option_with_its_default(capsys):
     """A number or a word that is an option's default stands in brackets on its line."""
-    assert run("--version") == 0
-    assert capsys.readouterr().out == f"nanopaged {nanopaged.__version__}\n"
     assert run("--help") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -409,17 +403,6 @@ def test_help_fits_a_screen_and_names_every_option_with_its_default(capsys):
 
 # ---- Streams that are closed or full
 
-@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream(call, monkeypatch, name):
-    """After <&- in the shell the interpreter has None for stdin. It is an error where it is needed only."""
-    monkeypatch.setattr(sys, name, None)
-    for options in (dict(chat=True), dict(prompts="-")) if name == "stdin" else ():
-        assert_refused(call(**options, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
-    captured = call(prompt=ROMEO, **GREEDY)
-    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
-    assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
-
-
 class Full(io.StringIO):
     """A stream as /dev/full is: it still has what it could not write when the interpreter flushes it at its end."""
 
@@ -427,13 +410,18 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("options, code", [({}, 0), (dict(n=2), 0), (dict(top_p=2), 2)],
-                         ids=["one text", "two texts", "an error"])
-def test_what_a_full_stderr_cannot_take_is_lost(call, monkeypatch, options, code):
-    monkeypatch.setattr(sys, "stderr", Full())
-    captured = call(prompt=ROMEO, max_tokens=4, code=code, **options)
-    sys.stderr.flush()
-    assert captured.out.count(ROMEO) == (0 if code else options.get("n", 1)) and captured.err == ""
+@pytest.mark.parametrize("name, stream", [("stdin", None), ("stdout", None), ("stderr", None), ("stderr", Full())])
+def test_a_closed_or_full_stream(call, monkeypatch, name, stream):
+    """After <&- in the shell the interpreter has None for stdin. What stderr cannot take is lost."""
+    monkeypatch.setattr(sys, name, stream)
+    for options in (dict(chat=True), dict(prompts="-")) if name == "stdin" else ():
+        assert_refused(call(**options, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
+    captured = call(prompt=ROMEO, **GREEDY)
+    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
+    assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
+    assert call(prompt=ROMEO, top_p=2, code=2).out == ""
+    if name == "stderr":
+        sys.stderr.flush()
 
 
 # ---- Ctrl-C
@@ -598,68 +586,11 @@ def test_what_a_conversation_needs(talk, chat, more):
     assert captured.err.endswith(f"\nerror: {sentence.replace('chat_template=', '--chat-template')}\n")
 
 
-# ---- In a terminal
-
-class Terminal:
-    """A real terminal with a Python program: keys are typed, Ctrl-C and Ctrl-D among them."""
-
-    def __init__(self, code: str, term: str):
-        keyboard, slave = os.openpty()
-        self.keyboard, self.shown = open(keyboard, "r+b", buffering=0), ""
-
-        def take_terminal():
-            os.login_tty(slave)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background passes on that it ignores Ctrl-C
-
-        environment = os.environ | {"TERM": term, "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull}
-        self.child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, preexec_fn=take_terminal)
-        os.close(slave)
-
-    def answers(self, keys: bytes, pattern: str, seconds: float = 30) -> bool:
-        """Whether a text that matches is shown within this time after these keys."""
-        start, deadline = len(self.shown), time.monotonic() + seconds
-        self.keyboard.write(keys)
-        while not re.search(pattern, self.shown[start:], re.S) and time.monotonic() < deadline:
-            if select.select([self.keyboard], [], [], 0.1)[0]:
-                self.shown += self.keyboard.read(10_000).decode("utf-8", "replace")
-        return bool(re.search(pattern, self.shown[start:], re.S))
-
-
-CONVERSATION = """
-import time
-from nanopaged.features.conversation import converse
-
-def answer(prompt, said):
-    for piece in ("an", "swer", f"ed {prompt['last']!r}\\n"):
-        said.append(piece)
-        print(piece, end="", flush=True)
-        time.sleep(60 if prompt["last"] == "next" else 0.1)
-
-def render(messages):
-    return dict(prompt_token_ids=[1], last=messages[-1]["content"])
-
-raise SystemExit(converse([], render, answer, 100))
-"""
-
-
-@pytest.mark.parametrize("term, more", [("xterm", ""), ("dumb", ""), (
-    "xterm", "import sys; sys.modules['readline'] = None")], ids=["xterm", "dumb", "without readline"])
-def test_a_conversation_in_a_terminal(term, more):
-    """Lines that are pasted together are one message, and the key up brings back an earlier message. Ctrl-C stops an
-    answer, and drops what is typed; Ctrl-D leaves. A dumb terminal gets no escape sequences, and so cannot mark what is
-    pasted. Without readline, as on Windows, there are plain lines."""
-    terminal, edits, marks = Terminal(more + CONVERSATION, term), not more, term == "xterm" and not more
-    assert terminal.answers(b"", "> ")
-    # A terminal sends these marks around the lines, and carriage returns between them.
-    pasted = b"\x1b[200~def f():\r    return 5\x1b[201~\r" if marks else b"Hi\r"
-    message = repr("def f():\n    return 5" if marks else "Hi")
-    for keys in (pasted, b"\x1b[A\r" if edits else b"Hi\r"):  # the key up
-        assert terminal.answers(keys, re.escape(f"answered {message}") + ".*> "), terminal.shown
-    assert terminal.answers(b"next\r", "next.*an") and terminal.answers(b"\x03", "stopped.*> "), terminal.shown
-    assert terminal.answers(b"not asked", "not asked")
-    while not terminal.answers(b"\x03", "Ctrl-D leaves.*> ", seconds=0.3):
-        pass  # Python notices a Ctrl-C that comes just before it waits for a key only with the next one
-    terminal.keyboard.write(b"\x04")
-    assert terminal.child.wait(timeout=60) == 0
-    assert not any(word in terminal.shown for word in ("Traceback", "error", "answered 'not"))
-    assert ("\x1b" in terminal.shown) == marks
+@pytest.mark.parametrize("term, is_one", [("xterm", True), ("dumb", False)])
+def test_lines_that_are_pasted_together_are_one_message(monkeypatch, term, is_one):
+    """If the line editor marks them: a dumb terminal would show its escape sequences, and Windows has no readline."""
+    monkeypatch.setenv("TERM", term)
+    for readline in (None, editor := Mock()):
+        monkeypatch.setitem(sys.modules, "readline", readline)
+        importlib.reload(conversation)
+    assert [call.args for call in editor.parse_and_bind.mock_calls] == [("set enable-bracketed-paste on",)] * is_one

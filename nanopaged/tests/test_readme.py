@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import bench
 from nanopaged import engine, kernel, model
@@ -14,7 +13,6 @@ from nanopaged.cli.main import HELP, main
 from nanopaged.device import choices, pool, runner
 from nanopaged.features import graphs
 from nanopaged.tests.helpers import ROOT
-from nanopaged.weights.families import read_model_config
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
@@ -121,25 +119,6 @@ def test_a_room_imports_from_no_room_above():
 
 
 # ---- Numbers
-
-def test_bytes_of_a_token():
-    """In Llama's models, and in google/gemma-3-27b-it, which has windows in some layers; without keys that concern no
-    cache."""
-    llama2, llama3 = (pool.Pool(32, (1, num_heads, 128), torch.float16, "cpu").block_bytes for num_heads in (32, 8))
-    assert f"a token takes {llama2 / 2**10:g} KiB in Llama-2-7B" in PLAIN
-    assert f"4,096 tokens take {4096 * llama2 / 2**30:g} GiB" in PLAIN
-    assert "In Llama-3.1-8B four of them share one K and V (a kv head)" in PLAIN
-    assert f"a token takes only {llama3 / 2**10:g} KiB (`nanopaged/device/pool.py` has the formula)" in PLAIN
-    text = dict(model_type="gemma3_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, head_dim=128,
-                num_attention_heads=32, num_key_value_heads=16, sliding_window=1024)
-    with pytest.warns(UserWarning, match="images are not read"):
-        c = read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text))
-    assert {*c.sliding_windows} == {0, 1024}
-    whole, local = (pool.Pool(num_layers, (1, c.num_kv_heads, c.head_dim), torch.bfloat16, "cpu").block_bytes / 2**10
-                    for num_layers in (c.num_layers, sum(map(bool, c.sliding_windows))))
-    assert f"In Gemma 3 27B a token takes {whole:g} KiB. A pool for each kind of layer, which nanopaged lacks," in PLAIN
-    assert f"would keep {local:g} of them for the last 1,024 tokens of a text only" in PLAIN
-
 
 def test_the_drawing_of_the_pool():
     """A, then a sequence that holds block 2 for a while, then B."""
