@@ -94,12 +94,3 @@ def test_the_length_of_a_split():
         assert cdiv(n, length(n, 64)) <= tiles.split_bound(n) and length(n, 64) % 64 == 0
         assert length(n, 64) <= tiles.MID_SPLIT or n > 16_384
 
-
-def test_where_the_splits_end():
-    labels, length = ("300 tokens, splits of 128, TILE_N 64        tile", "split  ", "ends  "), 128
-    tiles_, splits, ends = (drawn(text_of(kernel._decode), label) for label in labels)
-    assert length == python(kernel.split_length)(300, 64) and tiles_ == [str(tile) for tile in range(0, 300, 64)]
-    assert splits == [str(int(tile) // length) for tile in tiles_]
-    assert ends == ["x" if int(tile) + 64 >= min((int(split) + 1) * length, 300) else "."
-                    for tile, split in zip(tiles_, splits)]
-

@@ -21,7 +21,7 @@ from nanopaged import LLM, SamplingParams
 from nanopaged.tests.helpers import GOLDEN, complaint, write_files
 from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 
-MODELS, GOLDEN = GOLDEN, GOLDEN / "tokenizers"
+TOKENIZERS = GOLDEN / "tokenizers"
 BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]
 HAS_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
 needs_tokenizers = pytest.mark.skipif(
@@ -30,7 +30,7 @@ FAMILIES = [*BYTE_LEVEL, pytest.param("llama2", marks=needs_tokenizers)]
 
 
 def expected(name: str) -> dict:
-    return json.loads((GOLDEN / name / "expected.json").read_text(encoding="utf-8"))
+    return json.loads((TOKENIZERS / name / "expected.json").read_text(encoding="utf-8"))
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng: random.Random | None = None,
@@ -47,7 +47,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_encode_and_decode_like_hugging_face(name):
     """Also random ids: they have broken UTF-8, special tokens inside characters, and ids that are no token."""
-    tokenizer, golden = load_tokenizer(GOLDEN / name), expected(name)
+    tokenizer, golden = load_tokenizer(TOKENIZERS / name), expected(name)
     for text, ids, plain, *_ in golden["texts"]:
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.encode(text, add_special_tokens=False) == plain, text
@@ -62,7 +62,7 @@ def test_encode_and_decode_like_hugging_face(name):
 def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
     """Wherever a text is cut into a prompt (it may be empty) and a generated part, so no half of a character is shown
     before its end. Llama 2's first generated space is text."""
-    tokenizer, rng, num_cuts = load_tokenizer(GOLDEN / name), random.Random(0), 0
+    tokenizer, rng, num_cuts = load_tokenizer(TOKENIZERS / name), random.Random(0), 0
     golden = expected(name)
     for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
         for cut in [0, *rng.sample(range(len(ids) + 1), k=min(len(ids), 9))]:
@@ -78,7 +78,7 @@ def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen", pytest.param("llama2", marks=needs_tokenizers)])
 def test_a_stream_completes_the_character_that_the_prompt_began(name):
-    tokenizer = load_tokenizer(GOLDEN / name)
+    tokenizer = load_tokenizer(TOKENIZERS / name)
     ids = tokenizer.encode("<s>x\U00010348 y")         # a character of four bytes, which no merge joins
     first = max(cut for cut in range(len(ids)) if tokenizer.decode(ids[:cut]).endswith("x"))
     for cut in range(first, first + 4):
@@ -89,7 +89,7 @@ def test_a_stream_completes_the_character_that_the_prompt_began(name):
 @needs_tokenizers
 def test_only_the_end_of_a_prompt_is_decoded(monkeypatch):
     """A detokenizer costs the same after a long prompt."""
-    tokenizer, lengths = load_tokenizer(GOLDEN / "llama2"), []
+    tokenizer, lengths = load_tokenizer(TOKENIZERS / "llama2"), []
     decode, ids = tokenizer.decode, tokenizer.encode("Once upon a time " * 500)
     monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
     assert tokenizer.detokenizer(True, ids).add(tokenizer.encode("there", add_special_tokens=False)) == " there"
@@ -101,13 +101,13 @@ def test_only_the_end_of_a_prompt_is_decoded(monkeypatch):
     ("llama3", "<|begin_of_text|>", "<|eot_id|>", None),
     ("smollm2", "<|im_start|>", "<|im_end|>", []), ("qwen", None, "<|im_end|>", [])])
 def test_special_tokens(name, bos, eos, added):
-    tokenizer = load_tokenizer(GOLDEN / name)
+    tokenizer = load_tokenizer(TOKENIZERS / name)
     for token, token_id in ((bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)):
         assert [token_id] == (tokenizer.encode(token, add_special_tokens=False) if token else [None])
     assert tokenizer.encode("") == ([tokenizer.bos_token_id] if added is None else added)
 
 
-PAIR = [GOLDEN / "gpt2" / "vocab.json", GOLDEN / "gpt2" / "merges.txt"]
+PAIR = [TOKENIZERS / "gpt2" / "vocab.json", TOKENIZERS / "gpt2" / "merges.txt"]
 
 
 def test_vocab_and_merges(tmp_path):
@@ -146,7 +146,7 @@ def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default
 
 @pytest.mark.parametrize("name", ["qwen", pytest.param("llama2", marks=needs_tokenizers)])
 def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
-    first = load_tokenizer(GOLDEN / name).vocab_size
+    first = load_tokenizer(TOKENIZERS / name).vocab_size
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     tokens = {first: flags | {"content": "<|new|>", "special": True},
               first + 1: flags | {"content": "<call>", "special": False}}
@@ -163,7 +163,7 @@ def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
 def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
     """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
     folder = changed(tmp_path, "gpt2", {"eos_token": "A"})
-    llm = LLM(str(MODELS / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
+    llm = LLM(str(GOLDEN / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
     end = llm.get_tokenizer().eos_token_id
     assert llm.eos_token_ids == {2, end}
     params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
@@ -177,7 +177,7 @@ def test_only_listed_pairs_merge(tmp_path, ignore_merges):
     """The merge of b and c comes first, so no merge makes abc: `a` and `bc` are no listed pair, though tiktoken would
     join them."""
     merges = ["b c", "a b", "ab c"]
-    characters = [token for token in load_tokenizer(GOLDEN / "llama3").tokens if len(token) == 1]
+    characters = [token for token in load_tokenizer(TOKENIZERS / "llama3").tokens if len(token) == 1]
     vocab = {token: i for i, token in enumerate([*characters, *(merge.replace(" ", "") for merge in merges)])}
     tokenizer = load_tokenizer(changed(tmp_path, "llama3", post_processor=None, added_tokens=[], model__vocab=vocab,
                                        model__merges=merges, model__ignore_merges=ignore_merges))
@@ -188,20 +188,20 @@ def test_only_listed_pairs_merge(tmp_path, ignore_merges):
 
 
 def test_bytes_that_are_no_token_vanish_and_their_neighbours_merge():
-    tokenizer = load_tokenizer(GOLDEN / "smollm2")
+    tokenizer = load_tokenizer(TOKENIZERS / "smollm2")
     assert tokenizer.encode("thɐe") == tokenizer.encode("the")
 
 
 def test_long_and_monotonous_prompts():
     """tiktoken alone panics on a million spaces."""
     for name in ("gpt2", "smollm2", "qwen"):
-        tokenizer = load_tokenizer(GOLDEN / name)
+        tokenizer = load_tokenizer(TOKENIZERS / name)
         for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_lone_surrogate_is_refused():
-    message = complaint(load_tokenizer(GOLDEN / "gpt2").encode, "ab\ud83dc")
+    message = complaint(load_tokenizer(TOKENIZERS / "gpt2").encode, "ab\ud83dc")
     assert "U+D83D" in message and "position 2" in message
 
 
@@ -221,7 +221,7 @@ NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  #
 def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Path:
     """A folder with a tokenizer_config.json, if it is given, and a copy of a tokenizer.json, parts of it replaced:
     model__vocab__a=5 sets ["model"]["vocab"]["a"], a number is an index, and ... deletes."""
-    spec = json.loads((GOLDEN / name / "tokenizer.json").read_text(encoding="utf-8"))
+    spec = json.loads((TOKENIZERS / name / "tokenizer.json").read_text(encoding="utf-8"))
     for path, value in parts.items():
         *holders, last = (int(key) if key.isdigit() else key for key in path.split("__"))
         holder = reduce(getitem, holders, spec)
@@ -252,7 +252,7 @@ def test_damaged_files(tmp_path, name, text):
 
 def test_without_the_package_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    message = complaint(load_tokenizer, GOLDEN / "llama2")
+    message = complaint(load_tokenizer, TOKENIZERS / "llama2")
     assert all(part in message for part in ("llama2", "byte_fallback", "pip install tokenizers", "token ids"))
 
 
