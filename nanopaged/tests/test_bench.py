@@ -29,8 +29,7 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
 
 
 def test_bench_times_steps_and_leaves_an_idle_engine():
-    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none. A step is launched ahead
-    as on a GPU."""
+    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
     guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
     tiny = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     tiny.engine.lookahead = 1

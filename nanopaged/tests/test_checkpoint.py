@@ -1,6 +1,4 @@
-"""Tests of nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, and what it says of bad
-files."""
-import ctypes
+"""nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, and what it says of bad files."""
 import json
 import pickle
 import re
@@ -31,13 +29,11 @@ def entry(tensor, begin):
 
 
 def raw_bytes(tensor):
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
 def write_safetensors(path, tensors, pad=0, header=None):
-    """Write the format by hand, the data aligned. `pad` spaces after the header shift the data; `header` replaces the
-    true one."""
+    """The format, the data aligned but for `pad` spaces in front of it. header: in place of the true one"""
     entries, data = {"__metadata__": {"format": "pt"}}, []
     for name, tensor in tensors.items():
         entries[name] = entry(tensor, sum(map(len, data)))
@@ -166,8 +162,7 @@ def test_reads_every_dtype_at_every_alignment(tmp_path, pad):
 @pytest.mark.parametrize("kind, index", [
     ("safetensors", "model.safetensors.index.json"), ("bin", "pytorch_model.bin.index.json")])
 def test_reads_shards_in_their_mapped_files_one_at_a_time(tmp_path, kind, index):
-    """Reading takes no memory of its own. The tensor that the loop still holds leaves a mapping behind, so two shards
-    are mapped at most."""
+    """Reading takes no memory of its own. Two shards are mapped at most: the loop still holds a tensor of the first."""
     write, found = write_safetensors if kind == "safetensors" else lambda path, tensors: torch.save(tensors, path), {}
     tensors = {f"{i}.{j}": torch.full([1 << 10], 4 * i + j) for i in range(3) for j in range(4)}
     files = {name: f"shard-{name[0]}.{kind}" for name in tensors}

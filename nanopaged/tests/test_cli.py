@@ -30,9 +30,8 @@ loaded = functools.cache(LLM)
 
 
 def shared_llm(model: str = "shakespeare", **options) -> LLM:
-    """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. The
-    engine's own seed is for requests without one, which the command line does not make. An engine on a CPU is ready at
-    once; test_package.py runs the program on a GPU."""
+    """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. (Its
+    seed is for requests without one, which the command line does not make. test_package.py has a program on a GPU.)"""
     small = dict(device="cpu", num_blocks=128, block_size=16)  # so many engines fit beside each other
     options = small | options | dict(enforce_eager=True, seed=0)
     return loaded(model, **dict(sorted(options.items())))
@@ -368,8 +367,7 @@ def test_options_that_need_others_or_exclude_them(capsys, monkeypatch):
     (dict(prompt="x", chat=True), "--chat-template"), (dict(prompt="x", model="./nowhere"), "./nowhere"),
     (dict(prompt="x", dtype="int8"), "dtype must be")], ids=lambda value: repr(value)[:50])
 def test_models_and_prompts_that_can_never_run(call, options, word):
-    """The model may be loaded by then, which stderr may say; the error comes last, stdout stays empty, and the engine
-    is as it was. (test_params.py and test_llm.py have all values that are refused.)"""
+    """stderr may say that the model is loaded. (test_params.py and test_llm.py have all values that are refused.)"""
     captured = call(**options, code=2)
     assert captured.out == ""
     *status, error = captured.err.splitlines()
@@ -513,8 +511,7 @@ def cached_tokens(err: str) -> list[tuple[int, int]]:
 
 
 def test_a_conversation(talk, capsys):
-    """Every question comes with the turns before it, whose blocks are in the pool. Empty lines are no questions.
-    Answers stream."""
+    """Every question comes with the turns before it, whose blocks are in the pool. Answers stream."""
     seen = []
     with at_each_step(lambda _: seen.append(capsys.readouterr())):
         seen.append(talk("What is your name?", "", "  ", "Whence come you?", "And whither?"))
@@ -543,8 +540,7 @@ def test_commands_of_a_conversation(talk):
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(talk):
-    """The part of an answer that came before Ctrl-C belongs to the conversation; a question without any answer does
-    not."""
+    """The part of an answer that came belongs to the conversation; a question without any answer does not."""
     with interrupted_at(5, 6):  # after five tokens of the first answer, and before the second
         captured = talk("Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
     half = answer_to("Speak, speak!", max_tokens=5)

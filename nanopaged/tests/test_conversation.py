@@ -63,16 +63,14 @@ def test_conversations_like_transformers(name):
 
 
 def test_snippets_like_transformers():
-    """Among the snippets are those that the sandbox stops: ways to Python's internals, changes to the messages, huge
-    ranges."""
+    """The sandbox stops some: ways to Python's internals, changes to the messages, huge ranges."""
     for source, expected in EXPECTED["snippets"]:
         same(expected, render, source, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize("files, tools, expected", EXPECTED["checkpoints"])
 def test_files_like_transformers(tmp_path, files, tools, expected):
-    """The cases are about which file comes first, which of several templates is taken, and the special tokens by
-    name."""
+    """Which file comes first, which of several templates is taken, and the special tokens by name."""
     template = load_chat_template(write_files(tmp_path, files))
     if isinstance(expected, dict):
         assert "none named 'default'" in complaint(template.render, QUESTION, tools=tools)
@@ -110,8 +108,7 @@ def test_broken_files(tmp_path):
 
 
 def test_text_parts():
-    """A template that would print the list gets one string, and a template that reads the parts' texts gets the
-    parts."""
+    """A template that reads the parts' texts gets the parts, and any other one a string."""
     parts = [{"role": "user", "content": [TEXT, TEXT | {"text": "b"}]}]
     joined = [{"role": "user", "content": "a\nb"}]
     for arguments in ({}, CONTINUED):
@@ -133,8 +130,7 @@ def assistant(**message) -> dict:
         ({"arguments": ""}, {}), ({"arguments": None}, {}), ({}, {}))),
     *((calls, None) for calls in (["x"], "x", 5, [{"name": "f"}], [{"function": "f"}]))])
 def test_arguments_of_tool_calls_are_dicts(calls, expected):
-    """The API's form of the arguments is a JSON string, which becomes a dict as in vLLM. Calls of another form are the
-    template's matter."""
+    """The API's form is a JSON string, which becomes a dict as in vLLM. Other forms are the template's matter."""
     shown = calls if expected is None else [calls[0] | {"function": {"name": "f", "arguments": expected}}]
     assert render("{{ messages[1].tool_calls }}", **assistant(content=None, tool_calls=calls)) == str(shown)
 

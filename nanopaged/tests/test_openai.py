@@ -5,6 +5,7 @@ import random
 import sys
 from functools import partial, reduce
 from importlib.util import find_spec
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -188,31 +189,25 @@ def test_any_json_in_any_field_is_read_or_refused(serving, llm):
 
 
 def test_a_schema_reaches_the_grammar(serving):
-    schema = {"type": "object"}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-    assert read(serving, response_format=form).params.structured_outputs.json == schema
-    assert read(serving, CHAT, response_format={"type": "json_object"}).params.structured_outputs.json == schema
+    person = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    named = {"name": "x", "strict": True, "schema": person}
+    for schema, form in ((person, {"type": "json_schema", "json_schema": named}),
+                         (person, {"type": "json_object", "schema": person}),  # llama.cpp's name
+                         (person, {"type": "json_object", "value": person}),  # Hugging Face's
+                         ({"type": "object"}, {"type": "json_object"})):
+        assert read(serving, CHAT, response_format=form).params.structured_outputs.json == schema
     assert read(serving, CHAT, response_format={"type": "text"}).params.structured_outputs is None
     assert read(serving, structured_outputs={"regex": "a"}).params.structured_outputs.regex == "a"
-    person = {"type": "object", "properties": {"age": {"type": "integer"}}}
-    for name in ("schema", "value"):  # llama.cpp's name and Hugging Face's
-        form = {"type": "json_object", name: person}
-        assert read(serving, CHAT, response_format=form).params.structured_outputs.json == person
 
 
 def test_messages_tools_and_template_variables_are_rendered(llm):
-    seen = []
-
-    def render(messages, tools, variables, **options):
-        seen.append((messages, tools, variables, options))
-        return {"prompt": "x", "prompt_token_ids": [1]}
-
-    serving, tools = Serving(llm, "bard", render), [{"type": "function", "function": {"name": "f"}}]
-    messages = MINIMAL[CHAT]["messages"]
+    render = Mock(return_value={"prompt": "x", "prompt_token_ids": [1]})
+    serving, messages, tools = Serving(llm, "bard", render), MINIMAL[CHAT]["messages"], function(name="f")
     for choice in ({}, {"tool_choice": "auto"}):
         read(serving, CHAT, tools=tools, **choice, chat_template_kwargs={"a": 1}, add_generation_prompt=False)
     read(serving, CHAT, tools=tools, tool_choice="none")
-    assert seen == [(messages, tools, {"a": 1}, {"add_generation_prompt": False})] * 2 + [(messages, None, {}, {})]
+    with_tools = call(messages, tools, {"a": 1}, add_generation_prompt=False)
+    assert render.mock_calls == [with_tools, with_tools, call(messages, None, {})]
 
 
 # ---- Tools and thoughts; test_tools.py has the formats

@@ -1,5 +1,4 @@
-"""All features of the scheduler's side at once, at random, on a fake model: samples, beams, drafts, forced tokens,
-swapping, windows, several pools."""
+"""Samples, beams, drafts, forced tokens, swapping, windows and several pools at once, at random, on a fake model."""
 import random
 from collections import Counter
 from contextlib import nullcontext, suppress

@@ -149,12 +149,3 @@ def test_how_many_lines_there_are_to_read():
         stated = int(stated.replace(",", ""))
         assert stated == pytest.approx(actual, rel=0.2) and int(minutes) == pytest.approx(stated / 15, rel=0.1), actual
 
-
-def test_how_full_the_blocks_of_workload_256_are(monkeypatch):
-    rows = []
-    monkeypatch.setattr(bench, "row", lambda name, value, *_, **__: rows.append(value))
-    bench.fragmentation(quick=True)
-    in_16, in_64, unpaged = rows
-    assert f"{unpaged:.0f}% of the slots held a token in a benchmark of 256 requests" in PLAIN
-    assert (f"{in_16:.1f}% of the slots in use held a token with blocks of 16, and {in_64:.1f}% with blocks of 64"
-            in PLAIN)

@@ -1,5 +1,4 @@
-"""The tokenizer that scripts get from `LLM.get_tokenizer` does what a tokenizer of transformers 5 does with the same
-calls. Where transformers is installed, the answers are compared with its own."""
+"""What scripts get from `LLM.get_tokenizer`, held to transformers 5 where that is installed."""
 import copy
 import json
 import subprocess

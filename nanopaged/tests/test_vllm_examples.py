@@ -171,8 +171,7 @@ def test_methods_for_pooling_models_get_a_sentence(method, llm):
 
 
 def test_use_tqdm(monkeypatch, llm):
-    """A bar is drawn on a terminal and in a notebook's cell, and is gone at the end. The bar is the default of generate
-    and chat, not of beam_search."""
+    """A bar is drawn on a terminal and in a notebook's cell, and gone at the end. By default beam_search has none."""
     cell = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
     beams = BeamSearchParams(beam_width=2, max_tokens=3)
 
