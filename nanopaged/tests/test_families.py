@@ -202,7 +202,7 @@ def test_keys_that_a_multimodal_gemma_leaves_out():
     assert config.sliding_windows == [1024 * (i % 6 != 5) for i in range(34)] and config.tie_word_embeddings
     assert [(rope["rope_theta"], rope["rope_type"]) for rope in config.ropes] == [(1e6, "linear"), (1e4, "default")]
     assert config.attention_scale == 256 ** -0.5 and config.max_position_embeddings == 131072
-    assert read(max_position_embeddings=500).max_position_embeddings == 500  # from hf_overrides
+    assert read(sliding_window=500).sliding_windows[0] == 500  # from hf_overrides
 
 
 # ---- Weights
