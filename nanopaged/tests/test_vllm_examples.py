@@ -88,10 +88,10 @@ def test_the_checkpoints_defaults(llm):
     sampling_params.top_k = 30
     check(llm.generate(PROMPTS, sampling_params), max_tokens=20)
     assert LLM(model=OPT, generation_config="vllm").get_default_sampling_params() == SamplingParams()
-    llm = LLM(model=OPT, override_generation_config={"temperature": 0.3, "max_new_tokens": 7})
-    assert llm.get_default_sampling_params(seed=1) == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7, seed=1)
-    check(llm.generate(PROMPTS), max_tokens=7)
-    check(llm.generate(PROMPTS, SamplingParams()))  # these are settings
+    other = LLM(model=OPT, override_generation_config={"temperature": 0.3, "max_new_tokens": 7})
+    assert other.get_default_sampling_params(seed=1) == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7, seed=1)
+    check(other.generate(PROMPTS), max_tokens=7)
+    check(other.generate(PROMPTS, SamplingParams()))  # these are settings
 
 
 def test_a_second_run_gives_the_same_texts():
@@ -233,11 +233,11 @@ def test_a_tokenizer_from_elsewhere(tmp_path, llm):
     folder = write_files(tmp_path, {"chat_template.jinja": "{{ messages[0].content }}"}, files)
     bare = write_files(tmp_path / "bare", {"config.json": (BUNDLED / "config.json").read_text()},
                        [BUNDLED / "model.safetensors"])
-    llm = LLM(model=bare, tokenizer=str(folder))
-    outputs = llm.generate(PROMPTS, GREEDY)
+    other = LLM(model=bare, tokenizer=str(folder))
+    outputs = other.generate(PROMPTS, GREEDY)
     check(outputs, max_tokens=8)
     assert first(outputs) == first(llm.generate(PROMPTS, GREEDY))
-    assert llm.chat(CONVERSATION[1:], GREEDY)[0].prompt_token_ids == TOKENIZER.encode("Hello")[1:]
+    assert other.chat(CONVERSATION[1:], GREEDY)[0].prompt_token_ids == TOKENIZER.encode("Hello")[1:]
 
 
 def test_tokens_alone(llm):
