@@ -88,7 +88,7 @@ def assert_refused(captured, *words: str):
 
 def nothing_left(llm: LLM) -> bool:
     manager = llm.scheduler.block_manager
-    return not llm.has_unfinished_requests() and manager.num_free_blocks == manager.num_blocks
+    return llm.engine.is_idle and not llm.requests and manager.num_free_blocks == manager.num_blocks
 
 
 @contextmanager
