@@ -1,5 +1,6 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
 import gc
+import json
 import re
 import weakref
 from collections import Counter
@@ -180,6 +181,18 @@ def check_books(scheduler):
     assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
     for queue in (scheduler.running, scheduler.waiting):
         assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+
+
+def write_files(folder, contents, links=()) -> Path:
+    """A folder with files of these bytes, of this text, or of this as JSON, and with links to files of other names."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, (bytes, str)) else json.dumps(content)
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    for file in links:
+        if file.name not in contents:
+            (folder / file.name).symlink_to(file)
+    return folder
 
 
 def rewritten(tmp_path, variant, change):

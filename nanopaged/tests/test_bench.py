@@ -1,8 +1,5 @@
 """bench.py, the program. No test depends on its figures."""
 import json
-import os
-import runpy
-import sys
 import time
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
@@ -12,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import bench
-from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.helpers import load
 from nanopaged.text.tokenizer import load_tokenizer
 
 TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1)
@@ -33,8 +30,7 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
 
 
 def test_bench_times_steps_and_leaves_an_idle_engine():
-    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none. A step is launched ahead
-    as on a GPU."""
+    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
     guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
     tiny = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     tiny.engine.lookahead = 1
@@ -115,10 +111,3 @@ def test_bench_refuses_first_what_it_cannot_do_and_has_a_plain_help(monkeypatch,
         bench.main(["--help"])
     assert "Workload 256 is" in (text := capsys.readouterr().out) and "**" not in text  # a terminal has no bold type
 
-
-def test_a_reader_of_bench_that_goes_away_sees_no_traceback(monkeypatch):
-    """At its end the interpreter would flush stdout once more."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--only", "sched"])
-    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
-    runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")
-    assert sys.stdout.name == os.devnull
