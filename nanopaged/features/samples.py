@@ -64,6 +64,11 @@ class SampleSequence(engine.Sequence):
 
     def append(self, token: int) -> None:
         """The prompt is in the KV cache, so other samples may fork, before this one may end with its token."""
+        if self.samples.unstarted:
+            self._start_others()
+        super().append(token)
+
+    def _start_others(self) -> None:
         samples, scheduler = self.samples, self.samples.scheduler_of(self)
         blocks = self.block_table[:engine.cdiv(self.num_prompt_tokens, scheduler.block_manager.block_size)]
         hit = engine.PrefixHit(blocks, self.num_prompt_tokens, self.root, 0)
@@ -71,7 +76,6 @@ class SampleSequence(engine.Sequence):
         while samples.unstarted and min(blocks, default=-1) >= 0 and fork(scheduler, self, samples.unstarted[0], hit):
             samples.unstarted.popleft()
             samples.num_started += 1
-        super().append(token)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """The last sample that has started queues the next one."""
