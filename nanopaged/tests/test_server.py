@@ -182,8 +182,8 @@ def test_completions(server):
 
 
 def test_the_example_of_the_readme(server, capsys, monkeypatch):
-    code = next(text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-                if "OpenAI(" in text)
+    readme = (ROOT / "nanopaged" / "README.md").read_text("utf-8")
+    [code] = (text for text in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI(" in text)
     clients = []  # a new one would load certificates for a second
     monkeypatch.setattr(openai, "OpenAI", lambda **options: clients.append(options) or server.client)
     exec(code.replace('"shakespeare"', '"bard"'), {})
@@ -192,8 +192,8 @@ def test_the_example_of_the_readme(server, capsys, monkeypatch):
 
 
 def test_the_command_of_the_readme(server):
-    readme = (ROOT / "README.md").read_text("utf-8").replace("\\\n", "")
-    curl, url, h, header, d, body = shlex.split(re.search(r"^    (curl .*)$", readme, re.M)[1])
+    readme = (ROOT / "nanopaged" / "README.md").read_text("utf-8")
+    curl, url, h, header, d, body = shlex.split(re.search(r"`(curl .*?)`", readme)[1])
     assert (curl, h, d) == ("curl", "-H", "-d") and url.startswith("http://127.0.0.1:8000/")
     name, value = header.split(": ")
     body = body.replace('"shakespeare"', '"bard"').encode()
