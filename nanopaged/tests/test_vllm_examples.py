@@ -20,7 +20,7 @@ import torch
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
 from nanopaged.features import hub
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, ROOT, complaint, write_files
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -303,5 +303,5 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     with capfd.disabled():
         print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
               sep="\n")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (BUNDLED.parent / "README.md").read_text(encoding="utf-8")
     assert {name for name in reasons if f"`{name}`" in readme} == runs
