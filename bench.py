@@ -242,7 +242,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, q.device)
+    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
     def every_layer() -> None:

@@ -90,8 +90,6 @@ class Runner:
         self.pool = Pool(config.num_layers, block_shape, self.kv_dtype, device)
         self.kv_cache: list[model.LayerCache] = []  # of each layer; `trial.allocate_pool` fills it
         self.rows = self._make_rows()
-        group = config.num_heads // config.num_kv_heads
-        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
         self.cascade = choices.pick_cascade(config, self.block_size, self.dtype, self.kv_dtype, kernels, device,
                                              disable_cascade_attn)
         # Triton's kernels are compiled while the weights are loaded.
@@ -143,6 +141,13 @@ class Runner:
         launched = LaunchedStep(step, batch, self.device, self.send, self.editor, self.unsampled, self.wait)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
+
+    @cached_property
+    def tokens_per_tile(self) -> int:
+        """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
+        c = self.config
+        return kernel.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
+                                      self.kv_dtype, self.device)
 
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
