@@ -377,7 +377,8 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
 
 def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
            **options: Any) -> None:
-    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
+    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill, also
+    of many short prompts."""
     sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000, **options)
     label = " ".join([shape, *options.values()])
     for batch, context, steps in (*((batch, 512, 50) for batch in batches), (32, 8000, 20)):
@@ -385,8 +386,9 @@ def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[i
         row(f"{label} decode, batch {batch}, context {context:,}", decode_ms(llm, batch, context, steps), "ms/step",
             limit)
     prefill_rate(llm, 4, 8000)  # warm up
-    limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
-    row(f"{label} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+    for batch, context in ((32, 8000), (256, 512)):
+        limit = batch * context / limits.step_seconds(sizes, [context] * batch, [context] * batch, batch)
+        row(f"{label} prefill, {batch} x {context:,}", prefill_rate(llm, batch, context), "tokens/s", limit)
 
 
 SHARED = {  # samples, prompts, tokens that a prompt has in common with the others of its group, its own; groups

@@ -1172,40 +1172,39 @@ def _gumbel(key, token):
 # --------------------------------------------------------------------------------------------------
 # Only on Hopper: prefill with warps of different tasks
 #
-# In `_prefill` all warps of a program do the same: they load a tile, multiply, compute exponentials. An H200's tensor
-# cores wait for a third of the time. FlashAttention-3 (Shah et al. 2024) divides the work (**warp specialization**).
-# Plain Triton cannot express that on this card. **Gluon** can: it is Triton's lower level, where the text says which
-# warps do what, and how a tensor lies in registers or memory (its **layout**). Each multiprocessor runs one program of
-# three parts, over the same work list as the plain kernel:
+# In `_prefill` all warps of a program do the same: they load a tile, multiply, compute exponentials. Meanwhile the
+# tensor cores of an H200 wait for a third of the time. FlashAttention-3 (Shah et al. 2024) gives warps different tasks
+# (**warp specialization**), which plain Triton cannot express on this card. **Gluon** can. It is Triton's lower level:
+# the text says which warps do what, and how a tensor lies in registers or memory (its **layout**). A program has three
+# parts. They go through the same work list as the plain kernel:
 #
-#     copying warp     its copies run on their own (TMA, the hardware's copying unit), and say when they have arrived
-#     2 warpgroups     4 warps each. A warpgroup takes 64 of the 128 rows of a tile of queries. Its products run on
-#                      their own, too (wgmma): they are issued, and waited for
+#     a copying warp       It asks the hardware's copying unit (TMA) for tiles. Copies run by themselves.
+#     two warpgroups       Each has 4 warps and takes 64 of the 128 rows of a tile of queries. It issues products
+#                          (wgmma), which the tensor cores compute by themselves, and waits for them.
 #
-# The parts meet at barriers in shared memory. There are two buffers for tiles of q, two for K and two for V:
+# The parts wait for each other at barriers in shared memory, which has two buffers each for tiles of q, K and V:
 #
-#     copying warp   K0 V0 K1 V1           K2      V2         K3      V3
-#                    |  |  |  |            ^       ^          ^       ^      ^  both warpgroups have released the buffer
-#                    v  v  v  v            |       |          |       |      v  the copy has arrived
+#     copying warp   K0 V0 K1 V1          K2      V2         K3      V3
+#                    |  |  |  |           ^       ^          ^       ^       ^  both warpgroups have released the buffer
+#                    v  v  v  v           |       |          |       |       v  the copy has arrived
 #     warpgroup 0    S0 softmax 0  S1 A0 softmax 1  S2 A1 softmax 2  S3 A2   S  scores: q times a tile of K
 #     warpgroup 1          S0 softmax 0  S1 A0 softmax 1  S2 A1 softmax 2    A  acc += weights times a tile of V
 #
-# While one warpgroup computes a softmax, the tensor cores compute the other one's products. The copying warp is two
-# tiles ahead, also from one tile of queries to the next.
+# While one warpgroup computes a softmax, the tensor cores serve the other one. The copying warp runs ahead by two tiles
+# of keys, and by one of queries: each multiprocessor has one program, which takes entries of the list in turns.
 # --------------------------------------------------------------------------------------------------
 
 TILE = tl.constexpr(128)  # rows of a tile of queries, and tokens of a tile of keys: two blocks
 ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block, and of a short tile of keys
 BUFFERS = tl.constexpr(2)
 
-# Tile n is in buffer n % BUFFERS. `full` and `empty` have a barrier for each buffer.
-Ring = namedtuple("Ring", ["tiles", "full", "empty"])
+Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
 Batch = namedtuple("Batch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
 Item = namedtuple("Item", [
     "seq", "kv_head", "token", "end",  # the tile's first token in q, and where the sequence ends there
     "position", "seq_len",  # of that token; of the sequence
     "oldest", "start", "stop"])  # the first position that the tile sees; its tiles of keys, none if the list has ended
-Rows = namedtuple("Rows", ["q", "first", "last", "position", "window"])  # of a warpgroup: positions of its rows
+Rows = namedtuple("Rows", ["q", "position", "window"])  # of a warpgroup
 
 
 def tokens_per_tile(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
@@ -1249,28 +1248,28 @@ def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
     boxes = box_of(q, rows), box_of(k_cache, block), box_of(v_cache, block)
     hopper_prefill_kernel[(min(num_items, tiles.num_multiprocessors(q.device)),)](
         out, *boxes, block_tables, seq_lens, query_start_loc, query_tiles, num_items, num_kv_heads,
-        sliding_window or 2**30, scale, *out.stride()[:2], block_tables.stride(0), GROUP=group, num_warps=4,
-        **launch_options(q.device))
+        sliding_window or 2**30, scale, *out.stride()[:2], block_tables.stride(0), GROUP=group,
+        WINDOW=sliding_window > 0, num_warps=4, **launch_options(q.device))
 
 
 @gluon_jit
 def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, query_start_loc, work, num_items,
                           num_kv_heads, window, scale, out_token, out_head, table_row, GROUP: tl.constexpr,
-                          PDL: tl.constexpr):
+                          WINDOW: tl.constexpr, PDL: tl.constexpr):
     """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
     the end are the warps of the second and third part, and the registers of each of their threads."""
     q, k, v = _ring(q_box, 1), _ring(k_box, 2), _ring(v_box, 2)
     batch = Batch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
     _wait_for_previous_kernel(PDL)
     gl.warp_specialize([
-        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP)),
-        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 1, GROUP)),
-        (_copy, (q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP)),
+        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP, WINDOW)),
+        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 1, GROUP, WINDOW)),
+        (_copy, (q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP, WINDOW)),
     ], [4, 1], [240, 24])
 
 
 @gluon_jit
-def _item(turn, batch, TOKENS: tl.constexpr):
+def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
     """What a program computes in a turn. Work begins with the longest contexts. Every other turn goes through the
     programs backwards, so that all have about as much to do:
 
@@ -1286,13 +1285,13 @@ def _item(turn, batch, TOKENS: tl.constexpr):
     q_start, end = gl.load(batch.query_start_loc + seq), gl.load(batch.query_start_loc + seq + 1)
     seq_len = gl.load(batch.seq_lens + seq)
     position = seq_len - (end - q_start) + first
-    oldest = gl.maximum(position - batch.window + 1, 0)
+    oldest = gl.maximum(position - batch.window + 1, 0) if WINDOW else 0
     stop = gl.where(exists, gl.cdiv(gl.minimum(position + TOKENS, seq_len), TILE), 0)
     return Item(seq, i % batch.num_kv_heads, q_start + first, end, position, seq_len, oldest, oldest // TILE, stop)
 
 
-# ---- the rings: a barrier counts arrivals; when all have come, its next phase begins. Waiting for the phase before the
-# ---- first one returns at once, so the copying warp may fill each buffer once without waiting.
+# A barrier counts arrivals. When all that it expects have come, its next phase begins. A phase here is a round over the
+# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it.
 
 @gluon_jit
 def _ring(box, BOXES: tl.constexpr):
@@ -1308,7 +1307,8 @@ def _ring(box, BOXES: tl.constexpr):
 
 @gluon_jit
 def _acquire(ring, n):
-    """The buffer for tile n and the barrier of its copies, as soon as tile n - BUFFERS is released."""
+    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes. (The
+    round before the first one counts as over.)"""
     mbarrier.wait(ring.empty.index(n % BUFFERS), (n // BUFFERS + 1) % 2)
     tile, full = ring.tiles.index(n % BUFFERS), ring.full.index(n % BUFFERS)
     mbarrier.expect(full, TILE * tile.shape[-1] * 2)
@@ -1328,14 +1328,12 @@ def _release(ring, n):
     mbarrier.arrive(ring.empty.index(n % BUFFERS))
 
 
-# ---- the three parts
-
 @gluon_jit
-def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: tl.constexpr):
+def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: tl.constexpr, WINDOW: tl.constexpr):
     """The copying warp."""
     TOKENS: tl.constexpr = q_box.block_type.shape[0]
     turn, n = 0, 0  # items and tiles of keys so far
-    item = _item(turn, batch, TOKENS)
+    item = _item(turn, batch, TOKENS, WINDOW)
     while item.start < item.stop:
         tile, full = _acquire(q, turn)
         async_load(q_box, [item.token, item.kv_head * GROUP, 0], full, tile)
@@ -1348,7 +1346,7 @@ def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: t
             _copy_tile(v_box, a, b, item.kv_head, v, n)
             n += 1
             if i == item.start:
-                upcoming = _item(turn, batch, TOKENS)  # while the copies are under way
+                upcoming = _item(turn, batch, TOKENS, WINDOW)  # while the copies are under way
         item = upcoming
 
 
@@ -1361,9 +1359,10 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 
 
 @gluon_jit
-def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr):
-    """A warpgroup: the first or the second 64 rows of each item. Its last tile of keys is short, if it sees only the
-    first block of that: on the diagonal half of a tile would be masked."""
+def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
+             WINDOW: tl.constexpr):
+    """A warpgroup: the first or the second 64 rows of each item. Tiles of keys before `full` need no mask. If the rows
+    see only the first block of the last tile, this tile is short: half of its products would be masked."""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
@@ -1373,36 +1372,43 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
     row = gl.arange(0, ROWS, layout=ROW)
     line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     turn, n = 0, 0
-    item = _item(turn, batch, TOKENS)
+    item = _item(turn, batch, TOKENS, WINDOW)
     while item.start < item.stop:
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
         scores = _scores(my_q, _arrived(k, n))
-        upcoming = _item(turn + 1, batch, TOKENS)  # while the product is under way
+        upcoming = _item(turn + 1, batch, TOKENS, WINDOW)  # while the product is under way
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
         last = gl.minimum(first + TOKENS // 2, item.seq_len) - 1
-        rows = Rows(my_q, first, last, gl.minimum(first + row // PADDED, last), batch.window)
+        rows = Rows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
         scores = warpgroup_mma_wait(0, deps=[scores])
         _release(k, n)
         sums = Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
                     gl.zeros([ROWS], gl.float32, ROW))
-        p, _, sums = _softmax(sums, scores, item.start * TILE, rows, scale)
-        if item.start * TILE < item.oldest:
-            _clear(_arrived(v, n), item.start * TILE, item, LINES)
+        p, _, sums = _softmax(sums, scores, item.start * TILE, rows, scale, True, WINDOW)
+        if WINDOW:
+            _clear(_arrived(v, n), item.start * TILE, item, LINES, WINDOW)
         n += 1
-        is_short = (item.stop - item.start > 1) & (last < (item.stop - 1) * TILE + ROWS)
-        for tile in range(item.start + 1, item.stop - is_short.to(gl.int32)):
-            p, sums = _next_tile(p, sums, rows, k, v, n, tile * TILE, scale, TILE)
-            n += 1
         key = (item.stop - 1) * TILE
+        is_short = (item.stop - item.start > 1) & (last < key + ROWS)
+        begin, end = item.start + 1, item.stop - is_short.to(gl.int32)
+        if not WINDOW:
+            full = gl.minimum((first + 1) // TILE, end)
+            for _ in range(begin, full):
+                p, sums = _next_tile(p, sums, rows, k, v, n, 0, scale, TILE, False, WINDOW)
+                n += 1
+            begin = gl.maximum(begin, full)
+        for tile in range(begin, end):
+            p, sums = _next_tile(p, sums, rows, k, v, n, tile * TILE, scale, TILE, True, WINDOW)
+            n += 1
         if is_short:
-            weights, sums = _next_tile(p, sums, rows, k, v, n, key, scale, ROWS)
-            acc = _last_sum(weights, sums.acc, _arrived(v, n).slice(0, ROWS), key, item, LINES)
+            weights, sums = _next_tile(p, sums, rows, k, v, n, key, scale, ROWS, True, WINDOW)
+            acc = _last_sum(weights, sums.acc, _arrived(v, n).slice(0, ROWS), key, item, LINES, WINDOW)
             n += 1
         else:
-            acc = _last_sum(p, sums.acc, _arrived(v, n - 1), key, item, LINES)
+            acc = _last_sum(p, sums.acc, _arrived(v, n - 1), key, item, LINES, WINDOW)
         _release(v, n - 1)
         # The buffer of q is free now. Through it each thread gets 16 bytes of a line in place of 4 of several.
-        my_q.store((acc / sums.sum[:, None]).to(out.dtype.element_ty))
+        my_q.store((acc * (1.0 / sums.sum)[:, None]).to(out.dtype.element_ty))
         result = my_q.load(LINES)
         fence_async_shared()
         _release(q, turn)
@@ -1414,24 +1420,24 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
 
 
 @gluon_jit
-def _next_tile(p, sums, rows, k, v, n, key, scale, KEYS: tl.constexpr):
+def _next_tile(p, sums, rows, k, v, n, key, scale, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr):
     """The weights of tile n, whose first KEYS keys begin at `key`, and the running sums. The weighted sum is one tile
     behind: p are the weights of tile n - 1."""
     scores = _scores(rows.q, _arrived(k, n).slice(0, KEYS))
     acc = warpgroup_mma(p, _arrived(v, n - 1), sums.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])  # but for one product, all that were issued are complete
     _release(k, n)
-    weights, alpha, sums = _softmax(sums, scores, key, rows, scale)
+    weights, alpha, sums = _softmax(sums, scores, key, rows, scale, MASKED, WINDOW)
     acc, p, weights = warpgroup_mma_wait(0, deps=[acc, p, weights])
     _release(v, n - 1)
     return weights, Sums(acc * alpha[:, None], sums.max, sums.sum)
 
 
 @gluon_jit
-def _last_sum(p, acc, tile, key, item, LINES: tl.constexpr):
+def _last_sum(p, acc, tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
     """acc with the last tile of V, which begins at `key`."""
     if key + tile.shape[0] > item.seq_len:
-        _clear(tile, key, item, LINES)
+        _clear(tile, key, item, LINES, WINDOW)
     acc, p = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, tile, acc, is_async=True), p])
     return acc
 
@@ -1446,19 +1452,24 @@ def _scores(q, k):
 
 
 @gluon_jit
-def _softmax(sums, scores, key, rows, scale):
+def _softmax(sums, scores, key, rows, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr):
     """The weights of a tile that begins at `key`, the factor for acc, and the running sums, acc left out. What
     `_online_softmax` does, and the mask. Conversions between layouts of rows move nothing."""
     KEYS: tl.constexpr = scores.shape[1]
     OF_KEY: tl.constexpr = gl.SliceLayout(0, scores.type.layout)
     OF_ROW: tl.constexpr = gl.SliceLayout(1, scores.type.layout)
     SAME: tl.constexpr = sums.max.type.layout
-    if (key + KEYS > rows.first + 1) | (key <= rows.last - rows.window):  # else every row sees the whole tile
+    if MASKED:
         token = (key + gl.arange(0, KEYS, layout=OF_KEY))[None, :]
         position = gl.convert_layout(rows.position, OF_ROW)[:, None]
-        scores = gl.where((token <= position) & (token > position - rows.window), scores, -float("inf"))
+        seen = token <= position
+        if WINDOW:
+            seen &= token > position - rows.window
+        scores = gl.where(seen, scores, -float("inf"))
     new_max = gl.maximum(sums.max, gl.convert_layout(gl.max(scores, 1), SAME) * scale)
-    base = gl.where(new_max == -float("inf"), 0.0, new_max)  # of a row whose window begins behind this tile
+    base = new_max
+    if WINDOW:  # a row's window may begin behind this tile
+        base = gl.where(new_max == -float("inf"), 0.0, new_max)
     p = gl.exp2(scores * scale - gl.convert_layout(base, OF_ROW)[:, None])
     alpha = gl.exp2(sums.max - base)
     weights = gl.convert_layout(p.to(rows.q.dtype), gl.DotOperandLayout(0, sums.acc.type.layout, 2))
@@ -1466,12 +1477,14 @@ def _softmax(sums, scores, key, rows, scale):
 
 
 @gluon_jit
-def _clear(tile, key, item, LINES: tl.constexpr):
+def _clear(tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
     """Slots of V that hold anything become 0, because 0 * NaN is NaN: those after the last token, and those that left
     the window, whose blocks may have other holders."""
     for part in gl.static_range(tile.shape[0] // 32):
         lines = tile.slice(part * 32, 32)
         token = key + part * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
-        exists = (token >= item.oldest) & (token < item.seq_len)
+        exists = token < item.seq_len
+        if WINDOW:
+            exists &= token >= item.oldest
         lines.store(gl.where(exists[:, None], lines.load(LINES), 0.0))
     fence_async_shared()

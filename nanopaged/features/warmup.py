@@ -29,6 +29,7 @@ def start(tasks: Iterable[Callable[[], Any]], device: torch.device) -> list[Futu
     """Start compiling, several forms at a time. `result()` of each raises what failed."""
     def compile_one(task: Callable[[], Any]) -> None:
         with as_current(device):
+            torch.zeros(1, device=device)  # CUDA's context becomes this thread's: Triton's boxes for TMA need one
             task()
 
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
