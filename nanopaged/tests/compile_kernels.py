@@ -86,15 +86,15 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     return compiled, config
 
 
-def hopper(dtype: torch.dtype, head_dim: int, group: int = 2):
+def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool):
     """The prefill kernel for Hopper alone."""
     from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
     padded = tiles.next_power_of_2(group)
     rows, block = [tiles.HOPPER_TILE_M // padded, padded, head_dim], [1, tiles.HOPPER_BLOCK_SIZE, 1, head_dim]
     types = {name: f"tensordesc<{TYPES[dtype]}{box},{kernel.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
              for name, box in (("q_box", rows), ("k_box", block), ("v_box", block))}
-    return compile_kernel(kernel.hopper_prefill_kernel, dict(GROUP=group), dtype, 90, make_source=GluonASTSource,
-                          **types)
+    return compile_kernel(kernel.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
+                          make_source=GluonASTSource, **types)
 
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
@@ -148,19 +148,19 @@ def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: t
     return shared > limit
 
 
-def check_hopper(dtype: torch.dtype, head_dim: int, group: int) -> bool:
+def check_hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool) -> bool:
     """Compile a form of prefill for Hopper alone. Whether it is too large."""
-    shared, limit = hopper(dtype, head_dim, group).metadata.shared, SHARED_MEMORY[90] * 1024
-    print(f"sm_90 hopper  {TYPES[dtype]} head_dim {head_dim:3} group {group}: {shared / 1024:5.1f} of "
-          f"{limit // 1024} KiB{'  TOO LARGE' if shared > limit else ''}", flush=True)
+    shared, limit = hopper(dtype, head_dim, group, window).metadata.shared, SHARED_MEMORY[90] * 1024
+    print(f"sm_90 hopper  {TYPES[dtype]} head_dim {head_dim:3}{' window' * window}: {shared / 1024:5.1f} of "
+          f"{limit // 1024} KiB  group {group}{'  TOO LARGE' if shared > limit else ''}", flush=True)
     return shared > limit
 
 
 def main(capabilities: list[int], quick: bool) -> int:
     checks, tasks = [], []
     if 90 in capabilities and optional_gluon.gl:
-        forms = itertools.product((torch.float16, torch.bfloat16), (64, 128), (1, 2, 7, 64))
-        checks += [partial(check_hopper, *form) for form in ([(torch.bfloat16, 128, 2)] if quick else forms)]
+        forms = itertools.product((torch.float16, torch.bfloat16), (64, 128), (1, 2, 7, 64), (False, True))
+        checks += [partial(check_hopper, *form) for form in ([(torch.bfloat16, 128, 2, False)] if quick else forms)]
     for capability in capabilities:
         # Older cards have no bfloat16: the engine uses float16 there.
         types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]
