@@ -32,7 +32,7 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-The torch forms come first, then the same in Triton, then kernels that only make a step faster.
+The torch forms come first, then the same in Triton, then kernels that only make a step faster, the last one on Hopper.
 """
 import math
 import warnings
@@ -1375,6 +1375,7 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
     item = _item(turn, batch, TOKENS, WINDOW)
     while item.start < item.stop:
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
+        # Not in a branch: ptxas 12.8 (Triton 3.6 and 3.7) then loses the address of q behind the branch.
         scores = _scores(my_q, _arrived(k, n))
         upcoming = _item(turn + 1, batch, TOKENS, WINDOW)  # while the product is under way
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
