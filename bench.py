@@ -255,7 +255,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, q.device)
+    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
     def every_layer() -> None:
@@ -390,7 +390,8 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
 
 def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
            **options: Any) -> None:
-    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
+    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill, also
+    of many short prompts."""
     llm = random_llm(SHAPES[shape], max_model_len=9000, **options)
     decode_rows(limits, llm, " ".join([shape, *options.values()]), SHAPES[shape], batches)
 
@@ -401,8 +402,9 @@ def decode_rows(limits: Limits, llm: LLM, label: str, sizes: dict[str, Any], bat
         row(f"{label} decode, batch {batch}, context {context:,}", decode_ms(llm, batch, context, steps), "ms/step",
             limit)
     prefill_rate(llm, 4, 8000)  # warm up
-    limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
-    row(f"{label} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+    for batch, context in ((32, 8000), (256, 512)):
+        limit = batch * context / limits.step_seconds(sizes, [context] * batch, [context] * batch, batch)
+        row(f"{label} prefill, {batch} x {context:,}", prefill_rate(llm, batch, context), "tokens/s", limit)
 
 
 SHARED = {  # samples, prompts, tokens that a prompt has in common with the others of its group, its own; groups

@@ -32,10 +32,12 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-The torch forms come first, then the same in Triton, then kernels that only make a step faster.
+The torch forms come first, then the same in Triton, then kernels that only make a step faster, the last one on Hopper.
 """
 import math
+import warnings
 from collections import namedtuple
+from functools import lru_cache
 from typing import Callable, NamedTuple
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
@@ -44,9 +46,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import tiles
-from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl
+from nanopaged.optional_triton import (
+    async_load,
+    box_of,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon_jit,
+    jit,
+    launch_options,
+    mbarrier,
+    require_triton,
+    tl,
+    triton,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE
-from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context, tokens_per_tile
+from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
 
 # --------------------------------------------------------------------------------------------------
@@ -720,6 +738,37 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
 # In Triton: launching attention
 # --------------------------------------------------------------------------------------------------
 
+def tokens_per_tile(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
+                    device: torch.device) -> int:
+    """Query tokens in a tile of prefill, as `make_query_tiles` needs it."""
+    if on_hopper(group, head_dim, block_size, dtype, cache_dtype, device):
+        return tiles.HOPPER_TILE_M // tiles.next_power_of_2(group)
+    return tiles.prefill_config(group, head_dim, dtype, device)["TILE_M"] // group
+
+
+@lru_cache
+def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
+              device: torch.device) -> bool:
+    """Whether the kernel at the end of this file computes prefill. Model and device decide, never the batch: a text
+    keeps its bits.
+
+    The first call compiles the kernel. If this Triton has no Gluon, or another one, a warning says so.
+    """
+    if not tiles.fits_hopper(group, head_dim, block_size, dtype, cache_dtype, device):
+        return False
+    try:
+        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        q, cache = (torch.empty(*shape, head_dim, dtype=dtype, device=device)
+                    for shape in ((1, group), (1, block_size, 1)))
+        prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], nothing, 1.0, 0)
+    except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        warnings.warn(f"prompts are computed by the kernel for all GPUs, which is 20 to 30% slower than the one for "
+                      f"Hopper: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
+        return False
+    return True
+
+
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
@@ -738,6 +787,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     """
     out = torch.empty_like(q) if out is None else out
     head_dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
+    model = group, head_dim, k_cache.shape[1], q.dtype, k_cache.dtype, q.device
     if v_cache.element_size() == 1 and any(n % 2 for n in (head_dim, *v_cache.stride()[:3], v_cache.data_ptr())):
         raise ValueError(f"an fp8 V is read in pairs, so head_dim {head_dim}, the strides {v_cache.stride()[:3]} and "
                          "the address must be even")
@@ -749,9 +799,11 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                                        k_cache.stride(), v_cache.stride())
     if max_query_len > 1:
         if query_tiles is None:
-            tokens = tokens_per_tile(group, head_dim, q.dtype, q.device)
+            tokens = tokens_per_tile(*model)
             query_tiles = make_query_tiles(query_start_loc.diff().tolist(), seq_lens.tolist(), tokens).to(q.device)
-        if len(query_tiles):
+        if len(query_tiles) and on_hopper(*model):
+            prefill_on_hopper(out, *inputs, query_tiles, scales[0], sliding_window)
+        elif len(query_tiles):
             paged_attention_kernel[(len(query_tiles) * k_cache.shape[2],)](
                 out, out, out, *inputs, query_tiles, *scales, 1, *strides, PHASE="prefill", ONE_PROGRAM=True,
                 ONE_SPLIT=False, **constants, **tiles.prefill_config(group, head_dim, q.dtype, q.device),
@@ -1293,3 +1345,295 @@ def _gumbel(key, token):
     # -log(1 - v). A small v takes its series, because 1 - v would lose v's digits; the largest v is rounded to 1.
     race = tl.where(v < 2.0 ** -8, v + 0.5 * v * v, -tl.log(tl.maximum(1.0 - v, 2.0 ** -25)))
     return -tl.log(race)
+
+
+# --------------------------------------------------------------------------------------------------
+# Only on Hopper: prefill with warps of different tasks
+#
+# In `_prefill` all warps of a program do the same: they load a tile, multiply, compute exponentials. Meanwhile the
+# tensor cores of an H200 wait for a third of the time. FlashAttention-3 (Shah et al. 2024) gives warps different tasks
+# (**warp specialization**), which plain Triton cannot express on this card. **Gluon** can. It is Triton's lower level:
+# the text says which warps do what, and how a tensor lies in registers or memory (its **layout**). A program has three
+# parts. They go through the same work list as the plain kernel:
+#
+#     a copying warp       It asks the hardware's copying unit (TMA) for tiles. Copies run by themselves.
+#     two warpgroups       Each has 4 warps and takes 64 of the 128 rows of a tile of queries. It issues products
+#                          (wgmma), which the tensor cores compute by themselves, and waits for them.
+#
+# The parts wait for each other at barriers in shared memory, which has two buffers each for tiles of q, K and V:
+#
+#     copying warp   K0 V0 K1 V1          K2      V2         K3      V3
+#                    |  |  |  |           ^       ^          ^       ^       ^  both warpgroups have released the buffer
+#                    v  v  v  v           |       |          |       |       v  the copy has arrived
+#     warpgroup 0    S0 softmax 0  S1 A0 softmax 1  S2 A1 softmax 2  S3 A2   S  scores: q times a tile of K
+#     warpgroup 1          S0 softmax 0  S1 A0 softmax 1  S2 A1 softmax 2    A  acc += weights times a tile of V
+#
+# While one warpgroup computes a softmax, the tensor cores serve the other one. The copying warp runs ahead by two tiles
+# of keys, and by one of queries: each multiprocessor has one program, which takes entries of the list in turns.
+# --------------------------------------------------------------------------------------------------
+
+TILE = tl.constexpr(128)  # rows of a tile of queries, and tokens of a tile of keys: two blocks
+ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block, and of a short tile of keys
+BUFFERS = tl.constexpr(2)
+
+Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
+Batch = namedtuple("Batch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
+Item = namedtuple("Item", [
+    "seq", "kv_head", "token", "end",  # the tile's first token in q, and where the sequence ends there
+    "position", "seq_len",  # of that token; of the sequence
+    "oldest", "start", "stop"])  # the first position that the tile sees; its tiles of keys, none if the list has ended
+Rows = namedtuple("Rows", ["q", "position", "window"])  # of a warpgroup
+
+
+def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+                      query_start_loc: Tensor, query_tiles: Tensor, scale: float, sliding_window: int) -> None:
+    """The sequences with two or more new tokens. TMA copies a **box** of a tensor: TILE rows of q, or one block of a
+    kv head. A group that is no power of two is padded with the head behind it, whose results are not stored."""
+    (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    group, num_items = num_heads // num_kv_heads, len(query_tiles) * num_kv_heads
+    padded = tiles.next_power_of_2(group)
+    rows, block = [tiles.HOPPER_TILE_M // padded, padded, head_dim], [1, block_size, 1, head_dim]
+    boxes = box_of(q, rows), box_of(k_cache, block), box_of(v_cache, block)
+    hopper_prefill_kernel[(min(num_items, tiles.num_multiprocessors(q.device)),)](
+        out, *boxes, block_tables, seq_lens, query_start_loc, query_tiles, num_items, num_kv_heads,
+        sliding_window or 2**30, scale, *out.stride()[:2], block_tables.stride(0), GROUP=group,
+        WINDOW=sliding_window > 0, num_warps=4, **launch_options(q.device))
+
+
+@gluon_jit
+def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, query_start_loc, work, num_items,
+                          num_kv_heads, window, scale, out_token, out_head, table_row, GROUP: tl.constexpr,
+                          WINDOW: tl.constexpr, PDL: tl.constexpr):
+    """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
+    the end are the warps of the second and third part, and the registers of each of their threads."""
+    q, k, v = _ring(q_box, 1), _ring(k_box, 2), _ring(v_box, 2)
+    batch = Batch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
+    _wait_for_previous_kernel(PDL)
+    gl.warp_specialize([
+        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP, WINDOW)),
+        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 1, GROUP, WINDOW)),
+        (_copy, (q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP, WINDOW)),
+    ], [4, 1], [240, 24])
+
+
+@gluon_jit
+def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """What a program computes in a turn. Work begins with the longest contexts. Every other turn goes through the
+    programs backwards, so that all have about as much to do:
+
+        3 programs, turn 0    0 1 2
+                    turn 1    5 4 3
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    entry = batch.work + gl.minimum(i, batch.num_items - 1) // batch.num_kv_heads * 2
+    seq, first = gl.load(entry), gl.load(entry + 1) * TOKENS
+    exists = (i < batch.num_items) & (seq >= 0)
+    seq = gl.maximum(seq, 0)
+    q_start, end = gl.load(batch.query_start_loc + seq), gl.load(batch.query_start_loc + seq + 1)
+    seq_len = gl.load(batch.seq_lens + seq)
+    position = seq_len - (end - q_start) + first
+    oldest = gl.maximum(position - batch.window + 1, 0) if WINDOW else 0
+    stop = gl.where(exists, gl.cdiv(gl.minimum(position + TOKENS, seq_len), TILE), 0)
+    return Item(seq, i % batch.num_kv_heads, q_start + first, end, position, seq_len, oldest, oldest // TILE, stop)
+
+
+# A barrier counts arrivals. When all that it expects have come, its next phase begins. A phase here is a round over the
+# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it.
+
+@gluon_jit
+def _ring(box, BOXES: tl.constexpr):
+    """A ring for tiles of so many boxes."""
+    shape: tl.constexpr = box.block_type.shape
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the copying warp, and then the bytes that it expects
+        mbarrier.init(empty.index(i), count=2)  # both warpgroups
+    return Ring(gl.allocate_shared_memory(box.dtype, [BUFFERS, BOXES * shape[0]] + shape[1:], box.layout), full, empty)
+
+
+@gluon_jit
+def _acquire(ring, n):
+    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes. (The
+    round before the first one counts as over.)"""
+    mbarrier.wait(ring.empty.index(n % BUFFERS), (n // BUFFERS + 1) % 2)
+    tile, full = ring.tiles.index(n % BUFFERS), ring.full.index(n % BUFFERS)
+    mbarrier.expect(full, TILE * tile.shape[-1] * 2)
+    return tile, full
+
+
+@gluon_jit
+def _arrived(ring, n):
+    """Tile n [TILE, dim], as soon as it is there."""
+    mbarrier.wait(ring.full.index(n % BUFFERS), n // BUFFERS % 2)
+    DIM: tl.constexpr = ring.tiles.shape[-1]
+    return ring.tiles.index(n % BUFFERS).reshape([TILE, DIM])
+
+
+@gluon_jit
+def _release(ring, n):
+    mbarrier.arrive(ring.empty.index(n % BUFFERS))
+
+
+@gluon_jit
+def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: tl.constexpr, WINDOW: tl.constexpr):
+    """The copying warp."""
+    TOKENS: tl.constexpr = q_box.block_type.shape[0]
+    turn, n = 0, 0  # items and tiles of keys so far
+    item = _item(turn, batch, TOKENS, WINDOW)
+    while item.start < item.stop:
+        tile, full = _acquire(q, turn)
+        async_load(q_box, [item.token, item.kv_head * GROUP, 0], full, tile)
+        turn += 1
+        upcoming, table = item, block_tables + item.seq.to(gl.int64) * table_row
+        for i in range(item.start, item.stop):
+            a = gl.load(table + 2 * i)  # behind the last block the table may hold anything
+            b = gl.load(table + gl.minimum(2 * i + 1, (item.seq_len - 1) // ROWS))
+            _copy_tile(k_box, a, b, item.kv_head, k, n)
+            _copy_tile(v_box, a, b, item.kv_head, v, n)
+            n += 1
+            if i == item.start:
+                upcoming = _item(turn, batch, TOKENS, WINDOW)  # while the copies are under way
+        item = upcoming
+
+
+@gluon_jit
+def _copy_tile(box, a, b, kv_head, ring, n):
+    """The tile of blocks a and b."""
+    tile, full = _acquire(ring, n)
+    async_load(box, [a, 0, kv_head, 0], full, tile.slice(0, 1))
+    async_load(box, [b, 0, kv_head, 0], full, tile.slice(1, 1))
+
+
+@gluon_jit
+def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
+             WINDOW: tl.constexpr):
+    """A warpgroup: the first or the second 64 rows of each item. Tiles of keys before `full` need no mask. If the rows
+    see only the first block of the last tile, this tile is short: half of its products would be masked."""
+    TOKENS: tl.constexpr = q.tiles.shape[1]
+    PADDED: tl.constexpr = q.tiles.shape[2]
+    DIM: tl.constexpr = q.tiles.shape[3]
+    ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROW: tl.constexpr = gl.SliceLayout(1, ACC)
+    LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])  # 16 bytes for a thread
+    row = gl.arange(0, ROWS, layout=ROW)
+    line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
+    turn, n = 0, 0
+    item = _item(turn, batch, TOKENS, WINDOW)
+    while item.start < item.stop:
+        my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
+        # Not in a branch: ptxas 12.8 (Triton 3.6 and 3.7) then loses the address of q behind the branch.
+        scores = _scores(my_q, _arrived(k, n))
+        upcoming = _item(turn + 1, batch, TOKENS, WINDOW)  # while the product is under way
+        first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
+        last = gl.minimum(first + TOKENS // 2, item.seq_len) - 1
+        rows = Rows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        _release(k, n)
+        sums = Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
+                    gl.zeros([ROWS], gl.float32, ROW))
+        p, _, sums = _softmax(sums, scores, item.start * TILE, rows, scale, True, WINDOW)
+        if WINDOW:
+            _clear(_arrived(v, n), item.start * TILE, item, LINES, WINDOW)
+        n += 1
+        key = (item.stop - 1) * TILE
+        is_short = (item.stop - item.start > 1) & (last < key + ROWS)
+        begin, end = item.start + 1, item.stop - is_short.to(gl.int32)
+        if not WINDOW:
+            full = gl.minimum((first + 1) // TILE, end)
+            for _ in range(begin, full):
+                p, sums = _next_tile(p, sums, rows, k, v, n, 0, scale, TILE, False, WINDOW)
+                n += 1
+            begin = gl.maximum(begin, full)
+        for tile in range(begin, end):
+            p, sums = _next_tile(p, sums, rows, k, v, n, tile * TILE, scale, TILE, True, WINDOW)
+            n += 1
+        if is_short:
+            weights, sums = _next_tile(p, sums, rows, k, v, n, key, scale, ROWS, True, WINDOW)
+            acc = _last_sum(weights, sums.acc, _arrived(v, n).slice(0, ROWS), key, item, LINES, WINDOW)
+            n += 1
+        else:
+            acc = _last_sum(p, sums.acc, _arrived(v, n - 1), key, item, LINES, WINDOW)
+        _release(v, n - 1)
+        # The buffer of q is free now. Through it each thread gets 16 bytes of a line in place of 4 of several.
+        my_q.store((acc * (1.0 / sums.sum)[:, None]).to(out.dtype.element_ty))
+        result = my_q.load(LINES)
+        fence_async_shared()
+        _release(q, turn)
+        token, head = item.token + HALF * (TOKENS // 2) + line // PADDED, line % PADDED
+        at = out + token.to(gl.int64) * out_token + (item.kv_head * GROUP + head) * out_head
+        gl.store(at[:, None] + dim[None, :], result, mask=((token < item.end) & (head < GROUP))[:, None])
+        item = upcoming
+        turn += 1
+
+
+@gluon_jit
+def _next_tile(p, sums, rows, k, v, n, key, scale, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr):
+    """The weights of tile n, whose first KEYS keys begin at `key`, and the running sums. The weighted sum is one tile
+    behind: p are the weights of tile n - 1."""
+    scores = _scores(rows.q, _arrived(k, n).slice(0, KEYS))
+    acc = warpgroup_mma(p, _arrived(v, n - 1), sums.acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])  # but for one product, all that were issued are complete
+    _release(k, n)
+    weights, alpha, sums = _softmax(sums, scores, key, rows, scale, MASKED, WINDOW)
+    acc, p, weights = warpgroup_mma_wait(0, deps=[acc, p, weights])
+    _release(v, n - 1)
+    return weights, Sums(acc * alpha[:, None], sums.max, sums.sum)
+
+
+@gluon_jit
+def _last_sum(p, acc, tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
+    """acc with the last tile of V, which begins at `key`."""
+    if key + tile.shape[0] > item.seq_len:
+        _clear(tile, key, item, LINES, WINDOW)
+    acc, p = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, tile, acc, is_async=True), p])
+    return acc
+
+
+@gluon_jit
+def _scores(q, k):
+    """Issue the product of q and a tile of K."""
+    KEYS: tl.constexpr = k.shape[0]
+    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _softmax(sums, scores, key, rows, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr):
+    """The weights of a tile that begins at `key`, the factor for acc, and the running sums, acc left out. What
+    `_online_softmax` does, and the mask. Conversions between layouts of rows move nothing."""
+    KEYS: tl.constexpr = scores.shape[1]
+    OF_KEY: tl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    OF_ROW: tl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    SAME: tl.constexpr = sums.max.type.layout
+    if MASKED:
+        token = (key + gl.arange(0, KEYS, layout=OF_KEY))[None, :]
+        position = gl.convert_layout(rows.position, OF_ROW)[:, None]
+        seen = token <= position
+        if WINDOW:
+            seen &= token > position - rows.window
+        scores = gl.where(seen, scores, -float("inf"))
+    new_max = gl.maximum(sums.max, gl.convert_layout(gl.max(scores, 1), SAME) * scale)
+    base = new_max
+    if WINDOW:  # a row's window may begin behind this tile
+        base = gl.where(new_max == -float("inf"), 0.0, new_max)
+    p = gl.exp2(scores * scale - gl.convert_layout(base, OF_ROW)[:, None])
+    alpha = gl.exp2(sums.max - base)
+    weights = gl.convert_layout(p.to(rows.q.dtype), gl.DotOperandLayout(0, sums.acc.type.layout, 2))
+    return weights, alpha, Sums(sums.acc, new_max, sums.sum * alpha + gl.convert_layout(gl.sum(p, 1), SAME))
+
+
+@gluon_jit
+def _clear(tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
+    """Slots of V that hold anything become 0, because 0 * NaN is NaN: those after the last token, and those that left
+    the window, whose blocks may have other holders."""
+    for part in gl.static_range(tile.shape[0] // 32):
+        lines = tile.slice(part * 32, 32)
+        token = key + part * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
+        exists = token < item.seq_len
+        if WINDOW:
+            exists &= token >= item.oldest
+        lines.store(gl.where(exists[:, None], lines.load(LINES), 0.0))
+    fence_async_shared()

@@ -239,7 +239,7 @@ def test_padding_is_not_written():
     problem = paged_problem([1, 0, 4, 0], [7, 0, 6, 0])
     problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows of no sequence
     tiles = torch.tensor([[2, 0], [-1, 0], [-1, 3]], dtype=torch.int32, device=DEVICE)
-    tokens_per_tile = kernel.tokens_per_tile(2, 32, torch.float32, problem[0].device)
+    tokens_per_tile = kernel.tokens_per_tile(2, 32, 16, torch.float32, torch.float32, problem[0].device)
     assert tokens_per_tile > 4, "the work list above is for one tile of sequence 2"
     out = run_attention(paged_attention, problem, query_tiles=tiles)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))

@@ -32,7 +32,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ContextManager
 
 import torch
@@ -85,8 +85,6 @@ class Runner:
         block_shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, block_shape, self.kv_dtype, device)
         self.rows = self._make_rows()
-        group = config.num_heads // config.num_kv_heads
-        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
         self.send = partial(transfer.send, device)
         self.logits_steps: dict[type[LogitsStep], LogitsStep] = {}
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
@@ -132,6 +130,13 @@ class Runner:
         launched = LaunchedStep(self, step, batch)
         launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
         return launched
+
+    @cached_property
+    def tokens_per_tile(self) -> int:
+        """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
+        c = self.config
+        return kernel.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
+                                      self.kv_dtype, self.device)
 
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
