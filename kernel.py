@@ -1373,7 +1373,7 @@ def _gumbel(key, token):
 # --------------------------------------------------------------------------------------------------
 
 TILE = tl.constexpr(128)  # rows of a tile of queries, and tokens of a tile of keys: two blocks
-ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block, and of a short tile of keys
+ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block
 BUFFERS = tl.constexpr(2)
 
 Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
@@ -1487,13 +1487,14 @@ def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: t
         async_load(q_box, [item.token, item.kv_head * GROUP, 0], full, tile)
         turn += 1
         upcoming, table = item, block_tables + item.seq.to(gl.int64) * table_row
-        for i in range(item.start, item.stop):
-            a = gl.load(table + 2 * i)  # behind the last block the table may hold anything
-            b = gl.load(table + gl.minimum(2 * i + 1, (item.seq_len - 1) // ROWS))
+        for i in range(item.stop - item.start):
+            at = 2 * (item.stop - 1 - i)
+            a = gl.load(table + at)  # behind the last block the table may hold anything
+            b = gl.load(table + gl.minimum(at + 1, (item.seq_len - 1) // ROWS))
             _copy_tile(k_box, a, b, item.kv_head, k, n)
             _copy_tile(v_box, a, b, item.kv_head, v, n)
             n += 1
-            if i == item.start:
+            if i == 0:
                 upcoming = _item(turn, batch, TOKENS, WINDOW)  # while the copies are under way
         item = upcoming
 
@@ -1509,13 +1510,15 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 @gluon_jit
 def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
              WINDOW: tl.constexpr):
-    """A warpgroup: the first or the second 64 rows of each item. Tiles of keys before `full` need no mask. If the rows
-    see only the first block of the last tile, this tile is short: half of its products would be masked."""
+    """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
+    The tiles that need a mask come first, each by itself. Those before `full` need none, and the weighted sum is one
+    tile behind. (Under a window all tiles have a mask.)"""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
     ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: tl.constexpr = gl.SliceLayout(1, ACC)
+    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])  # 16 bytes for a thread
     row = gl.arange(0, ROWS, layout=ROW)
     line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
@@ -1523,117 +1526,99 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
     item = _item(turn, batch, TOKENS, WINDOW)
     while item.start < item.stop:
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
-        # Not in a branch: ptxas 12.8 (Triton 3.6 and 3.7) then loses the address of q behind the branch.
-        scores = _scores(my_q, _arrived(k, n))
-        upcoming = _item(turn + 1, batch, TOKENS, WINDOW)  # while the product is under way
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
         last = gl.minimum(first + TOKENS // 2, item.seq_len) - 1
         rows = Rows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        _release(k, n)
         sums = Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
                     gl.zeros([ROWS], gl.float32, ROW))
-        p, _, sums = _softmax(sums, scores, item.start * TILE, rows, scale, True, WINDOW)
-        if WINDOW:
-            _clear(_arrived(v, n), item.start * TILE, item, LINES, WINDOW)
-        n += 1
-        key = (item.stop - 1) * TILE
-        is_short = (item.stop - item.start > 1) & (last < key + ROWS)
-        begin, end = item.start + 1, item.stop - is_short.to(gl.int32)
-        if not WINDOW:
-            full = gl.minimum((first + 1) // TILE, end)
-            for _ in range(begin, full):
-                p, sums = _next_tile(p, sums, rows, k, v, n, 0, scale, TILE, False, WINDOW)
-                n += 1
-            begin = gl.maximum(begin, full)
-        for tile in range(begin, end):
-            p, sums = _next_tile(p, sums, rows, k, v, n, tile * TILE, scale, TILE, True, WINDOW)
+        p = gl.zeros([ROWS, TILE], out.dtype.element_ty, WEIGHTS)
+        full = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
+        for i in range(item.stop - full):
+            if i > 0:
+                sums = _add(sums, p, _arrived(v, n - 1))
+                _release(v, n - 1)
+            p, sums = _masked_tile(sums, rows, k, v, n, (item.stop - 1 - i) * TILE, item, scale, LINES, WINDOW)
             n += 1
-        if is_short:
-            weights, sums = _next_tile(p, sums, rows, k, v, n, key, scale, ROWS, True, WINDOW)
-            acc = _last_sum(weights, sums.acc, _arrived(v, n).slice(0, ROWS), key, item, LINES, WINDOW)
+        for i in range(full - item.start):
+            p, sums = _next_tile(p, sums, rows, k, v, n, scale)
             n += 1
-        else:
-            acc = _last_sum(p, sums.acc, _arrived(v, n - 1), key, item, LINES, WINDOW)
+        sums = _add(sums, p, _arrived(v, n - 1))
         _release(v, n - 1)
         # The buffer of q is free now. Through it each thread gets 16 bytes of a line in place of 4 of several.
-        my_q.store((acc * (1.0 / sums.sum)[:, None]).to(out.dtype.element_ty))
+        my_q.store((sums.acc * (1.0 / sums.sum)[:, None]).to(out.dtype.element_ty))
         result = my_q.load(LINES)
         fence_async_shared()
         _release(q, turn)
         token, head = item.token + HALF * (TOKENS // 2) + line // PADDED, line % PADDED
         at = out + token.to(gl.int64) * out_token + (item.kv_head * GROUP + head) * out_head
         gl.store(at[:, None] + dim[None, :], result, mask=((token < item.end) & (head < GROUP))[:, None])
-        item = upcoming
         turn += 1
+        item = _item(turn, batch, TOKENS, WINDOW)
 
 
 @gluon_jit
-def _next_tile(p, sums, rows, k, v, n, key, scale, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr):
-    """The weights of tile n, whose first KEYS keys begin at `key`, and the running sums. The weighted sum is one tile
-    behind: p are the weights of tile n - 1."""
-    scores = _scores(rows.q, _arrived(k, n).slice(0, KEYS))
+def _masked_tile(sums, rows, k, v, n, key, item, scale, LINES: tl.constexpr, WINDOW: tl.constexpr):
+    """The weights of tile n, which begins at `key`, and the running sums without its V. Slots of V that hold anything
+    become 0, because 0 * NaN is NaN: those after the last token, and those that left the window, whose blocks may have
+    other holders."""
+    scores = warpgroup_mma_wait(0, deps=[_scores(rows.q, _arrived(k, n))])
+    _release(k, n)
+    token = (key + gl.arange(0, TILE, layout=gl.SliceLayout(0, scores.type.layout)))[None, :]
+    position = gl.convert_layout(rows.position, gl.SliceLayout(1, scores.type.layout))[:, None]
+    seen = token <= position
+    if WINDOW:
+        seen &= token > position - rows.window
+    weights, alpha, sums = _softmax(sums, gl.where(seen, scores, -float("inf")), scale, True, rows.q.dtype)
+    tile = _arrived(v, n)
+    if (key + TILE > item.seq_len) | (key < item.oldest):
+        for part in gl.static_range(TILE // 32):
+            lines = tile.slice(part * 32, 32)
+            at = key + part * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
+            exists = (at >= item.oldest) & (at < item.seq_len)
+            lines.store(gl.where(exists[:, None], lines.load(LINES), 0.0))
+        fence_async_shared()
+    return weights, Sums(sums.acc * alpha[:, None], sums.max, sums.sum)
+
+
+@gluon_jit
+def _next_tile(p, sums, rows, k, v, n, scale):
+    """As `_masked_tile`, without a mask. p are the weights of tile n - 1, whose V is multiplied while the softmax of
+    tile n begins."""
+    scores = _scores(rows.q, _arrived(k, n))
     acc = warpgroup_mma(p, _arrived(v, n - 1), sums.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])  # but for one product, all that were issued are complete
     _release(k, n)
-    weights, alpha, sums = _softmax(sums, scores, key, rows, scale, MASKED, WINDOW)
+    weights, alpha, sums = _softmax(sums, scores, scale, False, rows.q.dtype)
     acc, p, weights = warpgroup_mma_wait(0, deps=[acc, p, weights])
     _release(v, n - 1)
     return weights, Sums(acc * alpha[:, None], sums.max, sums.sum)
 
 
 @gluon_jit
-def _last_sum(p, acc, tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
-    """acc with the last tile of V, which begins at `key`."""
-    if key + tile.shape[0] > item.seq_len:
-        _clear(tile, key, item, LINES, WINDOW)
-    acc, p = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, tile, acc, is_async=True), p])
-    return acc
-
-
-@gluon_jit
 def _scores(q, k):
     """Issue the product of q and a tile of K."""
-    KEYS: tl.constexpr = k.shape[0]
-    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    zeros = gl.zeros([ROWS, TILE], gl.float32, layout)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon_jit
-def _softmax(sums, scores, key, rows, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr):
-    """The weights of a tile that begins at `key`, the factor for acc, and the running sums, acc left out. What
-    `_online_softmax` does, and the mask. Conversions between layouts of rows move nothing."""
-    KEYS: tl.constexpr = scores.shape[1]
-    OF_KEY: tl.constexpr = gl.SliceLayout(0, scores.type.layout)
+def _softmax(sums, scores, scale, MASKED: tl.constexpr, dtype: tl.constexpr):
+    """`_online_softmax`, with its conversions between layouts, which move nothing. sums.acc stays as it is."""
     OF_ROW: tl.constexpr = gl.SliceLayout(1, scores.type.layout)
     SAME: tl.constexpr = sums.max.type.layout
-    if MASKED:
-        token = (key + gl.arange(0, KEYS, layout=OF_KEY))[None, :]
-        position = gl.convert_layout(rows.position, OF_ROW)[:, None]
-        seen = token <= position
-        if WINDOW:
-            seen &= token > position - rows.window
-        scores = gl.where(seen, scores, -float("inf"))
+    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, sums.acc.type.layout, 2)
     new_max = gl.maximum(sums.max, gl.convert_layout(gl.max(scores, 1), SAME) * scale)
     base = new_max
-    if WINDOW:  # a row's window may begin behind this tile
+    if MASKED:
         base = gl.where(new_max == -float("inf"), 0.0, new_max)
     p = gl.exp2(scores * scale - gl.convert_layout(base, OF_ROW)[:, None])
-    alpha = gl.exp2(sums.max - base)
-    weights = gl.convert_layout(p.to(rows.q.dtype), gl.DotOperandLayout(0, sums.acc.type.layout, 2))
-    return weights, alpha, Sums(sums.acc, new_max, sums.sum * alpha + gl.convert_layout(gl.sum(p, 1), SAME))
+    alpha, total = gl.exp2(sums.max - base), gl.convert_layout(gl.sum(p, 1), SAME)
+    return gl.convert_layout(p.to(dtype), WEIGHTS), alpha, Sums(sums.acc, new_max, sums.sum * alpha + total)
 
 
 @gluon_jit
-def _clear(tile, key, item, LINES: tl.constexpr, WINDOW: tl.constexpr):
-    """Slots of V that hold anything become 0, because 0 * NaN is NaN: those after the last token, and those that left
-    the window, whose blocks may have other holders."""
-    for part in gl.static_range(tile.shape[0] // 32):
-        lines = tile.slice(part * 32, 32)
-        token = key + part * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
-        exists = token < item.seq_len
-        if WINDOW:
-            exists &= token >= item.oldest
-        lines.store(gl.where(exists[:, None], lines.load(LINES), 0.0))
-    fence_async_shared()
+def _add(sums, p, tile):
+    """The running sums with a tile of V, times its weights."""
+    acc, p = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, tile, sums.acc, is_async=True), p])
+    return Sums(acc, sums.max, sums.sum)
