@@ -54,8 +54,8 @@ class Batch:
         query_start_loc    0   1   2               6
         seq_lens           7   5   4
 
-    In a layer, only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i]
-    up to query_start_loc[i + 1], and its keys through row i of the block tables.
+    In a layer, only attention knows of sequences. It takes the queries of sequence i from query_start_loc[i] up to
+    query_start_loc[i + 1], and its keys through block_tables[i].
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
@@ -63,7 +63,7 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
+    logits_indices: Tensor | None  # tokens whose logits are read; None: all. First the last of each that samples
     hints: dict[str, Any]  # more arguments of attention: for Triton's, and for rectangles.py and last_layer.py
 
 

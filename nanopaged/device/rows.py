@@ -1,4 +1,4 @@
-"""Rows: what the device keeps of each running sequence.
+"""Batch rows: what the device keeps of each running sequence.
 
 While a sequence runs it has a batch row: its block table, its last token, its sampling settings. A step sends the
 changed entries of its rows as one message of integers. The sampled tokens stay on the device, too. With a lookahead

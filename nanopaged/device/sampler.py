@@ -28,16 +28,16 @@ class LogitsStep:
         raise NotImplementedError
 
     def __call__(self, logits: Tensor, plan: Any, rows: Tensor, positions: Tensor) -> Tensor:
-        """The changed logits, of any float type: logits [R, vocab_size], which stay as they are. rows [R]: the batch
-        rows of the sequences"""
+        """The changed logits, of any float type: R logit rows [R, vocab_size], which stay as they are. rows
+        [R]: the batch rows of the sequences"""
         raise NotImplementedError
 
     def drew(self, tokens: Tensor, plan: Any, rows: Tensor) -> None:
         """These tokens [R] have been drawn."""
 
-    def redraw(self, runner: Any, batch: Any, indices: list[int], tokens: Tensor, plan: Any) -> Tensor:
+    def redraw(self, runner: Any, batch: Any, places: list[int], tokens: Tensor, plan: Any) -> Tensor:
         """Of a late step: the tokens that a recorded step has drawn from the unchanged logits, drawn anew where the
-        plan changes these (features/graphs.py). indices: the rows that sample, among those of the batch"""
+        plan changes these (features/graphs.py). places: those of the batch that sample"""
         raise NotImplementedError
 
 
@@ -67,17 +67,17 @@ def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
     return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
 
 
-SETTINGS_INTS = 8  # 32-bit integers of one row of sampling settings, see `pack_settings`
+SETTINGS_INTS = 8  # 32-bit integers of one sequence's settings, see `pack_settings`
 UNIT = 2.0**38  # the integer that stands for probability 1, see `kept_tokens`
 LOW_BITS = 2**32 - 1
 
 
 def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingNeeds,
            pick: Callable[..., Tensor]) -> Tensor:
-    """One token id per row: logits [R, vocab_size] of any float type -> [R] int64. A row gets -1 if its largest logit
-    is not finite: one is NaN or +inf, or all are -inf.
+    """One token id for each logit row: [R, vocab_size] of any float type -> [R] int64. It is -1 if the largest logit
+    of the row is not finite: one is NaN or +inf, or all are -inf.
 
-    settings: [R, SETTINGS_INTS] int32, each row from `pack_settings`
+    settings: [R, SETTINGS_INTS] int32, each from `pack_settings`
     positions: [R], of the drawn tokens in their sequences
     pick: the function below, or kernel.pick
     """
@@ -88,7 +88,7 @@ def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingN
     draw = partial(pick, temperature=temperature, seed=seed, position=positions.long())
     if not needs.filters:
         return draw(logits)
-    # Rows without a filter keep all tokens here, so they draw the same token as in a batch without filters.
+    # Sequences without a filter keep all tokens here, so they draw the same token as in a batch without.
     is_greedy = temperature < SMALLEST_TEMPERATURE
     scaled = logits.float() / temperature.masked_fill(is_greedy, 1.0)[:, None]
     kept = logits.masked_fill(~kept_tokens(scaled, settings), -math.inf)
@@ -96,8 +96,8 @@ def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingN
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Draw from softmax(logits / temperature); a greedy row takes its best token. logits [R, vocab_size], others [R]
-    -> [R]. Noise of this distribution makes token i the largest with exactly its probability (the Gumbel-max trick)."""
+    """Draw from softmax(logits / temperature); a greedy sequence takes its best token. logits [R, vocab_size], others
+    [R] -> [R]. Noise of this distribution makes token i the largest with exactly its probability (Gumbel-max trick)."""
     is_greedy = (temperature < SMALLEST_TEMPERATURE)[:, None]
     noise = gumbel(seed, position, logits.shape[1])
     scores = torch.where(is_greedy, logits.float(), logits.float() / temperature[:, None] + noise)
@@ -136,8 +136,8 @@ def kept_tokens(logits: Tensor, settings: Tensor) -> Tensor:
     ordered = torch.softmax(ordered, dim=-1)
     keep &= ordered >= min_p * ordered[:, :1]
     # A token is kept if the tokens before it sum to less than top_p of the kept probability. The sums are of integers,
-    # hence exact: the order in which a GPU adds changes with the number of rows, and for a single row from one run to
-    # the next. top_p = 1 also keeps the tail, whose probabilities round to 0 units.
+    # hence exact: the order in which a GPU adds changes with the number of logit rows, and for a single one from one
+    # run to the next. top_p = 1 also keeps the tail, whose probabilities round to 0 units.
     weights = (ordered * UNIT).long() * keep
     cumulative = weights.cumsum(-1)
     keep &= (cumulative - weights < top_p.double() * cumulative[:, -1:]) | (top_p >= 1)

@@ -90,8 +90,9 @@ def largest_steps(runner: Runner) -> tuple[list[int], list[int]]:
 
 
 def peak_of(runner: Runner, query_lens: list[int]) -> int:
-    """The peak memory of a step of this shape, in bytes. The step samples as many rows as possible, once plainly, once
-    with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
+    """The peak memory of a step of this shape, in bytes. It samples for as many sequences as possible, once plainly,
+    once with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
