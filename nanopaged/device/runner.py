@@ -43,7 +43,7 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
-from nanopaged.device.sampler import LogitsStep, SamplingNeeds, pick, sample
+from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import ForwardPass, LaunchedStep, on_its_device
 from nanopaged.weights.build import build_model
@@ -89,7 +89,7 @@ class Runner:
         group = config.num_heads // config.num_kv_heads
         self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
         self.send = partial(transfer.send, device)
-        self.logits_steps: dict[type[LogitsStep], LogitsStep] = {}
+        self.logits_steps: dict[type, Any] = {}  # see logits.py
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
         # The last step, if it is sampled late and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
@@ -101,8 +101,8 @@ class Runner:
         """Build the model of a checkpoint's tensors."""
         self.model = build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
-    def use(self, kind: type[LogitsStep]) -> Any:
-        """The logits step of this class, made when a request first asks for it. Any thread may call this."""
+    def use(self, kind: type) -> Any:
+        """The LogitsStep of this class, made when a request first asks for it. Any thread may call this."""
         if kind not in self.logits_steps:
             self.logits_steps.setdefault(kind, kind(self))
         return self.logits_steps[kind]

@@ -43,10 +43,7 @@ class StepInput:
     def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Any = None) -> "StepInput":
         decodes, prompts = list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            if cls.is_decode(seq, num_tokens):
-                decodes.append((seq, num_tokens))
-            else:
-                prompts.append((seq, num_tokens))
+            (decodes if cls.is_decode(seq, num_tokens) else prompts).append((seq, num_tokens))
         # The scheduler has counted this step's tokens as computed: this is the length of the context.
         decodes.sort(key=lambda decode: decode[0].num_computed_tokens, reverse=True)
         batch = cls([], [])

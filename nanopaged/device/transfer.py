@@ -67,7 +67,7 @@ class LaunchedStep:
         self.places = [place for place, seq in enumerate(batch.seqs) if seq in samples]
         self.seqs = [batch.seqs[place] for place in self.places]
         self.logprobs: Any = None
-        if any(seq.sampling.wants_logprobs for seq in batch.seqs):
+        if any([seq.sampling.wants_logprobs for seq in batch.seqs]):
             from nanopaged.features.logprobs import StepLogprobs
             self.logprobs = StepLogprobs(batch, self.seqs)
         self.more_tokens: list[int] = self.logprobs.more_tokens if self.logprobs else []

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device.sampler import LogitsStep, SamplingNeeds
+from nanopaged.device.logits import LogitsStep
+from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import integers
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
