@@ -856,7 +856,8 @@ def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, nu
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of few rows. `nanopaged/features/fused.py` puts them into
 # the model, and graphs.py beside it into sampling. Each names the plain form that it replaces. What does not
-# depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
+# depend on the previous kernel, above all weights, is loaded before a program waits for that kernel. A row is one of a
+# matrix here: x has one for each token, and in front of the logits one for each logit row.
 # --------------------------------------------------------------------------------------------------
 
 # Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, are faster than the
@@ -884,7 +885,7 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
 @jit
 def add_and_norm_kernel(parts, residual, weight, bias, out, total, eps, num_rows, COUNT: tl.constexpr,
                         SIZE: tl.constexpr, PADDED: tl.constexpr, CENTER: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row,). CENTER: layer norm, else RMS norm."""
+    """Grid (token,). CENTER: layer norm, else RMS norm."""
     i = tl.arange(0, PADDED)
     inside, row = i < SIZE, tl.program_id(0).to(tl.int64)
     factor = tl.load(weight + i, mask=inside, other=0.0)
@@ -918,7 +919,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 @jit
 def activate_kernel(x, out, size, TILE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
                     PDL: tl.constexpr):
-    """Grid (row, tile of the result's columns)."""
+    """Grid (token, tile of the result's columns)."""
     _wait_for_previous_kernel(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = x + row * size * (2 if GATED else 1) + i
@@ -1184,8 +1185,8 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
                  TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
                  PDL: tl.constexpr):
-    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Rows of padding may
-    hold anything. They get different experts all the same, so that no expert has more pairs than there are tokens."""
+    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Padding may hold
+    anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     _wait_for_previous_kernel(PDL)
     x = tl.zeros([PADDED], tl.float32)
@@ -1286,7 +1287,7 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 @jit
 def pick_kernel(logits, temperature, seed, position, best, at, logits_row, temperature_row, seed_row, size,
                 TILE: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row, tile of the vocabulary)."""
+    """Grid (logit row, tile of the vocabulary)."""
     _wait_for_previous_kernel(PDL)
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * logits_row + token, mask=token < size, other=-float("inf")).to(tl.float32)
@@ -1305,7 +1306,7 @@ def pick_kernel(logits, temperature, seed, position, best, at, logits_row, tempe
 
 @jit
 def best_of_tiles_kernel(best, at, out, num_tiles, TILES: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row,). -1: the largest logit is not finite."""
+    """Grid (logit row,). -1: the largest logit is not finite."""
     _wait_for_previous_kernel(PDL)
     row, i = tl.program_id(0), tl.arange(0, TILES)
     largest, tile = tl.max(tl.load(best + row * num_tiles + i, mask=i < num_tiles, other=-float("inf")), 0,
