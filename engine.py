@@ -225,7 +225,7 @@ class BlockManager:
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if num_missing + must_copy > len(self.free_queue):
             return False
-        if has_block:
+        if must_copy or has_block and table[index] in self.key_of_block:
             self._make_writable(seq, index)
         for _ in range(num_missing):
             table.append(self._pop_free_block())
@@ -240,7 +240,7 @@ class BlockManager:
             self.step.copies.append((block, copy))
             self._decref(block)
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
-        elif block in self.key_of_block:
+        else:
             self.evict(block)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
