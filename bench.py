@@ -153,7 +153,7 @@ def planned(prompts: list[list[int]], lengths: list[int], manager: engine.BlockM
     """(scheduler, step) of each step that computes prompts and then `lengths` new tokens, planned without a model."""
     plan = engine.Scheduler(manager, max_num_seqs, BUDGET)
     for i, (prompt, length) in enumerate(zip(prompts, lengths)):
-        plan.add(engine.Sequence(prompt, (0, i, 0), len(prompt) + length))
+        plan.add(engine.Sequence(prompt, engine.Order(0, i, 0), len(prompt) + length))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step

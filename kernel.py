@@ -32,10 +32,14 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-The torch forms come first, then the same in Triton, then kernels that only make a step faster, the last one on Hopper.
+**Contents.** Chapter 2 runs on the first section alone, and a reader of paging may stop behind the second.
+
+    In plain torch               read it: attention in ten lines, then windows and fp8, then writing K and V
+    In Triton                    the same on a GPU: filling the cache, launching attention, the kernel, decode, prefill
+    In Triton: splits, cascade   skip them at first: a long context in parts; contexts that begin with the same blocks
+    Between the products         skip the rest: few rows, small kernels, mixtures of experts, sampling; then Hopper
 """
 import math
-import warnings
 from collections import namedtuple
 from functools import lru_cache
 from typing import Callable, NamedTuple
@@ -46,23 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import tiles
-from nanopaged.optional_triton import (
-    async_load,
-    box_of,
-    fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon_jit,
-    jit,
-    launch_options,
-    mbarrier,
-    require_triton,
-    tl,
-    triton,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from nanopaged.optional_triton import gdc_launch_dependents, gdc_wait, jit, launch_options, require_triton, tl, triton
 from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE
 from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
@@ -70,6 +58,89 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 # --------------------------------------------------------------------------------------------------
 # In plain torch
 # --------------------------------------------------------------------------------------------------
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
+    [query_len, num_keys]. A group of heads, which shares K and V, is the batch, [group, num_kv_heads, .., head_dim]:
+    torch 2.11 errs on a GPU if the heads of a batch share them."""
+    group = q.shape[1] // k.shape[1]
+    heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
+    k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
+    return F.scaled_dot_product_attention(heads, k, v, visible, scale=scale).permute(2, 1, 0, 3).flatten(1, 2)
+
+
+def paged_attention_plain(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+                          query_start_loc: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Causal attention of every sequence's new tokens over its whole context in the paged cache.
+
+    q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; for Triton the last stride must be 1
+    block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
+    seq_lens         [num_seqs] int32, tokens in the cache, this step's included
+    query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
+    scale            factor of the scores, usually head_dim ** -0.5
+    Returns out, like q; for tokens of padding it holds anything.
+    """
+    out, block_size, starts = torch.empty_like(q) if out is None else out, k_cache.shape[1], query_start_loc.tolist()
+    for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
+        if start < end:
+            key_at = torch.arange(seq_len, device=q.device)
+            query_at = key_at[seq_len - (end - start):, None]
+            # block_size 4, table [5, 2]:  key_at 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
+            block, offset = table[key_at // block_size], key_at % block_size
+            k, v = k_cache[block, offset], v_cache[block, offset]
+            out[start:end] = attend(q[start:end], k, v, key_at <= query_at, scale)
+    return out
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale as fp8 (e4m3), clamped to -448 .. 448. Attention multiplies by the scale."""
+    largest_fp8 = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest_fp8, largest_fp8).to(dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """An fp8 tensor as bytes, which every torch can index on a CPU."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+                              query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
+                              out: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
+    """`paged_attention_plain`, with windows and an fp8 cache. Other arguments of `paged_attention` are ignored.
+
+    sliding_window   how many tokens a token sees, itself included; 0: no limit
+    k_scale, v_scale K and V are the stored numbers times these: 1, except for an fp8 cache (`to_fp8`)
+    """
+    if not sliding_window and k_cache.dtype is q.dtype and k_scale == v_scale == 1:
+        return paged_attention_plain(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, out)
+    out, block_size, starts = torch.empty_like(q) if out is None else out, k_cache.shape[1], query_start_loc.tolist()
+    for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
+        if start < end:
+            first, window = seq_len - (end - start), sliding_window or seq_len
+            key_at = torch.arange(max(0, first - window + 1), seq_len, device=q.device)  # no query sees earlier keys
+            query_at = torch.arange(first, seq_len, device=q.device)[:, None]
+            visible = (key_at <= query_at) & (key_at > query_at - window)
+            block, offset = table[key_at // block_size], key_at % block_size
+            k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
+            out[start:end] = attend(q[start:end], k, v, visible, scale * k_scale)
+    return out if v_scale == 1 else out.mul_(v_scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, in float32, times weight in weight's type (Zhang and Sennrich 2019)."""
+    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(weight.dtype) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding, "rope" (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1,
+    head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates
+    this point by the angle of (position, i). The product of a query and a key then depends on their positions only
+    through the distance."""
+    cos, sin = rotation.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
+
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
@@ -105,58 +176,6 @@ def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor | N
         k, v = to_fp8(k, k_scale, k_cache.dtype), to_fp8(v, v_scale, v_cache.dtype)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, in float32, times weight in weight's type (Zhang and Sennrich 2019)."""
-    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(weight.dtype) * weight).to(x.dtype)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding, "rope" (Su et al. 2021): x [num_tokens, heads, head_dim], rotation [num_tokens, 1,
-    head_dim]. Element i of a head's first half and element i of its second half are a point in a plane. Rope rotates
-    this point by the angle of (position, i). The product of a query and a key then depends on their positions only
-    through the distance."""
-    cos, sin = rotation.chunk(2, dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1).to(x.dtype)
-
-
-def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-                              query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
-                              out: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """Causal attention of every sequence's new tokens over its whole context in the paged cache, in plain torch.
-
-    q                [num_tokens, num_heads, head_dim], the new tokens of all sequences, one after another
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; for Triton the last stride must be 1
-    block_tables     [num_seqs, max_blocks] int32; entries after a sequence's last block may be anything
-    seq_lens         [num_seqs] int32, tokens in the cache, this step's included
-    query_start_loc  [num_seqs + 1] int32, cumulative query lengths; a sequence with no new token is padding
-    scale            factor of the scores, usually head_dim ** -0.5
-    k_scale, v_scale K and V are the stored numbers times these: 1, except for an fp8 cache (`to_fp8`)
-    sliding_window   how many tokens a token sees, itself included; 0: no limit
-    Returns out, like q; its rows of padding hold anything. Other arguments of `paged_attention` (below) are ignored.
-    """
-    out = torch.empty_like(q) if out is None else out
-    group, block_size, starts = q.shape[1] // k_cache.shape[2], k_cache.shape[1], query_start_loc.tolist()
-    for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
-        if start == end:  # padding
-            continue
-        first, window = seq_len - (end - start), sliding_window or seq_len
-        position = torch.arange(seq_len, device=q.device)
-        query_at, key_at = position[first:, None], position[max(0, first - window + 1):]  # no query sees earlier keys
-        visible = (key_at <= query_at) & (key_at > query_at - window)  # [query_len, num_keys]
-        # block_size 4, table [5, 2]:  key_at 0 1 2 3 4 5   block 5 5 5 5 2 2   offset 0 1 2 3 0 1
-        block, offset = table[key_at // block_size], key_at % block_size
-        k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
-        # [num_keys, num_kv_heads, head_dim] -> [group, num_kv_heads, num_keys, head_dim]: a group shares K and V. It is
-        # the batch, because torch 2.11 errs on a GPU if the heads of a batch share them.
-        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in (k, v))
-        # [query_len, num_heads, head_dim] -> [group, num_kv_heads, query_len, head_dim]
-        heads = q[start:end].unflatten(1, (-1, group)).permute(2, 1, 0, 3)
-        result = F.scaled_dot_product_attention(heads, k, v, visible, scale=scale * k_scale)
-        out[start:end] = result.permute(2, 1, 0, 3).flatten(1, 2)
-    return out if v_scale == 1 else out.mul_(v_scale)
 
 
 class Kernels(NamedTuple):
@@ -195,8 +214,6 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 
 # Kernels may read a global only if it is a constexpr.
 FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
-MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
-MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (measured on an H200)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,41 +235,18 @@ def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_nor
 
 
 @jit
-def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor,
-                            v_factor, qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
-                            BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-                            HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
-                            ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """Grid (token, 2): program 0 takes the token's q, program 1 its k and v. A program holds its heads as two halves
-    [heads, HALF], because rope combines element i of one half with element i of the other."""
-    token = tl.program_id(0).to(tl.int64)
-    row, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
-    i = tl.arange(0, HALF_PADDED)[None, :]
-    if tl.program_id(1) == 0:
-        head = tl.arange(0, HEADS_PADDED)[:, None]
-        valid = (head < HEADS) & (i < HALF)
-        q_a, q_b = _norm_and_rope(row, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
-        q_at = q_out + (token * HEADS + head) * 2 * HALF + i
-        tl.store(q_at, q_a, mask=valid)
-        tl.store(q_at + HALF, q_b, mask=valid)
-    else:
-        slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool may have more than 2^31 elements
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        kv_head = tl.arange(0, KV_PADDED)[:, None]
-        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
-        k, v = row + HEADS * 2 * HALF, row + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
-        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
-        v_a, v_b = tl.load(v, mask=written, other=0.0), tl.load(v + HALF, mask=written, other=0.0)
-        k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
-        _store(k_at, k_a, k_factor, written)
-        _store(k_at + HALF, k_b, k_factor, written)
-        v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
-        _store(v_at, v_a, v_factor, written)
-        _store(v_at + HALF, v_b, v_factor, written)
+def _wait_for_previous_kernel(PDL: tl.constexpr):
+    """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. They
+    wait here for that kernel's results; then they allow the kernel after this one to start early. Before the wait they
+    may load what kernels before the previous one have written. Every program waits, also one that has no work: the next
+    kernel relies on that."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @jit
-def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr,
+def _norm_and_rope(at, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, ROTATE: tl.constexpr,
                    NORM: tl.constexpr, PDL: tl.constexpr):
     """Some heads of one token as two halves in float32, after norm and rope."""
     if NORM:
@@ -262,8 +256,8 @@ def _norm_and_rope(row, head, i, valid, norm, rotation, eps, HALF: tl.constexpr,
         cos = tl.load(rotation + i, mask=i < HALF, other=0.0)
         sin = tl.load(rotation + HALF + i, mask=i < HALF, other=0.0)
     _wait_for_previous_kernel(PDL)
-    a = tl.load(row + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
-    b = tl.load(row + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
+    a = tl.load(at + head * 2 * HALF + i, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(at + head * 2 * HALF + HALF + i, mask=valid, other=0.0).to(tl.float32)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         a, b = a * scale * norm_a, b * scale * norm_b
@@ -281,457 +275,37 @@ def _store(at, x, factor, mask):
 
 
 @jit
-def _wait_for_previous_kernel(PDL: tl.constexpr):
-    """With programmatic dependent launch (PDL), a kernel's programs start while the previous kernel still runs. They
-    wait here for that kernel's results; then they allow the kernel after this one to start early. Before the wait they
-    may load what kernels before the previous one have written. Every program waits, also one that has no work: the next
-    kernel relies on that."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-# --------------------------------------------------------------------------------------------------
-# In Triton: the attention kernel
-#
-# **Softmax in one pass.** vLLM's first CUDA kernel stores a context's scores, then normalizes them. The kernel here
-# reads each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two
-# running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by
-# alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so
-# nothing overflows:
-#
-#     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
-#     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
-#
-# The same rule merges the sums of two parts of a context. In decode a long context can therefore be cut into **splits**
-# of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2"). Prefill has no splits:
-# the queries of a prompt are usually enough for many programs.
-# --------------------------------------------------------------------------------------------------
-
-# The kernel's functions pass each other these tuples. The compiler knows every value of Sizes.
-Sizes = namedtuple("Sizes", [
-    "KV_HEADS", "GROUP", "HEAD_DIM", "DIM_PADDED",  # GROUP query heads share a kv head; DIM_PADDED is a power of two
-    "BLOCK_SIZE", "KC_BLOCK", "KC_SLOT", "VC_BLOCK", "VC_SLOT",  # slots of a block; strides of the caches
-    "WINDOW",  # tokens that a token sees, itself included; 0: no limit
-    "TILE_M", "TILE_N",  # rows of a tile of queries; tokens of a tile of keys
-    "PRECISION"])  # of float32 products; "ieee" is exact
-Queries = namedtuple("Queries", [
-    "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
-    "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
-    "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
-Keys = namedtuple("Keys", [
-    "table", "k", "v",  # the sequence's block table; the caches, at this kv head
-    "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
-Sums = namedtuple("Sums", [
-    "acc",  # the weighted sum of values of each query: [rows, DIM_PADDED], in decode [DIM_PADDED, rows]
-    "max",  # the largest score of each query, times scale, which has a factor of log2(e): weights are powers of 2
-    "sum"])  # the sum of the weights of each query
-
-
-@jit
-def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           work, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_row,
-                           KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
-                           VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, PHASE: tl.constexpr, KV_HEADS: tl.constexpr,
-                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                           BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                           PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr,
-                           PDL: tl.constexpr):
-    """A program takes one kv head and a tile of one sequence's queries. A row of this tile is a (token, query head)
-    pair. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
-    query length alone picks its launch, so the result has the same bits in any batch:
-
-        PHASE    new tokens   rows of a tile                    grid
-        decode   1            GROUP                             (sequence and kv head, programs that share its splits)
-        prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of work and kv head)
-        prefix, suffix: decode with a cascade (below)
-
-    work          prefill: query_tiles [n, 2], (sequence, tile of its queries); sequence -1 is padding
-                  prefix: the entries of a cascade [n, 4]; suffix: num_common_tokens [sequence]
-    split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
-    scale         of the scores, times log2(e), because exp2 is the hardware's exponential
-    """
-    DECODE: tl.constexpr = PHASE != "prefill"
-    _wait_for_previous_kernel(PDL)
-    TOKENS: tl.constexpr = TILE_M // GROUP
-    kv_head = tl.program_id(0) % KV_HEADS
-    if PHASE == "prefill":
-        entry = work + 2 * (tl.program_id(0) // KV_HEADS)
-        seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
-        if seq < 0:
-            return
-    elif PHASE == "prefix":
-        entry = work + 4 * (tl.program_id(0) // KV_HEADS)
-        seq, first = tl.load(entry), 0
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor,
+                            v_factor, qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+                            BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+                            HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
+                            ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token, 2): program 0 takes the token's q, program 1 its k and v. A program holds its heads as two halves
+    [heads, HALF], because rope combines element i of one half with element i of the other."""
+    token = tl.program_id(0).to(tl.int64)
+    at, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
+    i = tl.arange(0, HALF_PADDED)[None, :]
+    if tl.program_id(1) == 0:
+        head = tl.arange(0, HEADS_PADDED)[:, None]
+        valid = (head < HEADS) & (i < HALF)
+        q_a, q_b = _norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
+        q_at = q_out + (token * HEADS + head) * 2 * HALF + i
+        tl.store(q_at, q_a, mask=valid)
+        tl.store(q_at + HALF, q_b, mask=valid)
     else:
-        seq, first = tl.program_id(0) // KV_HEADS, 0
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)
-    query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
-    seq_len = tl.load(seq_lens + seq)
-    if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
-        return
-    first_position = seq_len - query_len + first
-    oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
-    if WINDOW:
-        oldest = tl.maximum(first_position - WINDOW + 1, 0)
-    if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
-        query_len, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        if query_len == 0:  # room in a recorded step
-            return
-    elif PHASE == "suffix":
-        oldest = tl.load(work + seq)
-    if ONE_SPLIT:
-        split_len = split_length(seq_len, TILE_N)
-        if (oldest // split_len + tl.program_id(1)) * split_len >= end:  # the context has fewer splits
-            return
-    table = block_tables + seq.to(tl.int64) * table_row
-    k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
-    keys = Keys(table, k, v, seq_len, oldest, end)
-    # Sizes is built inside each call: stored in a variable, its values would become run-time values.
-    if DECODE:
-        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, PHASE == "suffix", ONE_PROGRAM,
-                ONE_SPLIT,
-                Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
-                      TILE_M, TILE_N, PRECISION))
-    else:
-        _prefill(queries, keys, first_position, scale, v_scale,
-                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
-                       TILE_M, TILE_N, PRECISION))
-
-
-@jit
-def _query_rows(queries, keys, row, sizes):
-    """Some rows of a tile: q [rows, DIM_PADDED], positions [rows], addresses of the results, and which rows exist. If
-    GROUP does not divide TILE_M, the last rows stay unused.
-
-        row           0     1     2     3     4     5        with GROUP 2
-        query token   0     0     1     1     2     2        after `first`
-        head          0     1     0     1     0     1        of the group
-    """
-    query, head = queries.first + row // sizes.GROUP, queries.kv_head * sizes.GROUP + row % sizes.GROUP
-    dim = tl.arange(0, sizes.DIM_PADDED)
-    is_row = (row < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (query < queries.query_len)
-    valid = is_row[:, None] & (dim < sizes.HEAD_DIM)[None, :]
-    token = (queries.q_start + query)[:, None]
-    at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
-    q = tl.load(at, mask=valid, other=0.0)
-    if keys.k.dtype.element_ty == tl.float8e4nv:
-        q = q.to(tl.float16)  # the type to which the hardware converts fp8
-    out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
-    return q, keys.seq_len - queries.query_len + query, out, valid
-
-
-@jit
-def _block_of(keys, token, sizes):
-    """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
-    (With TILE_N 64, blocks of 64 give one block id, and blocks of 16 give 64 ids: four blocks, 16 times each.)
-    The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The loops
-    therefore load block ids one tile ahead. No program reads the table after the sequence's last block, where it may
-    hold anything."""
-    tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
-    return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
-
-
-@jit
-def _slots_of(block, tile, sizes):
-    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
-    token = tl.arange(0, sizes.TILE_N)
-    in_one_block: tl.constexpr = sizes.BLOCK_SIZE % sizes.TILE_N == 0
-    offset = tile % sizes.BLOCK_SIZE + token if in_one_block else (tile + token) % sizes.BLOCK_SIZE
-    return block * sizes.KC_BLOCK + offset * sizes.KC_SLOT, block * sizes.VC_BLOCK + offset * sizes.VC_SLOT
-
-
-@jit
-def _initial_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
-    """The running sums before the first key."""
-    return Sums(tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32),
-                tl.zeros([QUERIES], tl.float32))
-
-
-@jit
-def _online_softmax(sums, scores, scale, AXIS: tl.constexpr, MASKED: tl.constexpr):
-    """The weights p of a tile's scores along AXIS, the factor alpha for acc, and each query's new maximum and sum."""
-    new_max = tl.maximum(sums.max, tl.max(scores, AXIS) * scale)
-    base = new_max
-    if MASKED:  # the maximum of a query that has seen no key yet is -inf, and -inf - -inf is NaN
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale - tl.expand_dims(base, AXIS))
-    alpha = tl.exp2(sums.max - base)
-    return p, alpha, new_max, sums.sum * alpha + tl.sum(p, AXIS)
-
-
-@jit
-def _normalize(acc, weights, v_scale):
-    """The result: acc over the sum of weights; 0 where no key was seen."""
-    return acc / tl.where(weights == 0, 1.0, weights) * v_scale
-
-
-# --------------------------------------------------------------------------------------------------
-# Prefill: many query tokens
-# --------------------------------------------------------------------------------------------------
-
-@jit
-def _prefill(queries, keys, first_position, scale, v_scale, sizes):
-    """The result of TILE_M rows, as two halves a and b: the softmax of one half overlaps with the matrix products of
-    the other. Without a window every row sees the tiles of keys before the diagonal, so these need no mask:
-
-        3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
-        at position 6                       x x x x   x x x .   .
-        at position 7                       x x x x   x x x x   .
-        at position 8                       x x x x   x x x x   x
-                                            no mask   masked
-    """
-    HALF: tl.constexpr = sizes.TILE_M // 2
-    row = tl.arange(0, HALF)
-    q_a, position_a, out_a, valid_a = _query_rows(queries, keys, row, sizes)
-    q_b, position_b, out_b, valid_b = _query_rows(queries, keys, HALF + row, sizes)
-    a, b = _initial_sums(HALF, sizes.DIM_PADDED, HALF), _initial_sums(HALF, sizes.DIM_PADDED, HALF)
-    q, position = (q_a, q_b), (position_a, position_b)
-    start = keys.oldest // sizes.TILE_N * sizes.TILE_N
-    block = _block_of(keys, start, sizes)
-    if not sizes.WINDOW:
-        diagonal = (first_position + 1) // sizes.TILE_N * sizes.TILE_N
-        a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, diagonal, scale, False, sizes)
-        start = diagonal
-    a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
-    tl.store(out_a, _normalize(a.acc, a.sum[:, None], v_scale), mask=valid_a)
-    tl.store(out_b, _normalize(b.acc, b.sum[:, None], v_scale), mask=valid_b)
-
-
-@jit
-def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: tl.constexpr, sizes):
-    """The running sums of both halves after the tiles of keys [start, stop), and the block of the next tile."""
-    for tile in range(start, stop, sizes.TILE_N):
-        slot_k, slot_v = _slots_of(block, tile, sizes)
-        block = _block_of(keys, tile + sizes.TILE_N, sizes)
-        dim = tl.arange(0, sizes.DIM_PADDED)
-        token = tile + tl.arange(0, sizes.TILE_N)
-        exists = token < keys.end
-        if sizes.WINDOW:
-            exists &= token >= keys.oldest
-        inside = dim < sizes.HEAD_DIM
-        k = _load_tile(keys.k + dim[:, None] + slot_k[None, :], exists[None, :], inside[:, None], q[0], MASKED, sizes)
-        v = _load_tile(keys.v + dim[None, :] + slot_v[:, None], exists[:, None], inside[None, :], q[0], MASKED, sizes)
-        scores_a = tl.dot(q[0], k, input_precision=sizes.PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
-        scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
-        a = _attend(a, scores_a, v, token, exists, position[0], scale, MASKED, sizes)
-        b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
-    return a, b, block
-
-
-@jit
-def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
-    """A tile of K or V. MASKED reads 0 for slots after the last token, which hold garbage, and for blocks that left the
-    window, which may have other holders by now: a weight of 0 would not remove a NaN from V."""
-    if MASKED:
-        tile = tl.load(at, mask=exists & inside, other=0.0)
-    elif sizes.HEAD_DIM < sizes.DIM_PADDED:
-        tile = tl.load(at, mask=inside, other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile.to(like.dtype)
-
-
-@jit
-def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexpr, sizes):
-    """The running sums of some rows after a tile with these scores [rows, TILE_N] and values [TILE_N, DIM_PADDED]."""
-    if MASKED:
-        seen = (token[None, :] <= position[:, None]) & exists[None, :]
-        if sizes.WINDOW:
-            seen &= token[None, :] > position[:, None] - sizes.WINDOW
-        scores = tl.where(seen, scores, -float("inf"))
-    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 1, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, sums.acc * alpha[:, None], input_precision=sizes.PRECISION)
-    return Sums(acc, new_max, new_sum)
-
-
-# --------------------------------------------------------------------------------------------------
-# Decode: one query token, and its context in splits
-#
-# **Cascade.** Sequences whose tables begin with the same blocks stand side by side in a batch
-# (nanopaged/features/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
-# program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
-# The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
-# the sums that are stored for this split. merge_splits_kernel merges all splits.
-# --------------------------------------------------------------------------------------------------
-
-@jit
-def split_length(seq_len, TILE_N: tl.constexpr):
-    """Tokens per split, a multiple of TILE_N; nanopaged/tiles.py has a table. The length depends on the sequence alone.
-    The batch and the grid therefore do not change the order of additions."""
-    sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
-    least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
-    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
-
-
-@jit
-def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RESUMES: tl.constexpr,
-            ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr, sizes):
-    """The result of one query token. A program computes a run of the context's splits, one after the other:
-
-        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
-        2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
-        ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
-                                                               to the splits, so that it adds in the same order
-        ONE_SPLIT: a program for each split                    store its sums once, behind the loop
-
-        in plain loops:             for split in the program's splits:
-                                        for tile in split: sums = _decode_tile(sums, tile)
-                                        merge the sums into `total`, or store them
-
-    Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all tiles. Its
-    last part runs for every tile, but takes effect only if `ends`, on the last tile of a split:
-
-        300 tokens, splits of 128, TILE_N 64        tile   0    64    128  192    256
-                                                    split  0    0     1    1      2
-                                                    ends   .    x     .    x      x
-    """
-    start, end = keys.oldest, keys.end
-    split_len = split_length(keys.seq_len, sizes.TILE_N)
-    split = start // split_len
-    if not ONE_PROGRAM:
-        num_splits_left = tl.cdiv(end, split_len) - split
-        splits_per_program = 1 if ONE_SPLIT else tl.cdiv(num_splits_left, tl.num_programs(1))
-        split += splits_per_program * tl.program_id(1)  # this program's first split
-        start = tl.maximum(start, split * split_len)
-        end = tl.minimum(end, (split + splits_per_program) * split_len)
-    start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
-    column = tl.arange(0, sizes.TILE_M)
-    q, _, out, valid = _query_rows(queries, keys, column, sizes)
-    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
-    seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
-    row, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.query_len
-    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
-    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
-    if RESUMES:
-        begun = column < tl.where(start % split_len > 0, num_columns, 0)
-        sums = _load_sums(split_acc, split_sums, row + split, begun, dim, sizes.HEAD_DIM)
-    block = _block_of(keys, start, sizes)
-    for tile in range(start, end, sizes.TILE_N):
-        slots = _slots_of(block, tile, sizes)
-        block = _block_of(keys, tile + sizes.TILE_N, sizes)
-        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
-        if not ONE_SPLIT:
-            ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
-            if ONE_PROGRAM:
-                total = _where(ends, _merge(total, sums), total)
-            else:
-                complete = column < tl.where(ends, num_columns, 0)
-                _store_sums(split_acc, split_sums, row + split, sums, complete, dim, sizes.HEAD_DIM)
-            sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
-            split += ends.to(tl.int32)
-    if ONE_SPLIT:
-        _store_sums(split_acc, split_sums, row + split, sums, column < num_columns, dim, sizes.HEAD_DIM)
-    elif ONE_PROGRAM:
-        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
-
-
-@jit
-def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
-    """The running sums after one more tile of keys. Tensor cores multiply at least 16 rows by 8 columns, and a group
-    often has fewer than 16 heads. The products are therefore transposed, with the heads as columns, of which 8 suffice:
-
-        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
-        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
-    """
-    slot_k, slot_v = slots
-    dim = tl.arange(0, sizes.DIM_PADDED)
-    token = tile + tl.arange(0, sizes.TILE_N)
-    exists = token < end
-    if sizes.WINDOW:
-        exists &= token >= keys.oldest
-    inside = dim < sizes.HEAD_DIM
-    k = _load_tile(keys.k + dim[None, :] + slot_k[:, None], exists[:, None], inside[None, :], q, True, sizes)
-    scores = tl.dot(k, q, input_precision=sizes.PRECISION)
-    scores = tl.where(exists[:, None], scores, -float("inf"))
-    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 0, True)
-    p = p.to(q.dtype)
-    if keys.v.dtype.element_ty == tl.float8e4nv:
-        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
-    else:
-        v = _load_tile(keys.v + dim[:, None] + slot_v[None, :], exists[None, :], inside[:, None], q, True, sizes)
-        update = tl.dot(v, p, input_precision=sizes.PRECISION)
-    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
-
-
-@jit
-def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
-    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V. The hardware transposes elements of 16 bits, but not
-    of 8 bits. The program therefore loads pairs of dims and transposes the pairs:
-
-        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
-        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
-        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
-    """
-    pair = tl.arange(0, sizes.DIM_PADDED // 2)
-    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
-                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
-    even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
-    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
-
-
-@jit
-def _where(condition, yes, no):
-    """The running sums `yes` if the condition holds, else `no`."""
-    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
-                tl.where(condition, yes.sum, no.sum))
-
-
-@jit
-def _merge(total, split):
-    """The sums of the splits so far and of this one, as one. ONE_PROGRAM and merge_splits_kernel call this in the same
-    order. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
-    new_max = tl.maximum(total.max, split.max)
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
-    return Sums(total.acc * alpha[None, :] + split.acc * beta[None, :], new_max, total.sum * alpha + split.sum * beta)
-
-
-@jit
-def _load_sums(split_acc, split_sums, at, exists, dim, HEAD_DIM: tl.constexpr):
-    """A split's sums for each column; where none exist, the sums before the first key."""
-    acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim[:, None], mask=exists[None, :] & (dim < HEAD_DIM)[:, None],
-                  other=0.0)
-    return Sums(acc, tl.load(split_sums + 2 * at, mask=exists, other=-float("inf")),
-                tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0))
-
-
-@jit
-def _store_sums(split_acc, split_sums, at, sums, exists, dim, HEAD_DIM: tl.constexpr):
-    tl.store(split_acc + at[None, :] * HEAD_DIM + dim[:, None], sums.acc,
-             mask=exists[None, :] & (dim < HEAD_DIM)[:, None])
-    tl.store(split_sums + 2 * at, sums.max, mask=exists)
-    tl.store(split_sums + 2 * at + 1, sums.sum, mask=exists)
-
-
-@jit
-def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
-                        HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        PDL: tl.constexpr):
-    """Grid (sequence, head): merge the sums of its splits and normalize (vLLM's reduce kernel)."""
-    seq, head = tl.program_id(0), tl.program_id(1)
-    q_start = tl.load(query_start_loc + seq).to(tl.int64)
-    query_len = tl.load(query_start_loc + seq + 1) - q_start
-    seq_len = tl.load(seq_lens + seq)
-    _wait_for_previous_kernel(PDL)
-    if query_len != 1:
-        return
-    split_len = split_length(seq_len, TILE_N)
-    first, last = 0, (seq_len - 1) // split_len
-    if WINDOW:
-        first = tl.maximum(seq_len - WINDOW, 0) // split_len
-    dim = tl.arange(0, DIM_PADDED)
-    row = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
-    total = _initial_sums(DIM_PADDED, 1, 1)
-    for split in range(first, last + 1, MERGE_UNROLL):
-        for i in tl.static_range(MERGE_UNROLL):  # unrolled, so that the loads do not wait for each other
-            exists = (split + i + tl.arange(0, 1)) <= last
-            total = _merge(total, _load_sums(split_acc, split_sums, row + split + i, exists, dim, HEAD_DIM))
-    out_at = out + q_start * out_token + head * out_head + dim[:, None]
-    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=(dim < HEAD_DIM)[:, None])
+        slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a pool may have more than 2^31 elements
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        kv_head = tl.arange(0, KV_PADDED)[:, None]
+        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)  # slot -1: nothing
+        k, v = at + HEADS * 2 * HALF, at + (HEADS + KV_HEADS + kv_head) * 2 * HALF + i
+        k_a, k_b = _norm_and_rope(k, kv_head, i, written, k_norm, rotation, eps, HALF, ROTATE, NORM, PDL)
+        v_a, v_b = tl.load(v, mask=written, other=0.0), tl.load(v + HALF, mask=written, other=0.0)
+        k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
+        _store(k_at, k_a, k_factor, written)
+        _store(k_at + HALF, k_b, k_factor, written)
+        v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
+        _store(v_at, v_a, v_factor, written)
+        _store(v_at + HALF, v_b, v_factor, written)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -762,6 +336,7 @@ def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, ca
                     for shape in ((1, group), (1, block_size, 1)))
         prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], nothing, 1.0, 0)
     except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
+        import warnings
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         warnings.warn(f"prompts are computed by the kernel for all GPUs, which is 20 to 30% slower than the one for "
                       f"Hopper: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
@@ -774,7 +349,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
                     query_tiles: Tensor | None = None, cascade: tuple[Tensor, Tensor, int] | None = None,
                     k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention_reference` in Triton. It takes five arguments more:
+    """`paged_attention_reference` in Triton. It takes more arguments:
 
     max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
                                  too, and the longest context bounds the number of splits
@@ -831,10 +406,7 @@ def _launch_decode(out: Tensor, inputs: tuple, num_decodes: int, max_seq_len: in
                                  k_cache.dtype, q.device)
     launches = [("decode", seq_lens, (num_contexts, sharing), config)]
     if cascade:
-        num_prefixes = len(cascade[0]) * k_cache.shape[2]
-        launches = [("prefix", cascade[0], (num_prefixes, num_splits),
-                     config | dict(TILE_M=cascade[2], num_stages=tiles.PREFIX_STAGES[cascade[2]])),
-                    ("suffix", cascade[1], (num_contexts, sharing), config)]
+        launches = _cascade_launches(cascade, k_cache.shape[2], num_splits, (num_contexts, sharing), config)
     for phase, work, grid, tile in launches:
         paged_attention_kernel[grid](
             out, split_acc, split_sums, *inputs, work, *scales, num_splits, *strides, PHASE=phase,
@@ -851,18 +423,467 @@ TRITON = Kernels(rotate_and_store, paged_attention)
 
 
 # --------------------------------------------------------------------------------------------------
-# A cache of 8 bits: twice the tokens
+# In Triton: the attention kernel
+#
+# **Softmax in one pass.** vLLM's first CUDA kernel stores a context's scores, then normalizes them. The kernel here
+# reads each **tile** of the context, say the K and V of 64 tokens, once. It keeps a maximum m of the scores and two
+# running sums, l of exp(s - m) and acc of exp(s - m) * v. A tile that raises m to m' first multiplies l and acc by
+# alpha = exp(m - m'). The result is acc / l (Milakov and Gimelshein 2018; Dao et al. 2022). No exponent is above 0, so
+# nothing overflows:
+#
+#     tile 1: scores 1 0, values 10 20    m = 1                   l = 1.368    acc = 17.36
+#     tile 2: score  2,   value  40       m = 2, alpha = 0.368    l = 1.503    acc = 46.39    result 30.86
 # --------------------------------------------------------------------------------------------------
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale as fp8 (e4m3), clamped to -448 .. 448. Attention multiplies by the scale."""
-    largest_fp8 = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest_fp8, largest_fp8).to(dtype)
+# The kernel's functions pass each other these tuples. The compiler knows every value of Sizes.
+Sizes = namedtuple("Sizes", [
+    "KV_HEADS", "GROUP", "HEAD_DIM", "DIM_PADDED",  # GROUP query heads share a kv head; DIM_PADDED is a power of two
+    "BLOCK_SIZE", "KC_BLOCK", "KC_SLOT", "VC_BLOCK", "VC_SLOT",  # slots of a block; strides of the caches
+    "WINDOW",  # tokens that a token sees, itself included; 0: no limit
+    "TILE_M", "TILE_N",  # queries of a tile; tokens of a tile of keys
+    "PRECISION"])  # of float32 products; "ieee" is exact
+Queries = namedtuple("Queries", [
+    "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
+    "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
+    "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
+Keys = namedtuple("Keys", [
+    "table", "k", "v",  # the sequence's block table; the caches, at this kv head
+    "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
+Sums = namedtuple("Sums", [
+    "acc",  # the weighted sum of values of each query: [n, DIM_PADDED], in decode [DIM_PADDED, n]
+    "max",  # the largest score of each query, times scale, which has a factor of log2(e): weights are powers of 2
+    "sum"])  # the sum of the weights of each query
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """An fp8 tensor as bytes, which every torch can index on a CPU."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+@jit
+def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+                           work, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_seq,
+                           KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
+                           VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, PHASE: tl.constexpr, KV_HEADS: tl.constexpr,
+                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                           BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+                           PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr,
+                           PDL: tl.constexpr):
+    """A program takes one kv head and a tile of one sequence's queries. A query is that of one token and one
+    query head. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A
+    sequence's query length alone picks its launch, so the result has the same bits in any batch:
+
+        PHASE    new tokens   queries of a tile                 grid
+        decode   1            GROUP                             (sequence and kv head, programs that share its splits)
+        prefill  2 or more    TILE_M // GROUP tokens by GROUP   (entry of work and kv head)
+        prefix, suffix: decode with a cascade (in the last section on attention)
+
+    work          prefill: query_tiles [n, 2], (sequence, tile of its queries); sequence -1 is padding
+                  prefix: the entries of a cascade [n, 4]; suffix: num_common_tokens [sequence]
+    split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
+    scale         of the scores, times log2(e), because exp2 is the hardware's exponential
+    """
+    DECODE: tl.constexpr = PHASE != "prefill"
+    _wait_for_previous_kernel(PDL)
+    TOKENS: tl.constexpr = TILE_M // GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    if PHASE == "prefill":
+        entry = work + 2 * (tl.program_id(0) // KV_HEADS)
+        seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
+        if seq < 0:
+            return
+    elif PHASE == "prefix":
+        entry = work + 4 * (tl.program_id(0) // KV_HEADS)
+        seq, first = tl.load(entry), 0
+    else:
+        seq, first = tl.program_id(0) // KV_HEADS, 0
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
+    seq_len = tl.load(seq_lens + seq)
+    if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
+        return
+    first_position = seq_len - query_len + first
+    oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
+    if WINDOW:
+        oldest = tl.maximum(first_position - WINDOW + 1, 0)
+    if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
+        query_len, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        if query_len == 0:  # room in a recorded step
+            return
+    elif PHASE == "suffix":
+        oldest = tl.load(work + seq)
+    if ONE_SPLIT:
+        split_len = split_length(seq_len, TILE_N)
+        if (oldest // split_len + tl.program_id(1)) * split_len >= end:  # the context has fewer splits
+            return
+    table = block_tables + seq.to(tl.int64) * table_seq
+    k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    keys = Keys(table, k, v, seq_len, oldest, end)
+    # Sizes is built inside each call: stored in a variable, its values would become run-time values.
+    if DECODE:
+        _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, PHASE == "suffix", ONE_PROGRAM,
+                ONE_SPLIT,
+                Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                      TILE_M, TILE_N, PRECISION))
+    else:
+        _prefill(queries, keys, first_position, scale, v_scale,
+                 Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT, VC_BLOCK, VC_SLOT, WINDOW,
+                       TILE_M, TILE_N, PRECISION))
+
+
+@jit
+def _load_queries(queries, keys, index, sizes):
+    """Some queries of a tile: q [n, DIM_PADDED], positions [n], addresses of the results, and which of them exist. If
+    GROUP does not divide TILE_M, the last ones stay unused.
+
+        index         0     1     2     3     4     5        with GROUP 2
+        new token     0     0     1     1     2     2        after `first`
+        head          0     1     0     1     0     1        of the group
+    """
+    new, head = queries.first + index // sizes.GROUP, queries.kv_head * sizes.GROUP + index % sizes.GROUP
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    exists = (index < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (new < queries.query_len)
+    valid = exists[:, None] & (dim < sizes.HEAD_DIM)[None, :]
+    token = (queries.q_start + new)[:, None]
+    at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
+    q = tl.load(at, mask=valid, other=0.0)
+    if keys.k.dtype.element_ty == tl.float8e4nv:
+        q = q.to(tl.float16)  # the type to which the hardware converts fp8
+    out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
+    return q, keys.seq_len - queries.query_len + new, out, valid
+
+
+@jit
+def _block_of(keys, token, sizes):
+    """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
+    (With TILE_N 64, blocks of 64 give one block id, and blocks of 16 give 64 ids: four blocks, 16 times each.)
+    The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The loops
+    therefore load block ids one tile ahead. No program reads the table after the sequence's last block, where it may
+    hold anything."""
+    tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
+    return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
+
+
+@jit
+def _slots_of(block, tile, sizes):
+    """Offsets [TILE_N] of a tile's tokens in the caches of K and V."""
+    token = tl.arange(0, sizes.TILE_N)
+    in_one_block: tl.constexpr = sizes.BLOCK_SIZE % sizes.TILE_N == 0
+    offset = tile % sizes.BLOCK_SIZE + token if in_one_block else (tile + token) % sizes.BLOCK_SIZE
+    return block * sizes.KC_BLOCK + offset * sizes.KC_SLOT, block * sizes.VC_BLOCK + offset * sizes.VC_SLOT
+
+
+@jit
+def _load_tile(at, exists, inside, like, MASKED: tl.constexpr, sizes):
+    """A tile of K or V. MASKED reads 0 for slots after the last token, which hold garbage, and for blocks that left the
+    window, which may have other holders by now: a weight of 0 would not remove a NaN from V."""
+    if MASKED:
+        tile = tl.load(at, mask=exists & inside, other=0.0)
+    elif sizes.HEAD_DIM < sizes.DIM_PADDED:
+        tile = tl.load(at, mask=inside, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile.to(like.dtype)
+
+
+@jit
+def _initial_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
+    """The running sums before the first key."""
+    return Sums(tl.zeros([ROWS, COLUMNS], tl.float32), tl.full([QUERIES], -float("inf"), tl.float32),
+                tl.zeros([QUERIES], tl.float32))
+
+
+@jit
+def _online_softmax(sums, scores, scale, AXIS: tl.constexpr, MASKED: tl.constexpr):
+    """The weights p of a tile's scores along AXIS, the factor alpha for acc, and each query's new maximum and sum."""
+    new_max = tl.maximum(sums.max, tl.max(scores, AXIS) * scale)
+    base = new_max
+    if MASKED:  # the maximum of a query that has seen no key yet is -inf, and -inf - -inf is NaN
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(scores * scale - tl.expand_dims(base, AXIS))
+    alpha = tl.exp2(sums.max - base)
+    return p, alpha, new_max, sums.sum * alpha + tl.sum(p, AXIS)
+
+
+@jit
+def _normalize(acc, weights, v_scale):
+    """The result: acc over the sum of weights; 0 where no key was seen."""
+    return acc / tl.where(weights == 0, 1.0, weights) * v_scale
+
+
+# --------------------------------------------------------------------------------------------------
+# In Triton: decode, one query token (the section on splits says why its context is in splits)
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def _fp8_values_dot(v_at, slot_v, exists, p, sizes):
+    """V transposed [dim, TILE_N] @ p [TILE_N, heads] for an fp8 V. The hardware transposes elements of 16 bits, but not
+    of 8 bits. The program therefore loads pairs of dims and transposes the pairs:
+
+        memory, token t       | dim 0  dim 1 | dim 2  dim 3 | ...      a pair is 16 bits
+        even [pair, TILE_N]     dim 0          dim 2                   the low byte of each pair
+        odd  [pair, TILE_N]            dim 1          dim 3            the high byte
+    """
+    pair = tl.arange(0, sizes.DIM_PADDED // 2)
+    v = tl.load(v_at.to(tl.pointer_type(tl.int16)) + pair[:, None] + (slot_v // 2)[None, :],
+                mask=exists[None, :] & (pair < sizes.HEAD_DIM // 2)[:, None], other=0)
+    even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    both = tl.join(tl.dot(even, p), tl.dot(odd, p))  # [DIM_PADDED // 2, heads, 2]
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (sizes.DIM_PADDED, p.shape[1]))
+
+
+@jit
+def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
+    """The running sums after one more tile of keys. Tensor cores multiply at least 16 rows by 8 columns, and a group
+    often has fewer than 16 heads. The products are therefore transposed, with the heads as columns, of which 8 suffice:
+
+        K [TILE_N, dim]              @  q [dim, heads]     =  scores [TILE_N, heads], a softmax down each column
+        V transposed [dim, TILE_N]   @  p [TILE_N, heads]  =  update of acc [dim, heads]
+    """
+    slot_k, slot_v = slots
+    dim = tl.arange(0, sizes.DIM_PADDED)
+    token = tile + tl.arange(0, sizes.TILE_N)
+    exists = token < end
+    if sizes.WINDOW:
+        exists &= token >= keys.oldest
+    inside = dim < sizes.HEAD_DIM
+    k = _load_tile(keys.k + dim[None, :] + slot_k[:, None], exists[:, None], inside[None, :], q, True, sizes)
+    scores = tl.dot(k, q, input_precision=sizes.PRECISION)
+    scores = tl.where(exists[:, None], scores, -float("inf"))
+    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 0, True)
+    p = p.to(q.dtype)
+    if keys.v.dtype.element_ty == tl.float8e4nv:
+        update = _fp8_values_dot(keys.v, slot_v, exists, p, sizes)
+    else:
+        v = _load_tile(keys.v + dim[:, None] + slot_v[None, :], exists[None, :], inside[:, None], q, True, sizes)
+        update = tl.dot(v, p, input_precision=sizes.PRECISION)
+    return Sums(sums.acc * alpha[None, :] + update, new_max, new_sum)
+
+
+@jit
+def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RESUMES: tl.constexpr,
+            ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr, sizes):
+    """The result of one query token. A program computes a run of the context's splits, one after the other:
+
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
+        2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
+        ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
+                                                               to the splits, so that it adds in the same order
+        ONE_SPLIT: a program for each split                    store its sums once, behind the loop
+
+        in plain loops:             for split in the program's splits:
+                                        for tile in split: sums = _decode_tile(sums, tile)
+                                        merge the sums into `total`, or store them
+
+    Triton pipelines no loads in a nested loop or a loop with a branch. This is therefore one loop over all tiles. Its
+    last part runs for every tile, but takes effect only if `ends`, on the last tile of a split:
+
+        300 tokens, splits of 128, TILE_N 64        tile   0    64    128  192    256
+                                                    split  0    0     1    1      2
+                                                    ends   .    x     .    x      x
+    """
+    start, end = keys.oldest, keys.end
+    split_len = split_length(keys.seq_len, sizes.TILE_N)
+    split = start // split_len
+    if not ONE_PROGRAM:
+        num_splits_left = tl.cdiv(end, split_len) - split
+        splits_per_program = 1 if ONE_SPLIT else tl.cdiv(num_splits_left, tl.num_programs(1))
+        split += splits_per_program * tl.program_id(1)  # this program's first split
+        start = tl.maximum(start, split * split_len)
+        end = tl.minimum(end, (split + splits_per_program) * split_len)
+    start = start // sizes.TILE_N * sizes.TILE_N  # tiles of keys begin at multiples of TILE_N
+    column = tl.arange(0, sizes.TILE_M)
+    q, _, out, valid = _load_queries(queries, keys, column, sizes)
+    q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
+    seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
+    at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.query_len
+    sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
+    total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
+    if RESUMES:
+        begun = column < tl.where(start % split_len > 0, num_columns, 0)
+        sums = _load_sums(split_acc, split_sums, at + split, begun, dim, sizes.HEAD_DIM)
+    block = _block_of(keys, start, sizes)
+    for tile in range(start, end, sizes.TILE_N):
+        slots = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
+        if not ONE_SPLIT:
+            ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
+            if ONE_PROGRAM:
+                total = _where(ends, _merge(total, sums), total)
+            else:
+                complete = column < tl.where(ends, num_columns, 0)
+                _store_sums(split_acc, split_sums, at + split, sums, complete, dim, sizes.HEAD_DIM)
+            sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
+            split += ends.to(tl.int32)
+    if ONE_SPLIT:
+        _store_sums(split_acc, split_sums, at + split, sums, column < num_columns, dim, sizes.HEAD_DIM)
+    elif ONE_PROGRAM:
+        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
+
+
+# --------------------------------------------------------------------------------------------------
+# In Triton: prefill, many query tokens
+# --------------------------------------------------------------------------------------------------
+
+@jit
+def _attend(sums, scores, v, token, exists, position, scale, MASKED: tl.constexpr, sizes):
+    """The running sums of some queries after a tile with scores [queries, TILE_N] and values [TILE_N, DIM_PADDED]."""
+    if MASKED:
+        seen = (token[None, :] <= position[:, None]) & exists[None, :]
+        if sizes.WINDOW:
+            seen &= token[None, :] > position[:, None] - sizes.WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
+    p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 1, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, sums.acc * alpha[:, None], input_precision=sizes.PRECISION)
+    return Sums(acc, new_max, new_sum)
+
+
+@jit
+def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: tl.constexpr, sizes):
+    """The running sums of both halves after the tiles of keys [start, stop), and the block of the next tile."""
+    for tile in range(start, stop, sizes.TILE_N):
+        slot_k, slot_v = _slots_of(block, tile, sizes)
+        block = _block_of(keys, tile + sizes.TILE_N, sizes)
+        dim = tl.arange(0, sizes.DIM_PADDED)
+        token = tile + tl.arange(0, sizes.TILE_N)
+        exists = token < keys.end
+        if sizes.WINDOW:
+            exists &= token >= keys.oldest
+        inside = dim < sizes.HEAD_DIM
+        k = _load_tile(keys.k + dim[:, None] + slot_k[None, :], exists[None, :], inside[:, None], q[0], MASKED, sizes)
+        v = _load_tile(keys.v + dim[None, :] + slot_v[:, None], exists[:, None], inside[None, :], q[0], MASKED, sizes)
+        scores_a = tl.dot(q[0], k, input_precision=sizes.PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
+        scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
+        a = _attend(a, scores_a, v, token, exists, position[0], scale, MASKED, sizes)
+        b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
+    return a, b, block
+
+
+@jit
+def _prefill(queries, keys, first_position, scale, v_scale, sizes):
+    """The result of TILE_M queries, as two halves a and b: the softmax of one half overlaps with the matrix products of
+    the other. Without a window every query sees the tiles of keys before the diagonal, so these need no mask:
+
+        3 query tokens, TILE_N 4        key 0 1 2 3 | 4 5 6 7 | 8
+        at position 6                       x x x x   x x x .   .
+        at position 7                       x x x x   x x x x   .
+        at position 8                       x x x x   x x x x   x
+                                            no mask   masked
+    """
+    HALF: tl.constexpr = sizes.TILE_M // 2
+    index = tl.arange(0, HALF)
+    q_a, position_a, out_a, valid_a = _load_queries(queries, keys, index, sizes)
+    q_b, position_b, out_b, valid_b = _load_queries(queries, keys, HALF + index, sizes)
+    a, b = _initial_sums(HALF, sizes.DIM_PADDED, HALF), _initial_sums(HALF, sizes.DIM_PADDED, HALF)
+    q, position = (q_a, q_b), (position_a, position_b)
+    start = keys.oldest // sizes.TILE_N * sizes.TILE_N
+    block = _block_of(keys, start, sizes)
+    if not sizes.WINDOW:
+        diagonal = (first_position + 1) // sizes.TILE_N * sizes.TILE_N
+        a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, diagonal, scale, False, sizes)
+        start = diagonal
+    a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
+    tl.store(out_a, _normalize(a.acc, a.sum[:, None], v_scale), mask=valid_a)
+    tl.store(out_b, _normalize(b.acc, b.sum[:, None], v_scale), mask=valid_b)
+
+
+# --------------------------------------------------------------------------------------------------
+# In Triton: splits of a context, in decode
+#
+# The rule of softmax in one pass also merges the sums of two parts of a context. In decode a long context can therefore
+# be cut into **splits** of several tiles that are computed in parallel (flash-decoding, Dao et al. 2023; vLLM's "V2").
+# Prefill has no splits: the queries of a prompt are usually enough for many programs.
+# --------------------------------------------------------------------------------------------------
+
+MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
+MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a time (measured on an H200)
+
+
+@jit
+def split_length(seq_len, TILE_N: tl.constexpr):
+    """Tokens per split, a multiple of TILE_N; nanopaged/tiles.py has a table. The length depends on the sequence alone.
+    The batch and the grid therefore do not change the order of additions."""
+    sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
+    least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
+    return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
+
+
+@jit
+def _where(condition, yes, no):
+    """The running sums `yes` if the condition holds, else `no`."""
+    return Sums(tl.where(condition, yes.acc, no.acc), tl.where(condition, yes.max, no.max),
+                tl.where(condition, yes.sum, no.sum))
+
+
+@jit
+def _merge(total, split):
+    """The sums of the splits so far and of this one, as one. ONE_PROGRAM and merge_splits_kernel call this in the same
+    order. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
+    new_max = tl.maximum(total.max, split.max)
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)
+    return Sums(total.acc * alpha[None, :] + split.acc * beta[None, :], new_max, total.sum * alpha + split.sum * beta)
+
+
+@jit
+def _load_sums(split_acc, split_sums, at, exists, dim, HEAD_DIM: tl.constexpr):
+    """A split's sums for each column; where none exist, the sums before the first key."""
+    acc = tl.load(split_acc + at[None, :] * HEAD_DIM + dim[:, None], mask=exists[None, :] & (dim < HEAD_DIM)[:, None],
+                  other=0.0)
+    return Sums(acc, tl.load(split_sums + 2 * at, mask=exists, other=-float("inf")),
+                tl.load(split_sums + 2 * at + 1, mask=exists, other=0.0))
+
+
+@jit
+def _store_sums(split_acc, split_sums, at, sums, exists, dim, HEAD_DIM: tl.constexpr):
+    tl.store(split_acc + at[None, :] * HEAD_DIM + dim[:, None], sums.acc,
+             mask=exists[None, :] & (dim < HEAD_DIM)[:, None])
+    tl.store(split_sums + 2 * at, sums.max, mask=exists)
+    tl.store(split_sums + 2 * at + 1, sums.sum, mask=exists)
+
+
+@jit
+def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
+                        HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+                        PDL: tl.constexpr):
+    """Grid (sequence, head): merge the sums of its splits and normalize (vLLM's reduce kernel)."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    q_start = tl.load(query_start_loc + seq).to(tl.int64)
+    query_len = tl.load(query_start_loc + seq + 1) - q_start
+    seq_len = tl.load(seq_lens + seq)
+    _wait_for_previous_kernel(PDL)
+    if query_len != 1:
+        return
+    split_len = split_length(seq_len, TILE_N)
+    first, last = 0, (seq_len - 1) // split_len
+    if WINDOW:
+        first = tl.maximum(seq_len - WINDOW, 0) // split_len
+    dim = tl.arange(0, DIM_PADDED)
+    at = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits + tl.arange(0, 1)
+    total = _initial_sums(DIM_PADDED, 1, 1)
+    for split in range(first, last + 1, MERGE_UNROLL):
+        for i in tl.static_range(MERGE_UNROLL):  # unrolled, so that the loads do not wait for each other
+            exists = (split + i + tl.arange(0, 1)) <= last
+            total = _merge(total, _load_sums(split_acc, split_sums, at + split + i, exists, dim, HEAD_DIM))
+    out_at = out + q_start * out_token + head * out_head + dim[:, None]
+    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=(dim < HEAD_DIM)[:, None])
+
+
+# --------------------------------------------------------------------------------------------------
+# In Triton: cascade
+#
+# Sequences whose tables begin with the same blocks stand side by side in a batch
+# (nanopaged/features/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
+# program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
+# The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
+# the sums that are stored for this split. merge_splits_kernel merges all splits.
+# --------------------------------------------------------------------------------------------------
+
+def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, num_splits: int, grid: tuple[int, int],
+                      config: dict[str, int]) -> list[tuple[str, Tensor, tuple[int, int], dict[str, int]]]:
+    """(phase, work, grid, configuration) of the two launches in place of decode's, which has this grid and config."""
+    entries, num_common_tokens, columns = cascade
+    of_prefix = config | dict(TILE_M=columns, num_stages=tiles.PREFIX_STAGES[columns])
+    return [("prefix", entries, (len(entries) * num_kv_heads, num_splits), of_prefix),
+            ("suffix", num_common_tokens, grid, config)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -871,7 +892,8 @@ def as_bytes(x: Tensor) -> Tensor:
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of few rows. `nanopaged/features/fused.py` puts them into
 # the model, and graphs.py beside it into sampling. Each names the plain form that it replaces. What does not
-# depend on the previous kernel, above all weights, is loaded before a program waits for that kernel.
+# depend on the previous kernel, above all weights, is loaded before a program waits for that kernel. A row is one of a
+# matrix here: x has one for each token, and in front of the logits one for each logit row.
 # --------------------------------------------------------------------------------------------------
 
 # Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, are faster than the
@@ -899,7 +921,7 @@ def add_and_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tenso
 @jit
 def add_and_norm_kernel(parts, residual, weight, bias, out, total, eps, num_rows, COUNT: tl.constexpr,
                         SIZE: tl.constexpr, PADDED: tl.constexpr, CENTER: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row,). CENTER: layer norm, else RMS norm."""
+    """Grid (token,). CENTER: layer norm, else RMS norm."""
     i = tl.arange(0, PADDED)
     inside, row = i < SIZE, tl.program_id(0).to(tl.int64)
     factor = tl.load(weight + i, mask=inside, other=0.0)
@@ -933,7 +955,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 @jit
 def activate_kernel(x, out, size, TILE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
                     PDL: tl.constexpr):
-    """Grid (row, tile of the result's columns)."""
+    """Grid (token, tile of the result's columns)."""
     _wait_for_previous_kernel(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = x + row * size * (2 if GATED else 1) + i
@@ -1199,8 +1221,8 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
                  TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
                  PDL: tl.constexpr):
-    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Rows of padding may
-    hold anything. They get different experts all the same, so that no expert has more pairs than there are tokens."""
+    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Padding may hold
+    anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     _wait_for_previous_kernel(PDL)
     x = tl.zeros([PADDED], tl.float32)
@@ -1301,7 +1323,7 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 @jit
 def pick_kernel(logits, temperature, seed, position, best, at, logits_row, temperature_row, seed_row, size,
                 TILE: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row, tile of the vocabulary)."""
+    """Grid (logit row, tile of the vocabulary)."""
     _wait_for_previous_kernel(PDL)
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * logits_row + token, mask=token < size, other=-float("inf")).to(tl.float32)
@@ -1320,7 +1342,7 @@ def pick_kernel(logits, temperature, seed, position, best, at, logits_row, tempe
 
 @jit
 def best_of_tiles_kernel(best, at, out, num_tiles, TILES: tl.constexpr, PDL: tl.constexpr):
-    """Grid (row,). -1: the largest logit is not finite."""
+    """Grid (logit row,). -1: the largest logit is not finite."""
     _wait_for_previous_kernel(PDL)
     row, i = tl.program_id(0), tl.arange(0, TILES)
     largest, tile = tl.max(tl.load(best + row * num_tiles + i, mask=i < num_tiles, other=-float("inf")), 0,
@@ -1371,6 +1393,17 @@ def _gumbel(key, token):
 # While one warpgroup computes a softmax, the tensor cores serve the other one. The copying warp runs ahead by two tiles
 # of keys, and by one of queries: each multiprocessor has one program, which takes entries of the list in turns.
 # --------------------------------------------------------------------------------------------------
+
+from nanopaged.optional_triton import (  # noqa: E402  Gluon: only here
+    async_load,
+    box_of,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 TILE = tl.constexpr(128)  # rows of a tile of queries, and tokens of a tile of keys: two blocks
 ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block

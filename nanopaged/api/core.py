@@ -143,8 +143,8 @@ class Core:
         for j in range(params.n):
             sampling = SequenceSampling(params, wrap_int64(seed + j), params.logprobs,
                                         None if j else params.prompt_logprobs)
-            sequences.append(make(list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), sampling,
-                                  root=cache_salt or engine.ROOT))
+            sequences.append(make(list(token_ids), engine.Order(priority, arrival, j), max_len, stop, str(arrival),
+                                  sampling, root=cache_salt or engine.ROOT))
         for one in features:
             one.start(self, params, sequences)
         return sequences

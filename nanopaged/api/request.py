@@ -92,7 +92,7 @@ class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
     def __init__(self, seq: engine.Sequence, tokenizer: Any) -> None:
-        self.index, self.seq, self.tokenizer = seq.order[2], seq, tokenizer
+        self.index, self.seq, self.tokenizer = seq.order.number, seq, tokenizer
         params = self.params = seq.sampling.params
         self.text = ""
         self.num_counted = self.num_read = 0  # generated tokens that are in the engine's Counts, and in the text

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device.sampler import LogitsStep
+from nanopaged.device.logits import LogitsStep
 from nanopaged.device.transfer import send, to_device
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.weights.build import memory_for

@@ -145,9 +145,9 @@ def prompt_logits(llm, prompt):
     captured, compute = [], llm.runner._compute
 
     def capture(*args):
-        tokens, logits = compute(*args)
-        captured.append(logits.clone())
-        return tokens, logits
+        launched = compute(*args)
+        captured.append(launched.logits.clone())
+        return launched
 
     with patch.object(llm.runner, "_compute", capture):
         llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))

@@ -164,7 +164,7 @@ def test_blocks_of_three_texts():
 def test_the_drawing_of_the_pool():
     """A, then a sequence that holds block 2 for a while, then B."""
     manager = engine.BlockManager(num_blocks=6, block_size=4)
-    a, other, b = (engine.Sequence(list(map(ord, text)), (0, i, 0), 20)
+    a, other, b = (engine.Sequence(list(map(ord, text)), engine.Order(0, i, 0), 20)
                    for i, text in enumerate(("abcdefg", "....", "abcdxyzwv")))
     for seq in (a, other, b):
         assert manager.admit(seq) and manager.allocate(seq, seq.num_tokens)

@@ -77,7 +77,8 @@ def router(num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens
 
 def add(whole, *prompts, max_new=4, priority=0):
     """Sequences in the queue of a router, or in that of one engine."""
-    seqs = [engine.Sequence(list(tokens), (priority, next(ARRIVALS), 0), len(tokens) + max_new) for tokens in prompts]
+    seqs = [engine.Sequence(list(tokens), engine.Order(priority, next(ARRIVALS), 0), len(tokens) + max_new)
+            for tokens in prompts]
     for seq in seqs:
         whole.add(seq)
     return seqs

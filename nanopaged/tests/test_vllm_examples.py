@@ -204,7 +204,7 @@ def test_numpy():
     assert llm.generate([numpy.array(PROMPTS[0])], GREEDY)[0].prompt == PROMPTS[0]
     llm.add_request(arrays[0], GREEDY, priority=numpy.int32(-2))
     (seq,) = llm.scheduler.waiting
-    assert seq.order[0] == -2 and type(seq.order[0]) is int
+    assert seq.order.priority == -2 and type(seq.order.priority) is int
     for given in (numpy.array([1.5, 2]), numpy.array(5), numpy.array([True]), [numpy.float32(5)], numpy.array([[[5]]]),
                   {"prompt_token_ids": numpy.array(PROMPTS[0])}):
         assert "prompt" in complaint(llm.generate, given, GREEDY)

@@ -177,7 +177,7 @@ class AsyncLLM(threading.Thread):
         step has few tokens of prompts and of calls with several samples, which come later in the order than others."""
         for one in self.core.engines if self.core.runners[0].device.type == "cpu" else ():
             texts = [seq for seq in one.scheduler.running if seq.num_tokens > seq.num_prompt_tokens]
-            num_first = sum(seq.order[1] in seq.order[3:] for seq in texts)  # see `_add`; LLM's own calls have no [3]
+            num_first = sum(not seq.order.delay for seq in texts)  # see `_add`
             has_grammars = any(seq.sampling.params.structured_outputs for seq in texts[num_first:])
             beside = CPU_GRAMMARS_BESIDE_TEXTS if has_grammars else CPU_TOKENS_BESIDE_TEXTS
             one.scheduler.max_num_batched_tokens = min(
@@ -222,8 +222,8 @@ class AsyncLLM(threading.Thread):
         number = int(stream.num_sequences > 1)
         for request in stream.requests:
             for seq in request.sequences:
-                priority, place, j = seq.order
-                seq.order = priority, place + TURN * number, j, place
+                arrival, delay = seq.order.arrival, TURN * number
+                seq.order = seq.order._replace(arrival=arrival + delay, delay=delay)
                 number += 1
             self.core.add(request)
             self.arrivals[request] = stream.arrival

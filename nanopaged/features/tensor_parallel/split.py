@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
+from nanopaged.weights.build import checkpoint_tensors
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
@@ -51,8 +52,8 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
     cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
     for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
         module, kind = name.split(".")[-2:]
-        tensors = model.checkpoint_tensors(name, parameter, whole)
-        parts = model.checkpoint_tensors(name, own, config).values()
+        tensors = checkpoint_tensors(name, parameter, whole)
+        parts = checkpoint_tensors(name, own, config).values()
         for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
             dim = SPLIT_DIMS.get(module, 2)
             cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it
